@@ -1,0 +1,56 @@
+"""Foredraft: faster text from a language model you already have, without changing what it says.
+
+    import foredraft
+    llm = foredraft.load("path/to/checkpoint", draft="path/to/small/checkpoint")
+    print(llm.generate("def add(a, b):", foredraft.SamplingParams(temperature=0))[0].text)
+
+Importing this package is cheap: PyTorch is loaded by the first use of a name below.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError, RequestError
+
+if TYPE_CHECKING:
+    from foredraft.build import load
+    from foredraft.decode.sampling import SamplingParams
+    from foredraft.decode.stats import Stats
+    from foredraft.llm import LLM, Output, Piece
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "ConfigError",
+    "ForedraftError",
+    "Output",
+    "Piece",
+    "RequestError",
+    "SamplingParams",
+    "Stats",
+    "__version__",
+    "load",
+]
+
+_HOME = {
+    "LLM": "foredraft.llm",
+    "Output": "foredraft.llm",
+    "Piece": "foredraft.llm",
+    "SamplingParams": "foredraft.decode.sampling",
+    "Stats": "foredraft.decode.stats",
+    "load": "foredraft.build",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

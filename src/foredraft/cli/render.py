@@ -1,0 +1,157 @@
+"""What a person or a program sees: coloured text, lines of figures, the JSON document, progress bars.
+
+Contract: text that goes to a terminal carries no control characters of the model's making; text that
+goes anywhere else is the model's, byte for byte. The JSON document holds no NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from foredraft import Output, Stats
+    from foredraft.cli.compare import Comparison
+    from foredraft.model.tokenizer import Detokenizer
+
+__all__ = ["Painter", "ProgressBars", "compare_line", "document", "stats_line"]
+
+# Who wrote a token -> (ANSI colour, its name, what to call it in the legend).
+ORIGINS = {
+    "drafter": ("32", "green", "drafted, and accepted by the target"),
+    "target": ("33", "yellow", "the target's own word"),
+    "bonus": ("36", "cyan", "the target's bonus after a fully accepted draft"),
+}
+LEGEND = "; ".join(f"\x1b[{code}m{name}\x1b[0m: {what}" for code, name, what in ORIGINS.values())
+STAGES = {"load": "Loading", "prefill": "Reading the prompt", "compare": "Comparing"}
+
+
+class Painter:
+    """Writes text to a stream, in the colours of who wrote it if the stream is a terminal."""
+
+    def __init__(self, stream: TextIO, *, color: bool) -> None:
+        self.stream = stream
+        self.terminal = stream.isatty()
+        dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
+        self.color = color and self.terminal and not dumb
+        self._explained = False
+        self._origin: str | None = None
+        self._fresh_line = True
+
+    def tokens(self, detokenizer: Detokenizer, ids: Sequence[int], origins: Sequence[str]) -> None:
+        """Text that spans tokens gets the colour of the token that completed it."""
+        if self.color and not self._explained:
+            print(LEGEND, file=sys.stderr)
+            self._explained = True
+        for token, origin in zip(ids, origins, strict=True):
+            self._origin = origin
+            self.write(detokenizer.push([token]), origin)
+
+    def finish(self, detokenizer: Detokenizer) -> None:
+        """Write what was held back, and end the line."""
+        self.write(detokenizer.flush(), self._origin)
+        if not self._fresh_line:
+            self.write("\n")
+
+    def write(self, text: str, origin: str | None = None) -> None:
+        if not text:
+            return
+        self._fresh_line = text.endswith("\n")
+        if self.terminal:
+            text = "".join(map(visible, text))
+        if self.color and origin in ORIGINS:
+            text = f"\x1b[{ORIGINS[origin][0]}m{text}\x1b[0m"
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def visible(character: str) -> str:
+    """A control character as its picture, so that generated text cannot drive the terminal."""
+    code = ord(character)
+    if character in "\n\t" or 32 <= code < 127 or code >= 160:
+        return character
+    return chr(0x2400 + code) if code < 32 else "\N{REPLACEMENT CHARACTER}"
+
+
+def stats_line(stats: Stats) -> str:
+    line = f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"
+    if not stats.drafted:
+        return f"{line}, nothing drafted"
+    return (
+        f"{line}, acceptance rate {stats.accepted / stats.drafted:.0%}, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}"
+    )
+
+
+def compare_line(comparison: Comparison) -> str:
+    flag = {
+        True: "outputs identical: yes",
+        False: "outputs identical: NO",
+        None: "outputs not comparable token by token",
+    }[comparison.identical]
+    low, high, count = min(comparison.speedups), max(comparison.speedups), len(comparison.speedups)
+    return (
+        f"median speed-up over plain decoding {comparison.speedup:.2f} x "
+        f"(spread {low:.2f}-{high:.2f} over {count} alternations; {flag})"
+    )
+
+
+def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | None) -> dict[str, Any]:
+    """The `--json` document."""
+    figures = {
+        "outputs": [
+            {
+                "text": output.text,
+                "token_ids": list(output.token_ids),
+                "finish_reason": output.finish_reason,
+                "seed": output.seed,
+                **({"error": output.error} if output.error else {}),
+            }
+            for output in outputs
+        ],
+        "usage": {
+            "prompt_tokens": outputs[0].prompt_tokens,
+            "completion_tokens": sum(len(output.token_ids) for output in outputs),
+        },
+        "stats": stats.as_dict(),
+        "lossless": all(output.lossless for output in outputs),
+    }
+    return figures if comparison is None else figures | {"compare": comparison.as_dict()}
+
+
+class ProgressBars:
+    """A bar a stage on stderr, gone when it is done; none where stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, stage: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        if self._bars is None:
+            self._bars = self._start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(STAGES.get(stage, stage))
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+        if done >= total:
+            self.clear()
+
+    def clear(self) -> None:
+        """Take them off the screen; text may follow."""
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars, self._tasks = None, {}
+
+    def _start(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        bars.start()
+        return bars

@@ -1,0 +1,1 @@
+"""Constraints: banned words, regex and JSON schemas. None ships yet; `decode.constraint` is the protocol."""

@@ -1,0 +1,88 @@
+"""The acceptance rules: pure functions from (draft, p, noise) to what is kept.
+
+`speculative` (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a drafted
+token x is kept if u q(x) < p(x); the first rejected one is replaced by a draw from the residual
+norm(max(p - q, 0)); if all are kept, one more is drawn from p. The kept tokens have exactly p's law.
+
+`coupled`: the target's token at each position is y = argmax_v(log p(v) + g(position, v)) with Gumbel
+noise keyed by the position; the longest prefix where the draft equals y is kept, then y itself. The
+text is a function of the seed alone: the draft decides only how many tokens come per round. Matches
+with probability at least (1 - TV) / (1 + TV) when the drafter draws with the same noise.
+
+Greedy decoding and deterministic drafters are one-hot laws, not other rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.draft import Draft
+from foredraft.decode.law import Law
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, Noise, NoiseKeys
+
+__all__ = ["Verdict", "accept", "coupled", "speculative"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """accepted [B]: how many drafted tokens are kept; next_token [B]: the correction or bonus token."""
+
+    accepted: Tensor
+    next_token: Tensor
+
+
+def speculative(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise) -> Verdict:
+    """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions."""
+    x = draft.tokens  # [B, K]
+    k = x.shape[1]
+    if p.all_certain:
+        keep = p.at(x) > 0  # u q < 1 always and u q < 0 never: no coin can decide
+    else:
+        keep = noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x)
+    accepted = _leading(keep, draft.lengths)  # [B]
+    rejected = accepted < draft.lengths
+    correction = p.position(accepted)
+    if k:
+        correction = correction.minus(draft.q.position(accepted.clamp_max(k - 1)), rejected)
+    return Verdict(accepted, _draw(correction, keys.columns(accepted), RESIDUAL, noise)[:, 0])
+
+
+def coupled(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise) -> Verdict:
+    """As `speculative`; q and the residual are not consulted."""
+    y = _draw(p, keys, COUPLED, noise)  # [B, K + 1]
+    accepted = _leading(draft.tokens == y[:, :-1], draft.lengths)
+    return Verdict(accepted, y.gather(1, accepted[:, None])[:, 0])
+
+
+def accept(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise, is_coupled: list[bool]) -> Verdict:
+    """Each row by its own rule. At temperature 0 the rules agree, and neither consults the noise."""
+    if p.all_certain or not any(is_coupled):
+        return speculative(draft, p, keys, noise)
+    if all(is_coupled):
+        return coupled(draft, p, keys, noise)
+    mask = torch.tensor(is_coupled, device=draft.tokens.device)
+    one, other = coupled(draft, p, keys, noise), speculative(draft, p, keys, noise)
+    return Verdict(
+        torch.where(mask, one.accepted, other.accepted), torch.where(mask, one.next_token, other.next_token)
+    )
+
+
+def _leading(keep: Tensor, lengths: Tensor) -> Tensor:
+    """Length of the run of kept tokens at the start of each row; padding is never kept -> [B]."""
+    columns = torch.arange(keep.shape[1], device=keep.device)
+    return (keep & (columns < lengths[:, None])).cumprod(1).sum(1)
+
+
+def _draw(law: Law, keys: NoiseKeys, purpose: int, noise: Noise) -> Tensor:
+    """One token per row and position -> [B, T]. Certain rows need no noise."""
+    if law.probs is None:
+        assert law.ids is not None
+        return law.ids
+    drawn = noise.pick(law.probs, keys, purpose)
+    if law.ids is None:
+        return drawn
+    assert law.certain is not None
+    return torch.where(law.certain[:, None], law.ids, drawn)

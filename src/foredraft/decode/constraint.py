@@ -1,0 +1,74 @@
+"""Constraint: what a sequence may say next, and the masks of it along a draft.
+
+A constraint counts the sequence's *new* tokens. It masks p and q alike, before every other transform,
+so speculation stays exact under it. It may also find out too late (a banned word completed by an
+innocent token): then `advance` names an earlier length, and the engine takes the tokens back, the
+same operation as a rejection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Constraint", "masks_along"]
+
+
+class Constraint(Protocol):
+    """State of one sequence. Lengths count new tokens, the prompt excluded."""
+
+    @property
+    def length(self) -> int:
+        """New tokens read."""
+        ...
+
+    def mask(self) -> Tensor | None:
+        """[V] bool, True = allowed as the next token; None = all are. At least one must be allowed."""
+        ...
+
+    def advance(self, token: int) -> int:
+        """Read the next token; returns how many new tokens may stay: all, or fewer to ask for a rollback.
+
+        It only asks: along a draft the token is tentative, and `rewind` undoes it without a trace.
+        """
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Back to the state after the first `length` new tokens; any earlier length is valid."""
+        ...
+
+    def roll_back(self, length: int) -> None:
+        """Carry out the rollback that the last `advance` asked for: `rewind`, and bar the same way."""
+        ...
+
+    def settled(self) -> int:
+        """How many new tokens no later `advance` can ask back."""
+        ...
+
+
+def masks_along(
+    constraint: Constraint, draft: Seq[int], vocabulary: int, device: torch.device
+) -> tuple[Tensor, int]:
+    """Masks for the positions of `draft` and the one after it -> [len(draft) + 1, V] bool, and how many
+    tokens of the draft the constraint lets stand. The constraint's state is left as it was found.
+
+    Past an illegal token the masks do not matter: p is 0 there, so verification ends at it.
+    """
+    everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
+    base = constraint.length
+    masks: list[Tensor] = []
+    legal = 0
+    for token in [*draft, None]:
+        mask = constraint.mask()
+        masks.append(everything if mask is None else mask.to(device))
+        if token is None or (mask is not None and not bool(mask[token])):
+            break
+        if constraint.advance(token) <= base + legal:  # would be taken back: nothing after it counts
+            break
+        legal += 1
+    constraint.rewind(base)
+    masks += [everything] * (len(draft) + 1 - len(masks))
+    return torch.stack(masks), legal

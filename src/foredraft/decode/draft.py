@@ -1,0 +1,331 @@
+"""Draft: the proposed tokens of one round, the drafter protocols, and the one draft loop.
+
+Two kinds of drafter. A *stepper* (a draft model, layer skipping, an adapter) only gives logits for each
+row's next token; the loop here transforms them, draws, keeps q and asks the policy, so that q is the
+law that was drawn from and no drawn token is ever dropped. A *guesser* (lookup in the text, a predicted
+output) returns tokens; their law is one-hot. A batch may mix them, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.constraint import masks_along
+from foredraft.decode.law import Law
+from foredraft.decode.noise import COUPLED, DRAFT, Noise, NoiseKeys
+from foredraft.decode.policy import Policy
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sequence import Sequence
+from foredraft.model.cache import KVCache
+from foredraft.model.runner import Resume
+
+__all__ = ["Draft", "Drafter", "Guesser", "RoundInputs", "Stepper", "no_draft", "propose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """tokens [B, K] int64, padded with 0; lengths [B] int64; q: laws at the K positions.
+
+    resume: the target's states that a stepper already has for the columns [pending, *tokens].
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    q: Law
+    resume: Resume | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInputs:
+    """What one round is about: every row of the batch, in row order.
+
+    budgets [B]: tokens to draft at most, 0 in idle rows (those still in prefill) and plain ones.
+    """
+
+    sequences: list[Sequence]
+    idle: list[bool]
+    budgets: list[int]
+    table: SamplingTable
+    vocabulary: int
+    device: torch.device
+
+    def keys(self, count: int, first: int = 0) -> NoiseKeys:
+        """Noise keys of `count` positions, beginning `first` after the next one -> T = count."""
+        starts = [len(s.tokens) + first for s in self.sequences]
+        position = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        attempt = None
+        if any(s.attempts for s in self.sequences):
+            rows = [
+                [s.attempts.get(start + j, 0) for j in range(count)]
+                for s, start in zip(self.sequences, starts, strict=True)
+            ]
+            attempt = torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), count)
+        base = torch.tensor([s.key for s in self.sequences], device=self.device)
+        rounds = torch.tensor([s.round_count for s in self.sequences], device=self.device)
+        return NoiseKeys(base, position, attempt, rounds)
+
+
+class Drafter(Protocol):
+    """What every drafter is. State per sequence lives in its own tables or its own cache rows.
+
+    taps: depths at which it wants the target's hidden states of committed positions.
+    max_length: positions it can read; drafts end there. caches: those whose rows follow the batch's.
+    """
+
+    name: str
+    taps: tuple[int, ...]
+    max_length: int | None
+    caches: Seq[KVCache]
+
+    def join(self, sequence: Sequence) -> None:
+        """The sequence has a row, and its prompt but for the pending token is in the target's cache."""
+        ...
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        """The target's states entering each tapped depth, [n, D], of newly committed positions from
+        `start` on; also of its prompt, before `join`."""
+        ...
+
+    def rewind(self, sequence: Sequence) -> None:
+        """A commit (or a ban's rollback) left `sequence.tokens`; forget all that lies past them."""
+        ...
+
+    def leave(self, sequence: Sequence) -> None: ...
+
+
+@runtime_checkable
+class Stepper(Drafter, Protocol):
+    def length(self, sequence: Sequence) -> int:
+        """Leading tokens of the sequence that it has read; at most len(tokens) - 1."""
+        ...
+
+    def read(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Read tokens [start, stop) ahead of the steps: at joining, or when it is far behind."""
+        ...
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
+    ) -> Tensor:
+        """Read tokens [B, T], row b's counts[b] real ones from position starts[b] on; logits of the token
+        after column at[b] -> [B, V] float32. Idle rows may return anything."""
+        ...
+
+    def resume(self) -> Resume | None:
+        """After the loop: the target's states that this draft computed at exact shapes, if any."""
+        ...
+
+
+@runtime_checkable
+class Guesser(Drafter, Protocol):
+    def propose(self, sequence: Sequence, budget: int) -> list[int]:
+        """At most `budget` tokens that may come next; none is an answer too."""
+        ...
+
+
+def no_draft(rows: int, device: torch.device) -> Draft:
+    """K = 0: every row takes a plain step."""
+    none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+    return Draft(none, torch.zeros(rows, dtype=torch.int64, device=device), Law(ids=none))
+
+
+def propose(
+    drafters: Mapping[str, Drafter], inputs: RoundInputs, policy: Policy, noise: Noise, *, greedy: bool = False
+) -> Draft:
+    """Each row's draft by the drafter that its request names. greedy: steppers draft their argmax."""
+    parts: list[tuple[list[bool], Draft]] = []
+    for name in dict.fromkeys(s.drafter for s, b in zip(inputs.sequences, inputs.budgets, strict=True) if b):
+        assert name is not None
+        drafter = drafters[name]
+        mine = [s.drafter == name and b > 0 for s, b in zip(inputs.sequences, inputs.budgets, strict=True)]
+        if isinstance(drafter, Stepper):
+            parts.append((mine, _step_through(drafter, mine, inputs, policy, noise, greedy)))
+        else:
+            assert isinstance(drafter, Guesser)
+            parts.append((mine, _guess(drafter, mine, inputs)))
+    if not parts:
+        return no_draft(len(inputs.sequences), inputs.device)
+    return parts[0][1] if len(parts) == 1 else _merge(parts, inputs)
+
+
+def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
+    guesses: list[list[int]] = []
+    for sequence, budget, is_mine in zip(inputs.sequences, inputs.budgets, mine, strict=True):
+        guess = drafter.propose(sequence, budget)[:budget] if is_mine else []
+        if sequence.constraint is not None and guess:
+            _, legal = masks_along(sequence.constraint, guess, inputs.vocabulary, inputs.device)
+            guess = guess[:legal]
+        guesses.append(guess)
+    lengths = [len(guess) for guess in guesses]
+    width = max(lengths)
+    padded = [guess + [0] * (width - len(guess)) for guess in guesses]
+    tokens = torch.tensor(padded, dtype=torch.int64, device=inputs.device).view(len(padded), width)
+    return Draft(tokens, torch.tensor(lengths, device=inputs.device), Law(ids=tokens))
+
+
+def _step_through(
+    drafter: Stepper, mine: list[bool], inputs: RoundInputs, policy: Policy, noise: Noise, greedy: bool
+) -> Draft:
+    """The one draft loop."""
+    sequences, device = inputs.sequences, inputs.device
+    rows = range(len(sequences))
+    budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
+    budget = torch.tensor(budgets, device=device)
+    width = max(budgets)
+    purpose = torch.tensor([s.params.is_coupled for s in sequences])
+    active = list(mine)  # host: rows that still draft, as far as the host knows
+    alive = torch.tensor(mine, device=device)  # [B]: the same, and finite
+    lengths = torch.zeros(len(sequences), dtype=torch.int64, device=device)
+    drawn: list[Tensor] = []
+    laws: list[Law] = []
+    walks = [_Walk(sequences[b]) if mine[b] and sequences[b].constraint is not None else None for b in rows]
+
+    tokens, starts, counts = _catch_up(drafter, sequences, mine, device)
+    for j in range(width):
+        idle = [not a for a in active]
+        at = torch.tensor([c - 1 for c in counts], device=device)
+        logits = drafter.step(tokens, starts, counts, idle, at)[:, None]  # [B, 1, V]
+        masks = _masks_of(walks, inputs) if any(walks) else None
+        q, finite = law_of(logits, inputs.table, masks, argmax=greedy)
+        alive = alive & finite[:, 0] & (budget > j)
+        token = _draw(q, inputs, j, purpose, noise)  # [B, 1]
+        token = token.where(alive[:, None], 0)
+        lengths += alive
+        drawn.append(token)
+        laws.append(q)
+        if j + 1 == width:
+            break
+        on = policy.go_on(sequences, j, q)
+        if on is not None:
+            alive = alive & on
+        if any(walks):
+            alive = _advance(walks, token, alive)
+        if on is not None or any(walks):  # the one [B]-sized read that a draft step may cost
+            active = [a and b > j + 1 for a, b in zip(alive.tolist(), budgets, strict=True)]
+        else:
+            active = [is_mine and b > j + 1 for is_mine, b in zip(mine, budgets, strict=True)]
+        if not any(active):
+            break
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+        tokens, counts = token, [1] * len(sequences)
+    for walk in walks:
+        if walk is not None:
+            walk.undo()
+    drafted = torch.cat(drawn, 1)
+    return Draft(drafted, lengths, _joined(laws), drafter.resume())
+
+
+def _catch_up(
+    drafter: Stepper, sequences: list[Sequence], mine: list[bool], device: torch.device
+) -> tuple[Tensor, list[int], list[int]]:
+    """What each row has to read first: the tokens past the drafter's length, the pending one included."""
+    width = 1
+    behind: list[list[int]] = []
+    starts: list[int] = []
+    for sequence, is_mine in zip(sequences, mine, strict=True):
+        start = drafter.length(sequence) if is_mine else 0
+        if is_mine and len(sequence.tokens) - start > 2:  # after plain steps; 2 is full acceptance
+            drafter.read(sequence, start, len(sequence.tokens) - 1)
+            start = len(sequence.tokens) - 1
+        behind.append(sequence.tokens[start:] if is_mine else [0])
+        starts.append(start)
+        width = max(width, len(behind[-1]))
+    counts = [len(b) for b in behind]
+    padded = [b + [0] * (width - len(b)) for b in behind]
+    return torch.tensor(padded, dtype=torch.int64, device=device), starts, counts
+
+
+def _draw(q: Law, inputs: RoundInputs, j: int, coupled: Tensor, noise: Noise) -> Tensor:
+    """[B, 1]. Coupled rows share the position's noise with the target; the others use their own."""
+    if q.probs is None:
+        assert q.ids is not None
+        return q.ids
+    keys = inputs.keys(1, j)
+    if not bool(coupled.any()):
+        drawn = noise.pick(q.probs, keys, DRAFT)
+    elif bool(coupled.all()):
+        drawn = noise.pick(q.probs, keys, COUPLED)
+    else:
+        mask = coupled.to(q.probs.device)[:, None]
+        drawn = noise.pick(q.probs, keys, COUPLED).where(mask, noise.pick(q.probs, keys, DRAFT))
+    if q.ids is None:
+        return drawn
+    assert q.certain is not None
+    return q.ids.where(q.certain[:, None], drawn)
+
+
+def _joined(laws: list[Law]) -> Law:
+    """Laws of successive positions, of one representation -> one law."""
+    first = laws[0]
+    probs = None if first.probs is None else torch.cat([law.probs for law in laws if law.probs is not None], 1)
+    ids = None if first.ids is None else torch.cat([law.ids for law in laws if law.ids is not None], 1)
+    return Law(probs, ids, first.certain)
+
+
+def _merge(parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
+    """Drafts of several drafters, each speaking for its own rows, padded to the longest."""
+    device, rows = inputs.device, len(inputs.sequences)
+    width = max(draft.tokens.shape[1] for _, draft in parts)
+    dense = [draft.q.probs for _, draft in parts if draft.q.probs is not None]
+    tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+    ids = torch.zeros_like(tokens)
+    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+    certain = torch.ones(rows, dtype=torch.bool, device=device)
+    probs = torch.zeros(rows, width, inputs.vocabulary, device=device) if dense else None
+    for mine, draft in parts:
+        mask = torch.tensor(mine, device=device)
+        k = draft.tokens.shape[1]
+        tokens[:, :k] = draft.tokens.where(mask[:, None], tokens[:, :k])
+        lengths = draft.lengths.where(mask, lengths)
+        q = draft.q
+        if q.ids is not None:
+            ids[:, :k] = q.ids.where(mask[:, None], ids[:, :k])
+        if q.probs is not None:
+            assert probs is not None
+            probs[:, :k] = q.probs.where(mask[:, None, None], probs[:, :k])
+            hot = torch.zeros_like(mask) if q.certain is None else q.certain
+            certain = hot.where(mask, certain)
+    # one verifying pass resumes at one depth; other rows' lower layers simply run again
+    resume = next((draft.resume for _, draft in parts if draft.resume is not None), None)
+    if resume is not None:
+        short = width + 1 - resume.hidden.shape[1]
+        resume = replace(resume, hidden=torch.nn.functional.pad(resume.hidden, (0, 0, 0, short)))
+    if probs is None:
+        return Draft(tokens, lengths, Law(ids=ids), resume)
+    return Draft(tokens, lengths, Law(probs, ids, certain), resume)
+
+
+class _Walk:
+    """A constraint, advanced tentatively along a draft."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        assert sequence.constraint is not None
+        self.constraint = sequence.constraint
+        self.base = self.constraint.length
+
+    def advance(self, token: int) -> bool:
+        """False where the token would be taken back: drafting past it is pointless."""
+        expected = self.constraint.length + 1
+        return self.constraint.advance(token) >= expected
+
+    def undo(self) -> None:
+        self.constraint.rewind(self.base)
+
+
+def _masks_of(walks: list[_Walk | None], inputs: RoundInputs) -> Tensor:
+    """[B, 1, V] bool at the walks' present states."""
+    everything = torch.ones(inputs.vocabulary, dtype=torch.bool, device=inputs.device)
+    found = [None if walk is None else walk.constraint.mask() for walk in walks]
+    return torch.stack([everything if m is None else m.to(inputs.device) for m in found])[:, None]
+
+
+def _advance(walks: list[_Walk | None], token: Tensor, alive: Tensor) -> Tensor:
+    """Constraints read the tokens just drawn; rows whose token would be taken back stop -> [B] bool."""
+    read = torch.stack([token[:, 0], alive.long()], 1).tolist()
+    on = [bool(a) and (walk is None or walk.advance(t)) for walk, (t, a) in zip(walks, read, strict=True)]
+    return torch.tensor(on, device=alive.device)

@@ -1,0 +1,91 @@
+"""Law: the next-token distributions p and q, exactly as the acceptance rules see them.
+
+A law holds one categorical distribution per (row, position). Two representations, one meaning:
+
+- *dense*: float32 probabilities over the vocabulary, after every sampling transform;
+- *certain*: the id of the only possible token. Greedy decoding (temperature 0) and deterministic
+  drafters are one-hot laws; an id is all there is to know about one, so none is ever spelled out
+  over the vocabulary. That is a representation, not another rule: every operation below means the
+  same for both, and a batch may mix them row by row.
+
+Arithmetic is float32 (products with a coin float64); no epsilon, no clamp of a probability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Law"]
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Distributions of `B` rows at `T` positions.
+
+    probs:   [B, T, V] float32, or None when every row is certain.
+    ids:     [B, T] int64, or None when no row is certain.
+    certain: [B] bool: rows that `ids` speaks for; None when `probs` or `ids` alone speaks for all.
+    """
+
+    probs: Tensor | None = None
+    ids: Tensor | None = None
+    certain: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.probs is not None) or (self.ids is not None)
+        assert (self.certain is not None) == (self.probs is not None and self.ids is not None)
+
+    @property
+    def all_certain(self) -> bool:
+        return self.probs is None
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """Probability of `tokens` [B, K], K <= T, each under its own position's law -> [B, K]."""
+        k = tokens.shape[1]
+        dense = None if self.probs is None else self.probs[:, :k].gather(2, tokens[..., None])[..., 0]
+        if self.ids is None:
+            assert dense is not None
+            return dense
+        hot = (tokens == self.ids[:, :k]).to(torch.float32)
+        return hot if dense is None else torch.where(self._certain[:, None], hot, dense)
+
+    def position(self, index: Tensor) -> Law:
+        """The law at position `index` [B] of every row -> Law with T = 1."""
+        probs = ids = None
+        if self.probs is not None:
+            at = index[:, None, None].expand(-1, 1, self.probs.shape[2])
+            probs = self.probs.gather(1, at)
+        if self.ids is not None:
+            ids = self.ids.gather(1, index[:, None])
+        return Law(probs, ids, self.certain)
+
+    def weights(self, vocabulary: int) -> Tensor:
+        """Spelled out over the vocabulary -> [B, T, V] float32."""
+        if self.ids is None:
+            assert self.probs is not None
+            return self.probs
+        hot = torch.nn.functional.one_hot(self.ids, vocabulary).to(torch.float32)
+        return hot if self.probs is None else torch.where(self._certain[:, None, None], hot, self.probs)
+
+    def minus(self, q: Law, where: Tensor) -> Law:
+        """The residual norm(max(p - q, 0)), unnormalised, in rows where `where` [B]; p elsewhere.
+
+        A residual that is zero everywhere (p == q up to rounding) falls back to p: there is nothing
+        left to correct. A certain p needs no arithmetic: wherever its token was not drafted, its
+        token is the whole residual.
+        """
+        if self.probs is None:
+            return self
+        vocabulary = self.probs.shape[2]
+        p = self.weights(vocabulary)
+        residual = (p - q.weights(vocabulary)).clamp_min(0.0)
+        usable = where[:, None, None] & (residual.sum(-1, keepdim=True) > 0)
+        return Law(torch.where(usable, residual, p), self.ids, self.certain)
+
+    @property
+    def _certain(self) -> Tensor:
+        assert self.certain is not None
+        return self.certain

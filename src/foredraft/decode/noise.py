@@ -1,0 +1,114 @@
+"""Noise: counter-based randomness. `coin` and `pick`, and nothing else.
+
+Every draw is a pure function of its key, so no state has to be saved, rolled back or shared
+between threads, and the same key gives the same draw on every device and in every batch. A key is
+(seed, sample index, position, attempt, purpose), and under `speculative` the round too: a position
+may be drafted again after a rejection, and noise is never used twice. Hashing is the splitmix64
+finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) folded
+over the fields of the key.
+
+`pick` draws by the exponential race: argmax_v w_v / E_v with E_v ~ Exp(1) independent, which has
+exactly the law w / sum(w); equivalently argmax(log w_v + g_v) with Gumbel noise g indexed by the
+token id v. Two laws drawn with one key therefore tend to agree: the coupling that `coupled` uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "Noise", "NoiseKeys", "seed_key"]
+
+DRAFT: Final = 1  # the drafter's own draw
+ACCEPT: Final = 2  # the coin of the acceptance test
+RESIDUAL: Final = 3  # the target's correction or bonus token
+COUPLED: Final = 4  # shared by drafter and target, on purpose
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 bit patterns; `>>` is arithmetic, hence the masks."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _fold(key: Tensor, field: Tensor | int) -> Tensor:
+    return _mix(key + _GOLDEN + (field if isinstance(field, Tensor) else _signed(field)))
+
+
+def _unit(key: Tensor) -> Tensor:
+    """Uniform float64 in [0, 1) with 53 bits."""
+    return ((key >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
+def seed_key(seed: int, sample: int) -> int:
+    """The part of the key that a sequence keeps for life, as a signed 64-bit integer."""
+
+    def mix(x: int) -> int:
+        x &= _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        return x ^ (x >> 31)
+
+    return _signed(mix(mix(seed + 0x9E3779B97F4A7C15) + sample + 0x9E3779B97F4A7C15))
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKeys:
+    """Keys of B rows at T successive positions.
+
+    base: [B] int64 from `seed_key`; position: [B, T] int64, absolute; attempt: [B, T] int64, how many
+    rollbacks of a ban crossed the position; round: [B] int64, the sequence's own round count.
+    """
+
+    base: Tensor
+    position: Tensor
+    attempt: Tensor | None
+    round: Tensor
+
+    def columns(self, index: Tensor) -> NoiseKeys:
+        """The keys at column `index` [B] of every row, as T = 1."""
+        at = index[:, None]
+        attempt = None if self.attempt is None else self.attempt.gather(1, at)
+        return NoiseKeys(self.base, self.position.gather(1, at), attempt, self.round)
+
+    def bits(self, purpose: int) -> Tensor:
+        """[B, T] int64. The round is left out for `coupled`: its noise belongs to the position."""
+        key = _fold(self.base, purpose)
+        if purpose != COUPLED:
+            key = _fold(key, self.round)
+        key = _fold(key[:, None], self.position)
+        return _fold(key, 0 if self.attempt is None else self.attempt)
+
+
+class Noise:
+    """The two draws. Tests swap in one that forks every branch and multiplies the probabilities."""
+
+    def coin(self, keys: NoiseKeys, purpose: int) -> Tensor:
+        """Uniform in [0, 1) -> [B, T] float64."""
+        return _unit(keys.bits(purpose))
+
+    def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
+        """Draw token ids with the law of weights [B, T, V] (unnormalised) -> [B, T] int64.
+
+        Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.
+        """
+        tokens = torch.arange(weights.shape[-1], device=weights.device)
+        unit = _unit(_fold(keys.bits(purpose)[..., None], tokens))  # [B, T, V]
+        race = weights.to(torch.float64) / -torch.log1p(-unit)  # unit = 0 gives w / 0 = inf: it wins
+        return torch.where(weights > 0, race, -1.0).argmax(-1)

@@ -1,0 +1,62 @@
+"""Rows: which row of every cache a sequence has, and the only two copies of cache rows there are.
+
+A sequence has one row index, the same in every cache (target, draft, adapter). Rows in use are a
+prefix, so a pass over the batch reads views, not gathers. Copies: the prompt's rows from a donor to
+its siblings (n samples of one prompt), and the last row into a freed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from foredraft.decode.sequence import Sequence
+from foredraft.model.cache import KVCache
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """`sequences[r]` owns row r of every cache."""
+
+    def __init__(self, caches: Iterable[KVCache]) -> None:
+        unique = {id(cache): cache for cache in caches}  # a self-drafter shares the target's
+        self.caches = list(unique.values())
+        self.capacity = min(cache.rows for cache in self.caches)
+        self.sequences: list[Sequence] = []
+
+    def add(self, sequence: Sequence, donor: Sequence | None = None) -> None:
+        """The next free row; with a donor, its prompt's rows are copied in."""
+        assert len(self.sequences) < self.capacity
+        sequence.row = len(self.sequences)
+        self.sequences.append(sequence)
+        for cache in self.caches:
+            if donor is None:
+                cache.lengths[sequence.row] = 0
+            else:
+                cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
+
+    def succeed(self, sequence: Sequence, sibling: Sequence) -> None:
+        """The sibling takes the row over in place: the prompt's rows are there already."""
+        for cache in self.caches:
+            cache.lengths[sequence.row] = _prompt_rows(cache, sequence, sibling)
+        sibling.row, sequence.row = sequence.row, -1
+        self.sequences[sibling.row] = sibling
+
+    def remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Free the row; the last row moves into it. poisoned: it may hold NaN, which no mask hides."""
+        row, last = sequence.row, self.sequences.pop()
+        sequence.row = -1
+        for cache in self.caches:
+            if poisoned:
+                cache.zero_row(row)
+            if last is not sequence:
+                cache.copy_row(last.row, row, cache.lengths[last.row])
+            cache.lengths[len(self.sequences)] = 0
+        if last is not sequence:
+            last.row = row
+            self.sequences[row] = last
+
+
+def _prompt_rows(cache: KVCache, donor: Sequence, sequence: Sequence) -> int:
+    """Of the donor's rows, those that the sibling shares: the prompt but for its pending token."""
+    return min(cache.lengths[donor.row], len(sequence.prompt) - 1)

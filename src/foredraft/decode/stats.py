@@ -1,0 +1,116 @@
+"""Stats: folds rounds into figures.
+
+The words are DESIGN's: *acceptance rate* = accepted / drafted, for people; *alpha* = accepted /
+(accepted + rounds that a rejection ended), the constant-rate model's parameter: P(a drafted token is
+accepted | all before it in its draft were); *mean accepted length* tau = tokens emitted per round, the
+correction or bonus token included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["Round", "Stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One sequence's part in one round.
+
+    drafted: tokens proposed; accepted: of them, kept by the acceptance rule; emitted: tokens appended
+    (EOS or a limit may cut a kept run short; a ban's rollback may make it negative).
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(slots=True)
+class Stats:
+    """Figures of one output, or of several merged."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejections: int = 0
+    drafted_at: list[int] = field(default_factory=list)  # per position of a draft
+    accepted_at: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rounds: Iterable[Round], seconds: float = 0.0) -> Stats:
+        stats = cls(seconds=seconds)
+        for r in rounds:
+            stats.rounds += 1
+            stats.tokens += r.emitted
+            stats.drafted += r.drafted
+            stats.accepted += r.accepted
+            stats.rejections += r.accepted < r.drafted
+            stats._widen(r.drafted)
+            for j in range(r.drafted):
+                stats.drafted_at[j] += 1
+                stats.accepted_at[j] += j < r.accepted
+        return stats
+
+    @classmethod
+    def merge(cls, several: Iterable[Stats], seconds: float | None = None) -> Stats:
+        """Sums; `seconds` is the wall clock of them all where they ran side by side."""
+        total = cls()
+        for s in several:
+            total.seconds += s.seconds
+            total.tokens += s.tokens
+            total.rounds += s.rounds
+            total.drafted += s.drafted
+            total.accepted += s.accepted
+            total.rejections += s.rejections
+            total._widen(len(s.drafted_at))
+            for j, (drafted, accepted) in enumerate(zip(s.drafted_at, s.accepted_at, strict=True)):
+                total.drafted_at[j] += drafted
+                total.accepted_at[j] += accepted
+        if seconds is not None:
+            total.seconds = seconds
+        return total
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def alpha(self) -> float | None:
+        tried = self.accepted + self.rejections
+        return self.accepted / tried if tried else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Of the drafts that reached position j, the share whose token there was kept."""
+        pairs = zip(self.accepted_at, self.drafted_at, strict=True)
+        return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "alpha": self.alpha,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_by_position": self.acceptance_by_position,
+        }
+
+    def _widen(self, length: int) -> None:
+        missing = length - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing

@@ -1,0 +1,74 @@
+"""Draft model: a small model with the target's vocabulary proposes (Leviathan et al. 2023; Chen et al. 2023).
+
+It has its own cache, whose rows follow the batch's. It reads what it has not read yet, usually the
+pending token, or that and the last drafted one after a draft accepted whole: no special case, since a
+drafter that is behind reads `tokens[its length:]`. Its passes may use any shape: only q comes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from foredraft.decode.sequence import Sequence
+from foredraft.model.cache import KVCache
+from foredraft.model.runner import Resume, Runner
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """A Stepper over a Runner of its own.
+
+    rows, positions: as the target's cache has; max_length: positions the draft model was trained for.
+    """
+
+    name = "draft-model"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, runner: Runner, rows: int, positions: int) -> None:
+        self.runner = runner
+        self.max_length: int | None = min(positions, runner.decoder.spec.max_positions)
+        self.cache = runner.new_cache(rows, positions)
+        self.caches: tuple[KVCache, ...] = (self.cache,)
+        self._read: dict[int, int] = {}  # row -> tokens in the cache after this round's steps
+
+    def length(self, sequence: Sequence) -> int:
+        return self.cache.lengths[sequence.row]
+
+    def read(self, sequence: Sequence, start: int, stop: int) -> None:
+        while start < stop:
+            end = min((start // self.runner.chunk + 1) * self.runner.chunk, stop)
+            self.runner.prefill(self.cache, sequence.row, sequence.tokens[start:end], start)
+            start = end
+        self.cache.lengths[sequence.row] = max(self.cache.lengths[sequence.row], stop)
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
+    ) -> Tensor:
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            if not idle[row]:
+                self._read[row] = start + count
+        forward = self.runner.forward(
+            self.cache, tokens, starts, idle=idle, counts=counts, at=at, exact=False
+        )
+        assert forward.logits is not None
+        return forward.logits[:, 0]
+
+    def resume(self) -> Resume | None:
+        return None
+
+    def join(self, sequence: Sequence) -> None:
+        return None  # its prompt was read with the target's, or copied from a sibling
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        return None
+
+    def rewind(self, sequence: Sequence) -> None:
+        row = sequence.row
+        read = self._read.pop(row, self.cache.lengths[row])
+        self.cache.lengths[row] = min(read, len(sequence.tokens) - 1)
+
+    def leave(self, sequence: Sequence) -> None:
+        self._read.pop(sequence.row, None)

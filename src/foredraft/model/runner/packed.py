@@ -1,0 +1,74 @@
+"""Products packed once for oneDNN, on CPUs.
+
+Contract: `pack` returns a product equal to `F.linear` up to rounding, and frees the ordinary weight. A packed
+weight is laid out for the CPU's matrix units once, at loading, where `F.linear` reorders or streams it badly
+at the few rows of a decoding pass. Where the operators are missing (another device, another build) or fail a
+try, the product stays ordinary, which is logged once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.model.layers import Linear, Product
+
+logger = logging.getLogger(__name__)
+
+ROWS_HINT = 16  # the row count that the layout is chosen for
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """The product on a weight that only oneDNN can read."""
+
+    weight: Tensor  # [M, K], opaque
+    bias: Tensor | None = None  # [M]
+
+    @property
+    def rows_out(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _linear(x, self.weight, self.bias)
+
+    def dense(self) -> Tensor:
+        return self.weight.to_dense()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def _packed(weight: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    return out
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """The fastest product on this weight; the caller should not keep the weight itself."""
+    if weight.device.type == "cpu" and _works(weight.dtype):
+        return PackedLinear(_packed(weight.contiguous()), bias)
+    return Linear(weight, bias)
+
+
+@functools.cache
+def _works(dtype: torch.dtype) -> bool:
+    """Whether packed products of this dtype run here and compute what they should."""
+    try:
+        weight = torch.linspace(-1, 1, 32 * 64).view(32, 64).to(dtype)
+        x = torch.linspace(-1, 1, 4 * 64).view(4, 64).to(dtype)
+        got = _linear(x, _packed(weight), None).float()
+        # products of up to 64 terms below 1, rounded to dtype
+        if torch.allclose(got, x.float() @ weight.float().T, rtol=0.02, atol=0.02):
+            return True
+        logger.warning("packed products of %s compute wrong values here; using ordinary ones", dtype)
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        logger.info("packed products of %s are not available here (%s); using ordinary ones", dtype, reason)
+    return False

@@ -1,0 +1,313 @@
+"""`foredraft generate` on tiny random checkpoints: what comes out where, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import COMMAND, environment, foredraft
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def pair(models: Path) -> list[str]:
+    return ["generate", "--model", str(models / "big"), "--draft", str(models / "small")]
+
+
+def last_line(text: str) -> str:
+    return text.splitlines()[-1]
+
+
+def test_text_then_one_line_of_figures_and_nothing_on_stderr(pair: list[str]) -> None:
+    done = foredraft(*pair, "def accept", *GREEDY)
+    assert (done.returncode, done.stderr) == (0, "")
+    line = last_line(done.stdout)
+    assert line.startswith("12 tokens in ")
+    assert " tokens/s, acceptance rate " in line
+    assert ", mean accepted length " in line
+    assert "\x1b" not in done.stdout
+
+
+def test_json_document(pair: list[str]) -> None:
+    done = foredraft(*pair, "def accept", *GREEDY, "--json", "--n", "2", "--compare")
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(last_line(done.stdout))
+    assert set(document) == {"outputs", "usage", "stats", "lossless", "compare"}
+    for output in document["outputs"]:
+        assert set(output) == {"text", "token_ids", "finish_reason", "seed"}
+        assert len(output["token_ids"]) == 12
+        assert output["finish_reason"] == "length"
+    assert document["outputs"][0]["text"] == document["outputs"][1]["text"]  # greedy
+    assert document["usage"]["completion_tokens"] == 24
+    assert document["usage"]["prompt_tokens"] > 1
+    assert set(document["stats"]) == {
+        "seconds",
+        "tokens_per_second",
+        "rounds",
+        "drafted",
+        "accepted",
+        "acceptance_rate",
+        "alpha",
+        "mean_accepted_length",
+        "acceptance_by_position",
+    }
+    assert document["stats"]["drafted"] > 0
+    assert document["lossless"] is True
+    assert document["compare"]["identical"] is True
+    assert document["compare"]["alternations"] == 5
+
+
+def test_the_drafter_does_not_change_the_text(pair: list[str], models: Path) -> None:
+    texts = {
+        json.loads(foredraft(*arguments, "x = 1", *GREEDY, "--json").stdout)["outputs"][0]["text"]
+        for arguments in (pair, [*pair[:3], "--drafter", "lookup"], pair[:3])
+    }
+    assert len(texts) == 1
+
+
+def test_a_seed_gives_the_text_again_with_and_without_a_drafter(pair: list[str]) -> None:
+    texts = [
+        json.loads(foredraft(*arguments, "x", "--seed", "7", "--max-new-tokens", "8", "--json").stdout)
+        for arguments in (pair, pair, pair[:3])
+    ]
+    first, again, plain = [text["outputs"][0]["token_ids"] for text in texts]
+    assert first == again == plain
+    assert texts[0]["outputs"][0]["seed"] == 7
+
+
+def test_compare_says_when_outputs_are_not_comparable(pair: list[str]) -> None:
+    done = foredraft(*pair, "x", "--compare", "--temperature", "1", "--max-new-tokens", "4")
+    assert "outputs not comparable token by token" in last_line(done.stdout)
+    greedy = foredraft(*pair, "x", "--compare", "--max-new-tokens", "4")  # temperature 0 by default
+    assert "median speed-up over plain decoding " in last_line(greedy.stdout)
+    assert "over 5 alternations; outputs identical: yes)" in last_line(greedy.stdout)
+
+
+def test_a_prompt_from_stdin_loses_one_closing_newline(pair: list[str]) -> None:
+    given = foredraft(*pair, "def accept\n", *GREEDY, "--json")
+    read = foredraft(*pair, "-", *GREEDY, "--json", input="def accept\n\n")
+    assert json.loads(read.stdout)["outputs"] != []
+    assert [o["token_ids"] for o in json.loads(read.stdout)["outputs"]] == [
+        o["token_ids"] for o in json.loads(given.stdout)["outputs"]
+    ]
+
+
+def test_samples_are_numbered(pair: list[str]) -> None:
+    done = foredraft(*pair, "x", "--n", "3", "--max-new-tokens", "4")
+    assert done.returncode == 0
+    assert [f"[{i}/3]" in done.stdout for i in (1, 2, 3)] == [True] * 3
+    assert last_line(done.stdout).startswith("12 tokens in ")
+
+
+def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]) -> None:
+    long = ["one two three four five six seven", "--max-length", "16", "--max-new-tokens", "8"]
+    refused = foredraft(*pair, *long)
+    assert refused.returncode == 2
+    assert " tokens and max_new_tokens 8 exceed the 16 positions" in refused.stderr
+    assert "--truncate left" in refused.stderr
+    taken = foredraft(*pair, *long, "--truncate", "left", "--json")
+    assert taken.returncode == 0
+    assert json.loads(taken.stdout)["usage"] == {"prompt_tokens": 8, "completion_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bogus", "1"], "Unknown option: --bogus"),
+        (["--top-k", "many"], "--top-k"),
+        (["--drafter", "oracle"], '"draft-model"'),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--seed", "-3"], "seed is -3"),
+        (["--n", "0"], "n is 0"),
+        (["--max-draft", "0"], "max_draft is 0; give 1 or more, or --drafter none"),
+        (["--max-draft", "100000"], "max_draft is 100000"),
+        (["--max-batch", "0"], "max_batch is 0"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--draft", "nowhere", "--drafter", "lookup"], "--draft has no use"),
+        (["--drafter", "draft-model"], "needs --draft"),
+        (["--compare"], "--compare"),
+        (["--drafter", "none", "--compare"], "--compare"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(models: Path, arguments: list[str], message: str) -> None:
+    done = foredraft("generate", "x", "--model", str(models / "big"), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("foredraft: error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no-such-folder", "x"], "no-such-folder"),
+        (["--model", "big"], "no prompt"),
+        (["--model", "big", ""], "the prompt is empty"),
+        (["--model", "mute", "x"], "no tokenizer.json"),
+        (["--model", "big", "x", "y"], "y"),
+        (["--model"], "--model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistaken_model_or_prompt(models: Path, arguments: list[str], message: str) -> None:
+    done = foredraft("generate", *arguments, cwd=models)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("foredraft: error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_stdin_that_is_not_text(pair: list[str]) -> None:
+    done = subprocess.run([*COMMAND, *pair, "-"], input=b"ab\xff", capture_output=True, env=environment())
+    assert done.returncode == 2
+    assert done.stderr == b"foredraft: error: stdin is not UTF-8 text (byte 2); convert it first\n"
+
+
+def test_an_unknown_command() -> None:
+    done = foredraft("genrate")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("foredraft: error: ")
+
+
+def test_ctrl_c_keeps_the_text(pair: list[str]) -> None:
+    arguments = [*COMMAND, *pair, "x", "--max-new-tokens", "1900", "--temperature", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
+    with subprocess.Popen(arguments, **pipes) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)  # there is text
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"")
+    tokens, rest = last_line((first + out).decode()).split(" ", 1)
+    assert 0 < int(tokens) < 1900
+    assert rest.startswith("tokens in ")
+
+
+INTERRUPTED_SOON = """
+import os, signal, sys, threading
+from foredraft.cli import interrupt, main
+enter = interrupt.Interrupt.__enter__
+def enter_and_interrupt(self):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return enter(self)
+interrupt.Interrupt.__enter__ = enter_and_interrupt
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_ctrl_c_leaves_a_whole_document(pair: list[str], n: int) -> None:
+    options = ["--max-new-tokens", "1900", "--temperature", "0", "--json", "--n", str(n), "--max-batch", "2"]
+    done = foredraft(*pair, "x", *options, "--compare", command=[sys.executable, "-c", INTERRUPTED_SOON])
+    assert (done.returncode, done.stderr) == (130, "")
+    document = json.loads(last_line(done.stdout))
+    assert [output["finish_reason"] for output in document["outputs"]] == ["cancelled"] * n
+    assert 0 < document["usage"]["completion_tokens"] < 1900 * n
+    assert "compare" not in document
+
+
+class Terminal:
+    """What a person sees: stdout is a terminal, stderr a pipe."""
+
+    def __init__(self, *arguments: str, **changes: str) -> None:
+        shown, terminal = pty.openpty()
+        env = environment(TERM="xterm", **changes)
+        process = subprocess.Popen([*COMMAND, *arguments], stdout=terminal, stderr=subprocess.PIPE, env=env)
+        os.close(terminal)
+        chunks: list[bytes] = []
+        while True:
+            try:
+                chunk = os.read(shown, 4096)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+            if not chunk:
+                break
+            chunks.append(chunk)
+        _, err = process.communicate(timeout=60)
+        os.close(shown)
+        self.stdout, self.stderr, self.returncode = (
+            b"".join(chunks).decode(),
+            err.decode(),
+            process.returncode,
+        )
+
+
+def test_a_terminal_shows_who_wrote_what(pair: list[str], models: Path) -> None:
+    # The target drafts for itself, so that there are accepted tokens and bonus tokens.
+    itself = [*pair[:3], "--draft", str(models / "big")]
+    seen = Terminal(*itself, "x", *GREEDY)
+    assert seen.returncode == 0
+    assert "\x1b[32m" in seen.stdout
+    assert "\x1b[36m" in seen.stdout
+    assert seen.stderr.count("\n") == 1
+    assert "drafted, and accepted by the target" in seen.stderr
+
+
+@pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])
+def test_colours_can_be_turned_off(pair: list[str], how: str) -> None:
+    off = (
+        Terminal(*pair, "x", *GREEDY, "--no-color")
+        if how == "--no-color"
+        else Terminal(*pair, "x", *GREEDY, NO_COLOR="1")
+    )
+    assert (off.returncode, off.stderr) == (0, "")
+    assert "\x1b" not in off.stdout
+
+
+def test_the_models_control_characters_do_not_reach_the_terminal(pair: list[str]) -> None:
+    from foredraft.cli.render import visible
+
+    assert "".join(map(visible, "a\x1b[2J\x07\x9b\n\tß🙂")) == "a␛[2J␇\N{REPLACEMENT CHARACTER}\n\tß🙂"
+
+
+def test_help_lists_every_option() -> None:
+    text = foredraft("generate", "--help").stdout
+    for option in (
+        "--model --draft --drafter --policy --max-draft --draft-sampling --max-new-tokens --temperature --top-k"
+        " --top-p --min-p --seed --n --acceptance --ignore-eos --dtype --device --max-batch --max-length"
+        " --truncate --no-deterministic --compare --json --no-color"
+    ).split():
+        assert f"{option} " in text, option
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    import inspect
+    from dataclasses import asdict
+
+    import foredraft as package
+    from foredraft.cli.generate import DraftOptions, ModelOptions, SamplingOptions
+
+    loading = inspect.signature(package.load).parameters
+    for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
+        if name not in ("model", "truncate", "acceptance"):
+            assert loading[name].default == value, name
+    params = asdict(package.SamplingParams())
+    for name, value in asdict(SamplingOptions()).items():
+        if name not in ("n", "temperature"):
+            assert params[name] == value, name
+    assert params["temperature"] == 1
+    assert params["acceptance"] is None
+
+
+def test_a_reader_who_leaves_is_no_error(pair: list[str]) -> None:
+    with subprocess.Popen(
+        [*COMMAND, *pair, "x", "--temperature", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0

@@ -1,0 +1,203 @@
+"""Exact enumeration: the shipped round, with a noise that takes every branch.
+
+`ForkingNoise` has `decode.noise.Noise`'s two draws. Each replays a recorded path as far as that goes, takes
+the first branch beyond it, and notes the others with their exact probabilities; `outputs_of` runs whole
+generations until no path is left. The sum over all paths is the engine's exact output law.
+
+Many paths run side by side as rows of one batch, joining and leaving at any round; a row is known by its
+noise key, so a key that is not the row's own goes astray at once. A key that decides twice fails: noise
+must never be used again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.engine import Engine
+from foredraft.decode.noise import ACCEPT, COUPLED, Noise, NoiseKeys
+from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.sequence import Finish, Sequence, State
+
+
+class Path:
+    """One row's choices: `prefix` is replayed, the rest is new. certain: nothing may depend on the noise, so
+    no branch is taken but the last, the least expected one."""
+
+    def __init__(self, prefix: list[int], certain: bool = False) -> None:
+        self.prefix, self.certain = prefix, certain
+        self.taken: list[int] = []
+        self.siblings: list[list[int]] = []
+        self.chance = 1.0
+        self.used: set[tuple[int, int, int, int]] = set()
+
+    def choose(self, options: list[tuple[int, float]], key: tuple[int, int, int, int]) -> int:
+        """One of the (value, probability) pairs, all of positive probability."""
+        assert options, f"nothing to choose from at {key}"
+        if len(options) == 1:
+            return options[0][0]
+        if self.certain:
+            return options[-1][0]
+        assert key not in self.used, f"noise is used twice: {key}"
+        self.used.add(key)
+        depth = len(self.taken)
+        if depth < len(self.prefix):
+            index = self.prefix[depth]
+        else:
+            index = 0
+            self.siblings += [[*self.taken, other] for other in range(1, len(options))]
+        self.taken.append(index)
+        value, chance = options[index]
+        self.chance *= chance
+        return value
+
+
+class ForkingNoise:
+    def __init__(self) -> None:
+        self.paths: dict[int, Path] = {}
+        self.lengths: list[int] = []  # of this round's drafts: a coin for padding must not matter
+        self.real = Noise()
+
+    def coin(self, keys: NoiseKeys, purpose: int) -> Coin:
+        assert purpose == ACCEPT
+        return Coin(self, keys)
+
+    def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
+        assert purpose != ACCEPT
+        if purpose == COUPLED:  # a function of its key, and of no interest here
+            return self.real.pick(weights, keys, purpose)
+        names = _names(keys)
+        drawn = []
+        for base, row, named in zip(keys.base.tolist(), weights.double().tolist(), names, strict=True):
+            drawn.append([])
+            for at, name in zip(row, named, strict=True):
+                total = sum(w for w in at if w > 0)
+                options = [(token, w / total) for token, w in enumerate(at) if w > 0]
+                drawn[-1].append(self.paths[base].choose(options, (purpose, *name)))
+        return torch.tensor(drawn, dtype=torch.int64).view(weights.shape[:2])
+
+
+@dataclass
+class Coin:
+    """A uniform number u that is known only by comparisons `u * q < p`."""
+
+    noise: ForkingNoise
+    keys: NoiseKeys
+    columns: slice = field(default_factory=lambda: slice(None))
+    q: Tensor | None = None
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Coin:
+        assert at[0] == slice(None)
+        return Coin(self.noise, self.keys, at[1])
+
+    def __mul__(self, q: Tensor) -> Coin:
+        assert self.q is None
+        return Coin(self.noise, self.keys, self.columns, q)
+
+    def __lt__(self, p: Tensor) -> Tensor:
+        assert self.q is not None
+        names = [named[self.columns] for named in _names(self.keys)]
+        kept = []
+        for base, q_row, p_row, named, length in zip(
+            self.keys.base.tolist(),
+            self.q.double().tolist(),
+            p.double().tolist(),
+            names,
+            self.noise.lengths,
+            strict=True,
+        ):
+            kept.append([])
+            over = False
+            for column, (q, p_at, name) in enumerate(zip(q_row, p_row, named, strict=True)):
+                if over or column >= length:  # padding, and what comes after a rejection, must not matter
+                    kept[-1].append(1)
+                    continue
+                chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)
+                options = [(value, c) for value, c in ((1, chance), (0, 1 - chance)) if c > 0]
+                kept[-1].append(self.noise.paths[base].choose(options, (ACCEPT, *name)))
+                over = not kept[-1][-1]
+        return torch.tensor(kept, dtype=torch.bool).view(p.shape)
+
+
+def _names(keys: NoiseKeys) -> list[list[tuple[int, int, int]]]:
+    """(round, position, attempt) of every key."""
+    attempt = torch.zeros_like(keys.position) if keys.attempt is None else keys.attempt
+    return [
+        [(turn, position, tries) for position, tries in zip(positions, attempts, strict=True)]
+        for turn, positions, attempts in zip(
+            keys.round.tolist(), keys.position.tolist(), attempt.tolist(), strict=True
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, whose exact output law is wanted."""
+
+    name: str
+    params: SamplingParams
+    prompt: tuple[int, ...] = (0,)
+    drafter: str | None = None
+    eos: frozenset[int] = frozenset()
+    constraint: Callable[[], Any] = lambda: None
+
+
+@dataclass
+class Found:
+    """A case's outputs with their probabilities, and what was seen on the way."""
+
+    law: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    paths: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejections: int = 0
+
+
+def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case]) -> list[Found]:
+    """Every case's output law under the engine. Paths of all cases share its rows."""
+    noise = ForkingNoise()
+    engine = make(noise)
+    found = [Found() for _ in cases]
+    ids = itertools.count()
+    todo: list[tuple[int, list[int]]] = [(index, []) for index in range(len(cases))]
+    running: dict[int, tuple[int, Sequence]] = {}
+    while todo or running:
+        while todo and len(running) < engine.rows.capacity + 2:
+            index, prefix = todo.pop()
+            case, number = cases[index], next(ids)
+            sequence = Sequence(
+                number,
+                list(case.prompt),
+                case.params,
+                seed=number,
+                eos=case.eos,
+                drafter=case.drafter,
+                constraint=case.constraint(),
+                group=index,
+            )
+            noise.paths[sequence.key] = Path(prefix, certain=case.params.greedy)
+            running[number] = index, sequence
+            engine.submit(sequence)
+        engine.step()
+        for number, (index, sequence) in list(running.items()):
+            if sequence.state is not State.FINISHED:
+                continue
+            assert sequence.finish in (Finish.EOS, Finish.LENGTH), sequence.error
+            del running[number]
+            path = noise.paths.pop(sequence.key)
+            assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"
+            todo += [(index, prefix) for prefix in path.siblings]
+            case = found[index]
+            case.law[tuple(sequence.new_ids)] += path.chance
+            case.paths += 1
+            for turn in sequence.rounds:
+                case.drafted += turn.drafted
+                case.accepted += turn.accepted
+                case.rejections += turn.accepted < turn.drafted
+    return found

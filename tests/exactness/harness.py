@@ -1,0 +1,130 @@
+"""Engines over tabular models, with every invariant checked before and after each round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from forking import ForkingNoise
+from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model
+from tabular import Table, Tabular, TokenCache
+
+from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.engine import Engine
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.sequence import Sequence, State
+from foredraft.drafters.lookup import Lookup
+from foredraft.model.runner import Forward
+
+CPU = torch.device("cpu")
+DRAFTERS = (None, "draft-model", "tapping", "script", "lookup")
+
+
+class CheckedEngine(Engine):
+    """Looks at the caches around every round."""
+
+    def round(self) -> list[Sequence]:
+        self.check()
+        done = super().round()
+        self.check()
+        return done
+
+    def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
+        assert all(length <= budget for length, budget in zip(draft.lengths.tolist(), inputs.budgets, strict=True))
+        if isinstance(self.noise, ForkingNoise):
+            self.noise.lengths = draft.lengths.tolist()
+        return super()._verify(inputs, draft)
+
+    def check(self) -> None:
+        rows = self.rows.sequences
+        assert len(rows) <= self.rows.capacity
+        for row, sequence in enumerate(rows):
+            assert sequence.row == row
+            if sequence.state is not State.RUNNING:
+                continue
+            length = len(sequence.tokens) - 1
+            assert self.cache.lengths[row] == length, "the last token is pending, and nothing else"
+            assert len(sequence.origins) == len(sequence.new_ids)
+            _check_row(self.cache, row, sequence.tokens[:length])
+            if sequence.constraint is not None:
+                assert sequence.constraint.length == len(sequence.new_ids)
+            if sequence.drafter is not None:
+                for cache in self.drafters[sequence.drafter].caches:
+                    assert cache.lengths[row] <= length
+                    _check_row(cache, row, sequence.tokens[: cache.lengths[row]])
+        assert all(cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows))
+        assert not self.target.poisoned, "the target read a position that nobody wrote"  # type: ignore[attr-defined]
+
+
+def _check_row(cache: TokenCache, row: int, tokens: list[int]) -> None:
+    assert (cache.data[:, row, : len(tokens)] == tokens).all(), "the cache holds the text"
+
+
+def make_engine(
+    target: Table | Tabular,
+    draft: Table | None = None,
+    policy: Policy | None = None,
+    *,
+    rows: int = 4,
+    positions: int = 64,
+    noise: Any = None,
+    greedy_drafts: bool = False,
+    forgetful: bool = False,
+    script: Callable[[Sequence, int], list[int]] | None = None,
+) -> CheckedEngine:
+    """An engine with one drafter of each kind: "draft-model", "tapping", "script" and "lookup"."""
+    model = target if isinstance(target, Tabular) else Tabular(target)
+    draft = draft or model.table
+    cache = model.new_cache(rows, positions)
+    kinds = [
+        draft_model(draft, rows, positions),
+        TappingStepper(model, cache, draft, forgetful=forgetful),
+        ScriptedGuesser(script or arbitrary(model.vocabulary)),
+        Lookup(2),
+    ]
+    return CheckedEngine(
+        model,  # type: ignore[arg-type]
+        cache,  # type: ignore[arg-type]
+        policy or Fixed(3),
+        {kind.name: kind for kind in kinds},
+        vocabulary=model.vocabulary,
+        device=CPU,
+        noise=noise,
+        greedy_drafts=greedy_drafts,
+    )
+
+
+_ids = itertools.count()
+
+
+def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options: Any) -> Sequence:
+    """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
+    own = {name: options.pop(name) for name in ("seed", "sample", "eos", "constraint", "group") if name in options}
+    seed = own.pop("seed", None)
+    params = SamplingParams(**options)
+    number = next(_ids)
+    return Sequence(number, list(prompt), params, number if seed is None else seed, drafter=drafter, **own)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    """All of them to their end; their new ids."""
+    for sequence in sequences:
+        engine.submit(sequence)
+    for _ in range(100_000):
+        if engine.scheduler.idle:
+            break
+        engine.step()
+    assert all(sequence.state is State.FINISHED for sequence in sequences)
+    return [sequence.new_ids for sequence in sequences]
+
+
+def rounds_until_done(engine: Engine) -> int:
+    count = 0
+    while not engine.scheduler.idle:
+        engine.step()
+        count += 1
+        assert count < 100_000
+    return count

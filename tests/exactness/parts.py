@@ -1,0 +1,327 @@
+"""Drafters, constraints and policies that put the protocols to the test. None is meant to be fast or useful."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
+from torch import Tensor
+
+from foredraft.decode.law import Law
+from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.model.runner import Resume
+
+# --- drafters ---------------------------------------------------------------------------------------
+
+
+def draft_model(table: Table, rows: int, positions: int) -> DraftModel:
+    """The shipped draft model, over a tabular one."""
+    return DraftModel(Tabular(table), rows, positions)  # type: ignore[arg-type]
+
+
+class TappingStepper:
+    """Drafts from the target's own lower level, and from an adapter that reads its tapped states.
+
+    It runs the lower level for the pending and the drafted tokens, hands their states on for the verifying
+    pass to resume from, and keeps the tapped states of committed positions in its own cache rows. Every
+    committed position must be handed to it exactly once and in order: `observe` asserts it.
+    forgetful: it hands on fewer states than it has, sometimes none.
+    """
+
+    name = "tapping"
+    taps: tuple[int, ...] = (DEPTH,)
+    max_length: int | None = None
+
+    def __init__(
+        self, target: Tabular, target_cache: TokenCache, table: Table, *, forgetful: bool = False
+    ) -> None:
+        self.target, self.target_cache = target, target_cache
+        self.adapter = Tabular(table)
+        self.cache = self.adapter.new_cache(target_cache.rows, target_cache.positions)
+        self.caches: tuple[Any, ...] = (self.cache,)
+        self.forgetful = forgetful
+        self.joined: set[int] = set()
+        self.observed = 0
+        self._states: list[Tensor] = []  # of this round's steps, [B, 1, WIDTH] each
+        self._known: list[int] = []
+
+    def length(self, sequence: Sequence) -> int:
+        return self.cache.lengths[sequence.row]
+
+    def read(self, sequence: Sequence, start: int, stop: int) -> None:
+        assert self.cache.lengths[sequence.row] >= stop, "it is never behind: the taps feed it"
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
+    ) -> Tensor:
+        assert tokens.shape[1] == 1
+        assert counts == [1] * len(counts)
+        if not self._states:
+            self._known = [0] * len(starts)
+        states = self.target.lower(self.target_cache, tokens, starts, idle, counts)
+        self._states.append(states)
+        self._known = [known + (not dummy) for known, dummy in zip(self._known, idle, strict=True)]
+        forward = self.adapter.forward(self.cache, states[..., 0].long(), starts, idle=idle, counts=counts)
+        assert forward.logits is not None
+        return forward.logits[:, 0]
+
+    def resume(self) -> Resume | None:
+        known = self._known
+        if self.forgetful:
+            known = [random.Random(f"{k} {b} {self.observed}").randint(0, k) for b, k in enumerate(known)]
+        unknown = torch.full_like(self._states[0], float("nan"))  # nobody may look at it
+        hidden = torch.cat([*self._states, unknown], 1)  # the last token drafted was never read
+        assert hidden.shape[2] == WIDTH
+        self._states = []
+        return Resume(DEPTH, hidden, known)
+
+    def join(self, sequence: Sequence) -> None:
+        assert sequence.id not in self.joined
+        self.joined.add(sequence.id)
+        assert self.length(sequence) == len(sequence.prompt) - 1, "the whole prompt was observed, or copied"
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        row, seen = sequence.row, states[DEPTH]
+        assert self.cache.lengths[row] == start, "committed positions come once and in order"
+        stop = start + len(seen)
+        assert seen[:, 0].tolist() == sequence.tokens[start:stop]
+        assert not seen[:, 3].any()
+        self.cache.data[:, row, start:stop] = seen[:, 0].numpy()
+        self.cache.lengths[row] = stop
+        self.observed += len(seen)
+
+    def rewind(self, sequence: Sequence) -> None:
+        row = sequence.row
+        self.cache.lengths[row] = min(self.cache.lengths[row], len(sequence.tokens) - 1)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.joined.remove(sequence.id)
+
+
+class ScriptedGuesser:
+    """Proposes what a function of the text says, whatever that is."""
+
+    taps: tuple[int, ...] = ()
+    max_length: int | None = None
+    caches: tuple[Any, ...] = ()
+
+    def __init__(self, script: Callable[[Sequence, int], list[int]], name: str = "script") -> None:
+        self.script, self.name = script, name
+        self.lengths: dict[int, int] = {}
+
+    def join(self, sequence: Sequence) -> None:
+        self.lengths[sequence.id] = len(sequence.tokens)
+
+    def propose(self, sequence: Sequence, budget: int) -> list[int]:
+        assert self.lengths[sequence.id] == len(sequence.tokens), "every commit is told"
+        return self.script(sequence, budget)
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        raise AssertionError("it tapped nothing")
+
+    def rewind(self, sequence: Sequence) -> None:
+        self.lengths[sequence.id] = len(sequence.tokens)
+
+    def leave(self, sequence: Sequence) -> None:
+        del self.lengths[sequence.id]
+
+
+def arbitrary(vocabulary: int) -> Callable[[Sequence, int], list[int]]:
+    """Any tokens, more than asked for, fewer or none: a function of the text alone."""
+
+    def script(sequence: Sequence, budget: int) -> list[int]:
+        dice = random.Random(str(sequence.tokens))
+        return [dice.randrange(vocabulary) for _ in range(dice.choice([0, 1, budget, budget + 2]))]
+
+    return script
+
+
+def foreseeing(outputs: Mapping[int, list[int]], right: int, vocabulary: int) -> Callable[[Sequence, int], list[int]]:
+    """Knows each request's output (by id): its next `right` tokens, then wrong ones."""
+
+    def script(sequence: Sequence, budget: int) -> list[int]:
+        output = outputs[sequence.id]
+        done = len(sequence.tokens) - len(sequence.prompt)
+        guess = output[done : done + min(right, budget)]
+        while len(guess) < budget:
+            place = done + len(guess)
+            truth = output[place] if place < len(output) else 0
+            guess.append((truth + 1) % vocabulary)
+        return guess
+
+    return script
+
+
+# --- constraints ------------------------------------------------------------------------------------
+
+
+class NoRepeat:
+    """Never the same token twice in a row."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> Tensor | None:
+        if not self.tokens:
+            return None
+        allowed = torch.ones(self.vocabulary, dtype=torch.bool)
+        allowed[self.tokens[-1]] = False
+        return allowed
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        return len(self.tokens)
+
+    def rewind(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+    def roll_back(self, length: int) -> None:
+        raise AssertionError("it asks for no rollback")
+
+    def settled(self) -> int:
+        return len(self.tokens)
+
+
+class LateBan:
+    """Bans a run of tokens, and finds out only at its last one: all of the run is taken back, and its first
+    token barred there."""
+
+    def __init__(self, vocabulary: int, run: tuple[int, ...]) -> None:
+        self.vocabulary, self.run = vocabulary, run
+        self.tokens: list[int] = []
+        self.barred: dict[tuple[int, ...], set[int]] = {}  # text -> tokens that may not follow it
+        self.rollbacks = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> Tensor | None:
+        barred = self.barred.get(tuple(self.tokens))
+        if not barred:
+            return None
+        return torch.tensor([token not in barred for token in range(self.vocabulary)])
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        if tuple(self.tokens[-len(self.run) :]) == self.run:
+            return len(self.tokens) - len(self.run)
+        return len(self.tokens)
+
+    def rewind(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+    def roll_back(self, length: int) -> None:
+        first = self.tokens[length]
+        self.rewind(length)
+        self.barred.setdefault(tuple(self.tokens), set()).add(first)
+        self.rollbacks += 1
+
+    def settled(self) -> int:
+        for n in range(min(len(self.run) - 1, len(self.tokens)), 0, -1):
+            if tuple(self.tokens[-n:]) == self.run[:n]:
+                return len(self.tokens) - n
+        return len(self.tokens)
+
+
+# --- policies ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StopUnsure:
+    """Stops drafting after a position whose law had no token above `least`: from q alone, not from the draw."""
+
+    max_draft: int
+    least: float = 0.5
+    name: str = "stop-unsure"
+
+    def start(self) -> None:
+        return None
+
+    def budget(self, sequence: Sequence) -> int:
+        return self.max_draft
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> Tensor:
+        if q.probs is None:
+            assert q.ids is not None
+            return q.ids[:, 0] % 2 == position % 2
+        return q.probs[:, 0].amax(-1) > self.least
+
+    def learn(self, sequence: Sequence, outcome: Round) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class RandomBudgets:
+    """Any budget from 0 to `max_draft`: a function of the text and the round, so that it can be repeated."""
+
+    max_draft: int
+    name: str = "random"
+
+    def start(self) -> None:
+        return None
+
+    def budget(self, sequence: Sequence) -> int:
+        return random.Random(f"{sequence.tokens} {sequence.round_count}").randint(0, self.max_draft)
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> None:
+        return None
+
+    def learn(self, sequence: Sequence, outcome: Round) -> None:
+        return None
+
+
+class Fickle:
+    """Drafts on for one round after it saw a sure law late in a draft, and takes a plain step otherwise.
+
+    What it saw depends on drafted tokens that were rejected: noise used again for them would be biased.
+    """
+
+    name = "fickle"
+
+    def __init__(self, max_draft: int, least: float = 0.6) -> None:
+        self.max_draft, self.least = max_draft, least
+
+    def start(self) -> list[bool]:
+        return [True]
+
+    def budget(self, sequence: Sequence) -> int:
+        drafts = self.max_draft if sequence.policy_state[0] else 0
+        sequence.policy_state[0] = True
+        return drafts
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> None:
+        if q.probs is not None and position > 0:
+            for sequence, sure in zip(sequences, (q.probs[:, 0].amax(-1) > self.least).tolist(), strict=True):
+                sequence.policy_state[0] = sure
+
+    def learn(self, sequence: Sequence, outcome: Round) -> None:
+        return None
+
+
+__all__ = [
+    "Fickle",
+    "LateBan",
+    "NoRepeat",
+    "RandomBudgets",
+    "ScriptedGuesser",
+    "StopUnsure",
+    "TappingStepper",
+    "arbitrary",
+    "draft_model",
+    "foreseeing",
+]

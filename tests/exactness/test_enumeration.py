@@ -1,0 +1,166 @@
+"""The engine's exact output law, by taking every branch, against the definition."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import laws
+import pytest
+from forking import Case, Found, outputs_of
+from harness import DRAFTERS, make_engine
+from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
+from tabular import Table
+
+from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.sampling import SamplingParams
+
+V = 3
+TOLERANCE = 1e-5
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed-1": lambda: Fixed(1),
+    "fixed-2": lambda: Fixed(2),
+    "fixed-3": lambda: Fixed(3),
+    "heuristic": lambda: Heuristic(3, first=1),
+    "stop-unsure": lambda: StopUnsure(3),
+    "random": lambda: RandomBudgets(3),
+    "fickle": lambda: Fickle(2),
+}
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "cold": {"temperature": 0.7},
+    "hot": {"temperature": 1.5},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.3},
+    "cold top-k": {"temperature": 0.7, "top_k": 2},
+    "hot top-p": {"temperature": 1.5, "top_p": 0.7},
+    "hot min-p": {"temperature": 1.5, "min_p": 0.25},
+    "top-k top-p": {"top_k": 2, "top_p": 0.6},
+    "greedy": {"temperature": 0},
+}
+CONSTRAINTS: dict[str, Callable[[], Any]] = {
+    "free": lambda: None,
+    "no repeat": lambda: NoRepeat(V),
+    "late ban": lambda: LateBan(V, (1, 0, 1)),
+}
+WORLDS = {
+    "plain": (Table(V, 1), Table(V, 2)),
+    "impossible tokens": (Table(V, 3, impossible=0.3), Table(V, 4, impossible=0.2)),
+    "ties": (Table(V, 5, step=1.0), Table(V, 6, step=0.5)),
+    "itself": (Table(V, 7), Table(V, 7)),
+}
+
+
+def case(
+    transform: str, drafter: str | None, constraint: str = "free", *, new: int = 3, **more: Any
+) -> Case:
+    params = SamplingParams(max_new_tokens=new, acceptance="speculative", **TRANSFORMS[transform])
+    return Case(f"{transform}, {drafter}, {constraint}", params, drafter=drafter, constraint=CONSTRAINTS[constraint], **more)
+
+
+def compare(cases: list[Case], found: list[Found], target: Table) -> None:
+    for one, got in zip(cases, found, strict=True):
+        want = laws.outputs(
+            target.after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
+        )
+        assert sum(got.law.values()) == pytest.approx(1, abs=1e-9), one.name
+        assert set(got.law) <= set(want), f"{one.name}: an impossible output"
+        for output, chance in want.items():
+            assert got.law.get(output, 0.0) == pytest.approx(chance, abs=TOLERANCE), (one.name, output)
+
+
+def enumerate_and_compare(
+    cases: list[Case], policy: Callable[[], Policy], world: str = "plain", rows: int = 48, **engine: Any
+) -> list[Found]:
+    target, draft = WORLDS[world]
+
+    def make(noise: Any) -> Any:
+        return make_engine(target, draft, policy(), rows=rows, noise=noise, **engine)
+
+    found = outputs_of(make, cases)
+    compare(cases, found, target)
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_drafter_under_every_policy(policy: str) -> None:
+    cases = [case("as it is", drafter) for drafter in DRAFTERS]
+    found = enumerate_and_compare(cases, POLICIES[policy])
+    for one, got in zip(cases, found, strict=True):
+        assert (got.drafted > 0) == (one.drafter is not None)
+        assert (got.rejections > 0) == (one.drafter is not None), "a weak drafter is rejected sometimes"
+
+
+@pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
+def test_greedy_drafts(policy: str) -> None:
+    cases = [case(t, d) for t in ("as it is", "top-k") for d in ("draft-model", "tapping")]
+    enumerate_and_compare(cases, POLICIES[policy], greedy_drafts=True)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_every_transform(transform: str) -> None:
+    cases = [case(transform, "draft-model"), case(transform, "script"), case(transform, None)]
+    enumerate_and_compare(cases, POLICIES["fixed-2"])
+
+
+def test_rows_of_different_parameters_share_a_batch() -> None:
+    drafters = itertools.cycle(DRAFTERS)
+    enumerate_and_compare([case(t, next(drafters)) for t in TRANSFORMS], POLICIES["random"], rows=24)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("transform", ["as it is", "top-k"])
+def test_worlds(world: str, transform: str) -> None:
+    cases = [case(transform, "draft-model"), case(transform, "tapping"), case("greedy", "draft-model")]
+    enumerate_and_compare(cases, POLICIES["fixed-2"], world)
+
+
+@pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
+@pytest.mark.parametrize("constraint", ["no repeat", "late ban"])
+def test_constraints(policy: str, constraint: str) -> None:
+    cases = [case("as it is", drafter, constraint) for drafter in DRAFTERS]
+    cases += [case("top-k", "draft-model", constraint), case("greedy", "tapping", constraint), case("hot", "script")]
+    enumerate_and_compare(cases, POLICIES[policy])
+
+
+def test_a_ban_takes_back_the_tokens_of_three_rounds() -> None:
+    """Plain steps, one token a round: the run is complete in the third."""
+    cases = [case("as it is", None, "late ban"), case("as it is", "draft-model", "late ban")]
+    enumerate_and_compare(cases, lambda: Fixed(0))
+
+
+def test_an_end_inside_a_run() -> None:
+    cases = [case("as it is", drafter, new=4, eos=frozenset({1, 2})) for drafter in DRAFTERS]
+    enumerate_and_compare(cases, POLICIES["fixed-3"])
+
+
+def test_four_tokens_three_drafted() -> None:
+    cases = [case("top-k top-p", drafter, new=4) for drafter in ("draft-model", "tapping", "script")]
+    found = enumerate_and_compare(cases, POLICIES["fixed-3"])
+    assert all(got.accepted > 0 for got in found)
+
+
+def test_prompts_with_a_prefill_and_siblings() -> None:
+    """Idle rows, donors and successors: the prompt is longer than a chunk."""
+    prompt = (0, 2, 1, 1, 0, 2, 0)
+    cases = [case("as it is", drafter, prompt=prompt, new=2) for drafter in DRAFTERS]
+    cases += [case("cold", "tapping", prompt=prompt[:3], new=2), case("hot", "lookup", prompt=prompt[2:], new=3)]
+    enumerate_and_compare(cases, POLICIES["random"], rows=7)
+
+
+def test_a_forgetful_stepper() -> None:
+    enumerate_and_compare([case("as it is", "tapping"), case("hot", "script")], POLICIES["fixed-2"], forgetful=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("greedy_drafts", [False, True])
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_with_everything(policy: str, world: str, constraint: str, greedy_drafts: bool) -> None:
+    cases = [case(t, d, constraint) for t in TRANSFORMS for d in DRAFTERS]
+    enumerate_and_compare(cases, POLICIES[policy], world, greedy_drafts=greedy_drafts)

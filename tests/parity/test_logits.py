@@ -1,0 +1,93 @@
+"""Logits against transformers (eager attention, float32) on tiny random checkpoints of every config variant.
+
+The tolerance is 1e-4 of the largest logit; a wrong norm, mask, window or angle is off by far more. Seen to fail
+on: rotary sign, window one too wide, soft-cap left out, norm offset left out, embedding scale left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VARIANTS, save_variant
+from foredraft.model.runner import Runner
+from foredraft.model.weights import load_decoder
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+PROMPT = 300  # crosses a prefill chunk, and every sliding window of the variants many times
+TOTAL = 320
+
+
+def close(got: Tensor, expected: Tensor) -> bool:
+    return bool((got - expected).abs().max() <= 1e-4 * expected.abs().max())
+
+
+class Pair:
+    """The same checkpoint, loaded by transformers and by foredraft."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        self.runner = Runner(load_decoder(folder))
+        self.tokens = torch.randint(3, 97, (1, TOTAL), generator=torch.Generator().manual_seed(7))  # [1, T]
+        with torch.inference_mode():
+            self.expected = self.reference(self.tokens).logits[0]  # [T, V]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(save_variant(tmp_path_factory.mktemp("variant"), request.param))
+
+
+def test_every_position_of_a_prompt(pair: Pair) -> None:
+    cache = pair.runner.new_cache(1, TOTAL)
+    for start in range(0, TOTAL, 64):
+        chunk = pair.tokens[:, start : start + 64]
+        got = pair.runner.forward(cache, chunk, [start]).logits
+        assert got is not None
+        assert close(got[0], pair.expected[start : start + 64])
+
+
+def test_token_by_token_after_prefill(pair: Pair) -> None:
+    runner, cache = pair.runner, pair.runner.new_cache(2, TOTAL)
+    ids = pair.tokens[0].tolist()
+    runner.prefill(cache, 1, ids[:256], 0)
+    runner.prefill(cache, 1, ids[256:PROMPT], 256)
+    for position in range(PROMPT, TOTAL):
+        step = pair.tokens[:, position : position + 1]
+        got = runner.forward(cache, step, [position], first_row=1).logits
+        assert got is not None
+        assert close(got[0, 0], pair.expected[position])
+
+
+def test_sixty_four_greedy_tokens(pair: Pair) -> None:
+    prompt = pair.tokens[:, :20]
+    expected = pair.reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )[0, 20:].tolist()
+    cache = pair.runner.new_cache(1, 128)
+    pair.runner.prefill(cache, 0, prompt[0, :-1].tolist(), 0)
+    tokens = [int(prompt[0, -1])]
+    for position in range(19, 19 + 64):
+        logits = pair.runner.forward(cache, torch.tensor([tokens[-1:]]), [position]).logits
+        assert logits is not None
+        tokens.append(int(logits[0, 0].argmax()))
+    assert tokens[1:] == expected
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "gemma2"])
+def test_bfloat16_is_near_the_float32_reference(tmp_path: Path, name: str) -> None:
+    """bfloat16 rounds otherwise than transformers, but not farther than rounding goes."""
+    pair = Pair(save_variant(tmp_path, name))
+    runner = Runner(load_decoder(tmp_path, dtype=torch.bfloat16))
+    got = runner.forward(runner.new_cache(1, TOTAL), pair.tokens[:, :64], [0]).logits
+    low = pair.reference.to(torch.bfloat16)
+    with torch.inference_mode():
+        theirs = low(pair.tokens[:, :64]).logits[0].float()
+    assert got is not None
+    ours_off = (got[0] - pair.expected[:64]).norm()
+    assert ours_off <= 1.5 * (theirs - pair.expected[:64]).norm()

@@ -1,0 +1,254 @@
+"""`Runner.forward`: plans, taps, resume, chosen columns, idle rows, padding, refusals.
+
+Seen to fail on: the join taking the computed state where the known one belongs, a plan ignored, taps taken after
+their layer, idle rows left to an unclipped mask, idle rows writing at their start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import reference_model, save_variant
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Forward, Resume, Runner
+from foredraft.model.weights import load_decoder
+from torch import Tensor
+
+BASE = 40  # positions before the tried pass; past the variants' window of 24
+
+
+class Case:
+    """A runner with a prompt of BASE tokens in every row of a cache."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.runner = Runner(load_decoder(save_variant(folder, name)))
+        self.layers = self.runner.decoder.spec.layers
+        self.ids = torch.randint(3, 97, (3, 64), generator=torch.Generator().manual_seed(3))  # [B, T]
+        self.cache = self.runner.new_cache(3, 200)
+        for row in range(3):
+            self.runner.prefill(self.cache, row, self.ids[row, :BASE].tolist(), 0)
+
+    def full(self, columns: int = 6) -> Forward:
+        taps = range(self.layers + 1)
+        return self.runner.forward(self.cache, self.ids[:, BASE : BASE + columns], [BASE] * 3, taps=taps)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("model"), request.param)
+
+
+def logits(forward: Forward) -> Tensor:
+    assert forward.logits is not None
+    return forward.logits
+
+
+def test_shapes_and_dtypes(case: Case) -> None:
+    out = case.full()
+    assert logits(out).shape == (3, 6, 97)
+    assert logits(out).dtype == torch.float32
+    assert out.hidden.shape == (3, 6, 64)
+    assert all(tap.shape == (3, 6, 64) for tap in out.taps.values())
+
+
+def test_taps_enter_their_layer(case: Case) -> None:
+    out = case.full()
+    tokens = case.ids[:, BASE : BASE + 6]
+    assert torch.equal(out.taps[0], case.runner.decoder.embed(tokens))
+    assert torch.equal(out.taps[case.layers], out.hidden)
+    for depth in range(case.layers):
+        stopped = case.runner.forward(case.cache, tokens, [BASE] * 3, stop=depth)
+        assert torch.equal(stopped.hidden, out.taps[depth])
+        assert stopped.logits is None
+    assert len({tap.sum().item() for tap in out.taps.values()}) == case.layers + 1
+
+
+def test_prefill_taps_are_the_forwards(case: Case) -> None:
+    cache = case.runner.new_cache(1, 100)
+    ids = case.ids[0, :30]
+    taps = case.runner.prefill(cache, 0, ids.tolist(), 0, taps=(0, 2)).taps
+    again = case.runner.forward(cache, ids[None], [0], taps=(0, 2)).taps
+    assert taps[2].shape == (1, 30, 64)
+    assert torch.equal(taps[0], again[0])
+    torch.testing.assert_close(taps[2], again[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("known", [[0, 0, 0], [6, 6, 6], [2, 2, 2], [0, 3, 6], [5, 1, 4], [6, 6, 5]])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_resume_equals_the_full_forward(case: Case, depth: int, known: list[int]) -> None:
+    full = case.full()
+    kept = case.cache.data.clone()
+    state = full.taps[depth].clone()
+    for row, count in enumerate(known):  # what a drafter did not compute: its keys, values and states
+        state[row, count:] = 9.0
+        case.cache.data[:depth, :, row, :, BASE + count :] = 0.0
+    case.cache.data[depth:, :, :, :, BASE:] = 0.0
+    resumed = case.runner.forward(
+        case.cache,
+        case.ids[:, BASE : BASE + 6],
+        [BASE] * 3,
+        resume=Resume(depth, state, known),
+        taps=(depth, case.layers),
+    )
+    assert torch.equal(logits(resumed), logits(full))
+    assert torch.equal(resumed.taps[depth], full.taps[depth])
+    assert torch.equal(case.cache.data[..., BASE : BASE + 6, :], kept[..., BASE : BASE + 6, :])
+
+
+def test_resume_trusts_the_known_states(case: Case) -> None:
+    full = case.full()
+    wrong = Resume(1, full.taps[1] + 1.0, [6, 6, 6])
+    resumed = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, resume=wrong)
+    assert not torch.equal(logits(resumed), logits(full))
+
+
+def test_resume_gives_no_taps_below_its_depth(case: Case) -> None:
+    resume = Resume(2, torch.zeros(1, 4, 64), [0])
+    with pytest.raises(ValueError, match="below the resumed depth"):
+        case.runner.forward(case.cache, case.ids[:1, :4], [BASE], resume=resume, taps=(1,))
+
+
+def test_a_plan_skips_what_it_says(case: Case) -> None:
+    """Against transformers with the skipped sub-layers' output zeroed."""
+    family = "llama" if case.name == "llama" else "gemma2"
+    last = case.layers - 1
+    for attention, mlp in (((0,), ()), ((), (last,)), ((last,), (last,)), ((1,), (0, 2)), ((0, 1), (1,))):
+        model = reference_model(family)
+        for layer in attention:
+            silenced = model.model.layers[layer].self_attn
+            silenced.register_forward_hook(lambda _, __, out: (torch.zeros_like(out[0]), out[1]))
+        for layer in mlp:
+            model.model.layers[layer].mlp.register_forward_hook(lambda _, __, out: torch.zeros_like(out))
+        with torch.inference_mode():
+            expected = model(case.ids[:1]).logits
+        plan = Plan.full(case.layers).without(attention, mlp)
+        got = case.runner.forward(case.runner.new_cache(1, 100), case.ids[:1], [0], plan=plan)
+        torch.testing.assert_close(logits(got), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_plan_that_skips_everything_is_the_head_on_the_embedding(case: Case) -> None:
+    every = range(case.layers)
+    plan = Plan.full(case.layers).without(every, every)
+    tokens = case.ids[:, BASE : BASE + 4]
+    got = case.runner.forward(case.cache, tokens, [BASE] * 3, plan=plan)
+    decoder = case.runner.decoder
+    assert torch.equal(got.hidden, decoder.embed(tokens))
+    torch.testing.assert_close(logits(got), decoder.head(decoder.embed(tokens)))
+
+
+def test_a_skipped_attention_writes_nothing(case: Case) -> None:
+    case.full()
+    before = case.cache.data.clone()
+    plan = Plan.full(case.layers).without(attention=(1,))
+    case.runner.forward(case.cache, case.ids[:, :4], [BASE] * 3, plan=plan)
+    assert torch.equal(case.cache.data[1], before[1])
+    assert not torch.equal(case.cache.data[0], before[0])
+
+
+def test_a_plan_names_layers_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"\[3\]"):
+        Plan.full(3).without(mlp=(3,))
+
+
+def test_chosen_columns(case: Case) -> None:
+    full = logits(case.full())
+    at = torch.tensor([5, 0, 2])
+    got = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, at=at)
+    assert torch.equal(logits(got), full[torch.arange(3), at][:, None])
+
+
+def test_logits_only_where_wanted(case: Case) -> None:
+    tokens = case.ids[:, BASE : BASE + 6]
+    assert case.runner.forward(case.cache, tokens, [BASE] * 3, want_logits=False).logits is None
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_idle_rows_are_finite_and_touch_no_sequence(case: Case, exact: bool) -> None:
+    full = logits(case.full())
+    before = case.cache.data.clone()
+    idle = [True, False, True]
+    out = case.runner.forward(
+        case.cache, case.ids[:, BASE : BASE + 6], [BASE, BASE, 0], idle=idle, exact=exact
+    )
+    assert logits(out).isfinite().all()
+    assert case.cache.data.isfinite().all()
+    if exact:
+        assert torch.equal(logits(out)[1], full[1])
+    scratch = case.cache.scratch
+    for row in (0, 2):
+        assert torch.equal(case.cache.data[:, :, row, :, :scratch], before[:, :, row, :, :scratch])
+        assert not torch.equal(case.cache.data[:, :, row, :, scratch:], before[:, :, row, :, scratch:])
+
+
+def test_idle_rows_in_a_resumed_pass(case: Case) -> None:
+    full = case.full()
+    before = case.cache.data.clone()
+    out = case.runner.forward(
+        case.cache,
+        case.ids[:, BASE : BASE + 6],
+        [BASE] * 3,
+        idle=[False, True, False],
+        resume=Resume(2, full.taps[2], [3, 0, 4]),
+    )
+    assert logits(out).isfinite().all()
+    assert torch.equal(logits(out)[[0, 2]], logits(full)[[0, 2]])
+    scratch = case.cache.scratch
+    assert torch.equal(case.cache.data[:, :, 1, :, :scratch], before[:, :, 1, :, :scratch])
+
+
+def test_an_all_idle_batch_is_refused(case: Case) -> None:
+    with pytest.raises(ValueError, match="idle"):
+        case.runner.forward(case.cache, case.ids[:1, :1], [0], idle=[True])
+
+
+def test_inexact_passes_are_close(case: Case) -> None:
+    full = logits(case.full())
+    loose = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, exact=False)
+    torch.testing.assert_close(logits(loose), full, rtol=1e-4, atol=1e-4)
+
+
+def test_an_indeterminate_runner_is_close(case: Case) -> None:
+    runner = Runner(case.runner.decoder, deterministic=False)
+    cache = runner.new_cache(3, 200)
+    for row in range(3):
+        runner.prefill(cache, row, case.ids[row, :BASE].tolist(), 0)
+    got = runner.forward(cache, case.ids[:, BASE : BASE + 6], [BASE] * 3)
+    torch.testing.assert_close(logits(got), logits(case.full()), rtol=1e-4, atol=1e-4)
+
+
+def test_forwarded_counts_real_tokens_of_active_rows(case: Case) -> None:
+    runner = case.runner
+    before = runner.forwarded
+    runner.forward(case.cache, case.ids[:, :4], [BASE] * 3)
+    runner.forward(case.cache, case.ids[:, :4], [BASE] * 3, idle=[False, True, False])
+    runner.forward(case.cache, case.ids[:, :4], [BASE] * 3, counts=[4, 2, 1])
+    runner.forward(case.cache, case.ids[:, :4], [BASE] * 3, counts=[4, 2, 1], idle=[True, False, False])
+    runner.prefill(runner.new_cache(1, 100), 0, [5, 6, 7], 0)
+    assert runner.forwarded - before == 12 + 8 + 7 + 3 + 3
+
+
+def test_chunks_are_cut_at_fixed_positions(case: Case) -> None:
+    cache = case.runner.new_cache(1, 600)
+    with pytest.raises(ValueError, match="within a multiple of 256"):
+        case.runner.prefill(cache, 0, [5] * 20, 250)
+    with pytest.raises(ValueError, match="0 tokens"):
+        case.runner.prefill(cache, 0, [], 0)
+
+
+def test_the_last_position_and_beyond(case: Case) -> None:
+    cache = case.runner.new_cache(2, 100)
+    out = case.runner.forward(cache, case.ids[:2, :6], [99, 3])  # its padding lies in the slack
+    assert logits(out).isfinite().all()
+    with pytest.raises(ValueError, match="overrun a cache row of 100 positions"):
+        case.runner.forward(cache, case.ids[:2, :6], [cache.scratch - 2, 3])
+
+
+def test_too_many_columns_are_refused(case: Case) -> None:
+    tokens = case.ids.repeat(1, 5)[:1]
+    with pytest.raises(ValueError, match=f"longest exact pass takes \\({case.runner.max_queries}\\)"):
+        case.runner.forward(case.cache, tokens[:, : case.runner.max_queries + 1], [0])
+    with pytest.raises(ValueError, match="slack of 256"):
+        case.runner.forward(case.cache, tokens[:, :257], [0], exact=False)

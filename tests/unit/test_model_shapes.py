@@ -1,0 +1,276 @@
+"""Exact shapes: a column's bits do not depend on its pass, and the self-check believes only what it saw.
+
+Seen to fail on: the row span not applied, the attended length not padded to the quantum, the query bucket not
+applied (float32), and a self-check that keeps every shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from foredraft.model import attention
+from foredraft.model.layers import Linear, RowSpan, product
+from foredraft.model.runner import ExactShapes, Runner
+from foredraft.model.runner import shapes as shapes_module
+from foredraft.model.runner.packed import PackedLinear, pack
+from foredraft.model.runner.shapes import FALLBACK, LOOSE, QUERIES, find_shapes
+from foredraft.model.weights import load_decoder
+from torch import Tensor
+
+# wide enough for the kernels to differ between shapes, as they do on real models
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5, "num_key_value_heads": 5},
+    "gemma2": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
+}
+START = 240  # so that wide passes cross the first quantum of 256
+
+
+@pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"], scope="module")
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["float32", "bfloat16"], scope="module")
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = getattr(torch, request.param)
+    return chosen
+
+
+@pytest.fixture(params=["llama", "gemma2"], scope="module")
+def runner(
+    request: pytest.FixtureRequest, dtype: torch.dtype, threads: None, tmp_path_factory: pytest.TempPathFactory
+) -> Runner:
+    folder = save_checkpoint(tmp_path_factory.mktemp("model"), request.param, initializer_range=0.1, **SIZES[request.param])
+    return Runner(load_decoder(folder, dtype=dtype))
+
+
+def prefilled(runner: Runner, rows: int, positions: int, seed: int) -> tuple[Any, Tensor]:
+    """A cache full of garbage whose row 0 holds a prompt, and the tokens that go on from it."""
+    cache = runner.new_cache(rows, positions)
+    ids = torch.randint(3, 97, (1, START + 64), generator=torch.Generator().manual_seed(1))
+    cache.data.normal_(generator=torch.Generator().manual_seed(seed))
+    return cache, ids
+
+
+def run(runner: Runner, width: int, place: int, batch: int, far: int, seed: int) -> Tensor:
+    """Logits [T, V] of the tried row, at `place` among others, one of which is `far` along; other garbage each time."""
+    cache, ids = prefilled(runner, batch, 1500, seed)
+    runner.prefill(cache, place, ids[0, :START].tolist(), 0)
+    others = torch.randint(3, 97, (batch, width), generator=torch.Generator().manual_seed(seed))
+    others[place] = ids[0, START : START + width]
+    starts = [100 + 13 * row for row in range(batch)]
+    starts[place - 1] = far
+    starts[place] = START
+    out = runner.forward(cache, others, starts).logits
+    assert out is not None
+    return out[place]
+
+
+def test_a_columns_bits_do_not_depend_on_its_pass(runner: Runner) -> None:
+    reference = run(runner, 8, 0, 1, START, 0)
+    widest = run(runner, 64, 0, 1, START, 1)
+    assert torch.equal(widest[:8], reference)
+    for width in (1, 2, 3, 5, 7, 9, 16, 33):
+        alone = run(runner, width, 0, 1, START, width)
+        assert torch.equal(alone, widest[:width]), f"{width} columns alone"
+        for batch, place, far in ((2, 1, 300), (3, 0, 1300), (5, 4, 700)):
+            got = run(runner, width, place, batch, far, 7 * width + batch)
+            assert torch.equal(got, widest[:width]), f"{width} columns at place {place} of {batch}"
+
+
+def test_a_step_at_a_time_equals_one_pass(runner: Runner) -> None:
+    """What greedy losslessness rests on: plain steps and a verifying pass see the same logits."""
+    wide = run(runner, 24, 0, 1, START, 0)
+    cache, ids = prefilled(runner, 1, 1500, 5)
+    runner.prefill(cache, 0, ids[0, :START].tolist(), 0)
+    for column in range(24):
+        out = runner.forward(cache, ids[:, START + column : START + column + 1], [START + column]).logits
+        assert out is not None
+        assert torch.equal(out[0, 0], wide[column])
+
+
+def test_chosen_columns_have_the_same_bits(runner: Runner) -> None:
+    cache, ids = prefilled(runner, 1, 1500, 0)
+    runner.prefill(cache, 0, ids[0, :START].tolist(), 0)
+    tokens = ids[:, START : START + 6]
+    every = runner.forward(cache, tokens, [START]).logits
+    one = runner.forward(cache, tokens, [START], at=torch.tensor([4])).logits
+    assert every is not None
+    assert one is not None
+    assert torch.equal(one[0, 0], every[0, 4])
+
+
+def test_prefill_does_not_depend_on_the_row_or_its_neighbours(runner: Runner) -> None:
+    kept = []
+    for row, seed in ((0, 0), (2, 9)):
+        cache, ids = prefilled(runner, 3, 1500, seed)
+        runner.prefill(cache, row, ids[0, :256].tolist(), 0)
+        runner.prefill(cache, row, ids[0, 256:290].tolist(), 256)
+        kept.append(cache.data[:, :, row, :, :290].clone())
+    assert torch.equal(kept[0], kept[1])
+
+
+def test_something_was_found_here(runner: Runner) -> None:
+    """These suites would prove little on a machine where only the fallback holds."""
+    found = runner.shapes
+    assert found.found
+    assert 64 in found.query_buckets
+    assert runner.max_queries == max(found.query_buckets)
+    assert found.row_low <= 8 <= found.row_high
+
+
+def test_buckets_and_lengths() -> None:
+    shapes = ExactShapes((4, 8, 16), row_low=4, row_high=16, length_quantum=512)
+    assert [shapes.queries(width, 1) for width in (1, 4, 5, 16)] == [4, 4, 8, 16]
+    assert [shapes.length(positions) for positions in (1, 512, 513)] == [512, 512, 1024]
+    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # one row of 2 is below row_low
+    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 4) == 1
+    assert replace(shapes, query_buckets=(1, 2), row_low=9).queries(1, 1) == 1  # the products pad
+    assert LOOSE.queries(37, 1) == 37
+    assert LOOSE.span is None
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9, 15, 16, 17, 40])
+@pytest.mark.parametrize("span", [RowSpan(4, 16), RowSpan(8, 8, 8), RowSpan(4, 16, 4), RowSpan(1, 64)])
+def test_products_are_padded_and_cut_to_the_span(rows: int, span: RowSpan) -> None:
+    seen: list[int] = []
+
+    class Watched(Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            seen.append(x.shape[0])
+            return x @ self.weight.T
+
+    weights = Watched(torch.randn(5, 6))
+    x = torch.randn(rows, 6)
+    torch.testing.assert_close(product(weights, x, span), x @ weights.weight.T)
+    assert all(span.low <= count <= span.high and count % span.step == 0 for count in seen)
+
+
+@pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_products_equal_ordinary_ones(dtype_: torch.dtype, bias: bool) -> None:
+    weight, x = torch.randn(48, 64).to(dtype_), torch.randn(5, 64).to(dtype_)
+    offset = torch.randn(48).to(dtype_) if bias else None
+    made = pack(weight, offset)
+    torch.testing.assert_close(made(x), Linear(weight, offset)(x), rtol=2e-2, atol=2e-2)
+    assert torch.equal(made.dense(), weight)
+    assert made.rows_out == 48
+
+
+def test_packing_falls_back_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from foredraft.model.runner import packed
+
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("mkldnn: no such primitive\nstack")
+
+    packed._works.cache_clear()
+    monkeypatch.setattr(packed, "_linear", broken)
+    assert isinstance(pack(torch.randn(48, 64)), Linear)
+    packed._works.cache_clear()
+    monkeypatch.setattr(packed, "_linear", lambda x, weight, bias: torch.zeros(x.shape[0], weight.shape[0]))
+    assert isinstance(pack(torch.randn(48, 64)), Linear)
+    packed._works.cache_clear()
+    monkeypatch.undo()
+    assert isinstance(pack(torch.randn(48, 64)), PackedLinear)
+
+
+class FussyLinear(Linear):
+    """A product whose bits depend on its row count, but for the row counts in `alike`."""
+
+    alike: frozenset[int] = frozenset()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x @ self.weight.T
+        return out if x.shape[0] in self.alike else out * (1 + 1e-3 * x.shape[0])
+
+
+@pytest.fixture
+def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A decoder whose products are fussy."""
+    import foredraft.model.weights as weights
+
+    monkeypatch.setattr(weights, "pack", FussyLinear)
+    return load_decoder(save_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("alike", "expected"),
+    [
+        (range(3, 65), (3, 64, 1)),
+        (range(1, 17), (1, 16, 1)),
+        ([*range(4, 17), 20, 24], (4, 24, 1)),
+        (range(4, 65, 4), (4, 64, 4)),
+        ([8, 16, 24, 32, 48, 64], (8, 64, 8)),
+    ],
+)
+def test_row_counts_that_agree_are_found(
+    fussy: Any, monkeypatch: pytest.MonkeyPatch, alike: Any, expected: tuple[int, int, int]
+) -> None:
+    monkeypatch.setattr(FussyLinear, "alike", frozenset(alike))
+    found = find_shapes(fussy)
+    assert (found.row_low, found.row_high, found.row_step) == expected
+
+
+def test_no_agreement_falls_back_to_one_shape_with_a_warning(
+    fussy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FussyLinear, "alike", frozenset())
+    assert find_shapes(fussy) == FALLBACK
+    assert "no two row counts" in caplog.text
+    runner = Runner(fussy)
+    cache, ids = prefilled(runner, 3, 200, 0)
+    one = runner.forward(cache, ids[:, :5], [0]).logits
+    other = runner.forward(cache, ids[:, :5].repeat(3, 1), [0, 0, 0]).logits
+    assert one is not None
+    assert other is not None
+    assert torch.equal(one[0], other[2])
+
+
+@pytest.mark.parametrize("depends_on", ["queries", "length", "batch"])
+def test_attention_that_depends_on_the_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depends_on: str
+) -> None:
+    """Kernels that round by their shape: narrow passes, short lengths, or batches differ."""
+    original = attention._scores
+
+    def rounding(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        out = original(spec, q, k, v, mask)
+        odd = {
+            "queries": q.shape[2] // spec.groups < 5,
+            "length": k.shape[2] % 1024 != 0,
+            "batch": q.shape[0] != 1,
+        }
+        return out * 1.001 if odd[depends_on] else out
+
+    monkeypatch.setattr(attention, "_scores", rounding)
+    found = find_shapes(load_decoder(save_checkpoint(tmp_path)))
+    assert found.found
+    if depends_on == "queries":
+        assert min(found.query_buckets) == 5
+    elif depends_on == "length":
+        assert found.length_quantum == 1024
+    else:
+        assert found.apart
+
+
+def test_attention_that_never_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = attention._scores
+    monkeypatch.setattr(attention, "_scores", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2] * a[2].shape[2]))
+    assert find_shapes(load_decoder(save_checkpoint(tmp_path))) == FALLBACK
+    assert "no two query counts" in caplog.text
+
+
+def test_every_candidate_fits_the_cache() -> None:
+    assert max(QUERIES) == 64
+    assert shapes_module.REFERENCE in QUERIES
