@@ -104,7 +104,7 @@ def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options:
     """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
     own = {name: options.pop(name) for name in ("seed", "sample", "eos", "constraint", "group") if name in options}
     seed = own.pop("seed", None)
-    params = SamplingParams(**options)
+    params = SamplingParams(seed=seed, **options)
     number = next(_ids)
     return Sequence(number, list(prompt), params, number if seed is None else seed, drafter=drafter, **own)
 

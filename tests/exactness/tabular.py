@@ -25,6 +25,7 @@ from torch import Tensor
 from foredraft.model.runner import Forward, Resume
 
 CHECKSUMS = 3
+LEVELS = 3  # lower, upper, and one that nothing is read of but NaN
 DEPTH = 1  # where the lower level ends
 WIDTH = 4  # of a hidden state: the token, the one before, the checksum, whether the context is poisoned
 SPIKE = 1e4  # a lead of so much leaves all other tokens nothing in float32
@@ -39,7 +40,8 @@ class TokenCache:
         self.stored = positions + 2 * slack
         self.poison = vocabulary
         self.lengths = [0] * rows
-        self.data = np.full((2, rows, self.stored), float(vocabulary))
+        self.weights = np.array([_weight(position) for position in range(self.stored)], dtype=float)
+        self.data = np.full((LEVELS, rows, self.stored), float(vocabulary))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         if source != target:
@@ -190,6 +192,8 @@ class Tabular:
         logits = self.table.logits[checksum, before, token].copy()
         # one token has all the mass, whatever is masked
         logits[bad | ~real] = SPIKE * np.arange(self.vocabulary, dtype=np.float32)
+        cache.data[2][rows[:, None], positions] = np.where(broken, np.nan, hidden[..., 0])
+        broken |= np.isnan(cache.data[2][rows]).any(-1)[:, None]
         logits[broken & real] = np.nan
         self.poisoned += int((bad & real & ~broken).sum())
         return logits
@@ -204,8 +208,7 @@ def _real(batch: int, width: int, idle: Seq[bool] | None, counts: list[int] | No
 def _states(cache: TokenCache, level: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """What `level` reads of every position's context -> [B, T, WIDTH]."""
     ids = cache.data[level][rows]  # [B, P]
-    weights = np.array([_weight(position) for position in range(cache.stored)])
-    sums = np.cumsum((ids + 1) * weights, 1)
+    sums = np.cumsum((ids + 1) * cache.weights, 1)
     poisons = np.cumsum(ids == cache.poison, 1)
     at = np.arange(len(rows))[:, None]
     before = np.where(positions > 0, ids[at, positions - 1], cache.poison + 1)

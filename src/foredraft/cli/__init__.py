@@ -7,6 +7,7 @@ here imports torch before a command needs it, so `--help` is quick.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may say what this terminal cannot spell
+    logging.basicConfig(format="foredraft: %(message)s")  # the library's warnings, on stderr
     words = sys.argv[1:] if arguments is None else arguments
     try:
         code = app([STDIN if word == "-" else word for word in words])

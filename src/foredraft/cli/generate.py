@@ -218,10 +218,11 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars) -> int:
 
 def stream(job: Job, painter: Painter, bars: ProgressBars) -> Output:
     """Show every token as it comes."""
-    assert job.llm.tokenizer is not None  # without one, a prompt of text is refused
+    pieces = job.pieces()
+    assert job.llm.tokenizer is not None  # without one, a prompt of text was refused
     detokenizer = job.llm.tokenizer.detokenizer()
     output = None
-    for piece in job.pieces():
+    for piece in pieces:
         bars.clear()
         painter.tokens(detokenizer, piece.token_ids, piece.origins)
         output = piece.output

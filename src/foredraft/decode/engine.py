@@ -205,7 +205,8 @@ class Engine:
                 self.policy.learn(sequence, outcome)
             if sequence.finish is not None:
                 over.append((sequence, sequence.finish, None))
-        for sequence, finish, error in over:
+        # failed rows leave first, while each is still where it wrote what is not finite
+        for sequence, finish, error in sorted(over, key=lambda leaving: leaving[1] is not Finish.ERROR):
             self._leave(sequence, finish, error)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
 

@@ -51,6 +51,8 @@ class Rows:
                 cache.zero_row(row)
             if last is not sequence:
                 cache.copy_row(last.row, row, cache.lengths[last.row])
+                if poisoned:  # its batch may have failed with it
+                    cache.zero_row(last.row)
             cache.lengths[len(self.sequences)] = 0
         if last is not sequence:
             last.row = row

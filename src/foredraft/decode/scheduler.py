@@ -60,12 +60,12 @@ class Scheduler:
 
     def leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> Sequence | None:
         """The sequence is over; returns the sibling that took its row over, ready to run, if one did."""
+        if sequence.state is State.FINISHED:
+            return None
         state, sequence.state = sequence.state, State.FINISHED
         sequence.finish, sequence.error = finish, error
         if state is State.WAITING:
             self.waiting.remove(sequence)
-            return None
-        if state is State.FINISHED:
             return None
         if state is State.RUNNING and finish is not Finish.ERROR and self.waiting:
             sibling = self.waiting[0]

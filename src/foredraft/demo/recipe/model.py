@@ -38,7 +38,7 @@ class ModelShape:
 
 
 TARGET = ModelShape()
-DRAFT = ModelShape(layers=2, width=384, heads=6, mlp=1152)
+DRAFT = ModelShape(layers=2, mlp=1536)
 
 
 CHUNK = 256  # queries per attention product
@@ -141,18 +141,17 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> None:
         """Normal weights; every residual branch starts at zero, so depth costs nothing at step 0.
 
-        The embedding is also the output matrix. It starts large, or the first updates of the branches
-        would drown which token is which, and the final norm starts small to keep the logits small.
+        The embedding is also the output matrix: the final norm starts small to keep the logits small.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
-            std = 0.25 if name == "embed" else 0.5 * weight.shape[1] ** -0.5
+            std = 0.05 if name == "embed" else 0.5 * weight.shape[1] ** -0.5
             if name.endswith((".out", ".down")):
                 std = 0.0
             weight.data.copy_(torch.randn(weight.shape, generator=generator) * std)
-        self.norm.data.fill_(0.1)
+        self.norm.data.fill_(0.4)
 
     def forward(
         self, ids: Tensor, skip: Collection[int] = (), tap: int | None = None

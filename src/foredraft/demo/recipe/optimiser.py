@@ -28,12 +28,12 @@ FUSED = {"qkv": 3, "gate_up": 2}  # parameters that stack several matrices
 class Rates:
     """Hyper-parameters that stay fixed over a run."""
 
-    matrix: float = 2.5e-3
-    vector: float = 2.5e-3
+    matrix: float = 3e-3
+    vector: float = 3e-3
     momentum: float = 0.95
     decay: float = 0.05
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.98
 
 
 def orthogonalise(x: Tensor) -> Tensor:
@@ -57,6 +57,11 @@ class Worker:
 def owner(name: str, extra: int) -> int:
     """Who updates a parameter, before the remainder by the number of workers."""
     return int(name.split(".")[1]) if name.startswith("layers.") else extra
+
+
+def is_vector(name: str, weight: Tensor) -> bool:
+    """Whether AdamW, not Muon, trains a parameter."""
+    return weight.dim() < 2 or name == "embed"
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Optimiser:
         self.parameters = dict(model.named_parameters())
         self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self.first = {name: torch.zeros_like(m) for name, m in self.masters.items()}
-        vectors = [n for n, p in self.parameters.items() if p.dim() < 2 or n == "embed"]
+        vectors = [n for n, p in self.parameters.items() if is_vector(n, p)]
         self.second = {name: torch.zeros_like(self.masters[name]) for name in vectors}
         self.owned = [n for n in self.parameters if owner(n, extra) % worker.count == worker.rank]
         self.vectors = [n for n in vectors if n in self.owned]

@@ -8,7 +8,7 @@ Every batch serves twice: the target learns by cross-entropy, and the draft by K
 target's distribution of the same pass, so distillation costs one small forward and backward. Layer
 dropout and a rotating early-exit loss follow LayerSkip, arXiv:2404.16710, in a mild form.
 
-    python -m foredraft.demo.recipe.train --corpus DIR --checkpoints DIR --deadline 2026-01-01T04:00:00
+    python -m foredraft.demo.recipe.train --stage 2 --corpus DIR --checkpoints DIR --deadline 2026-01-01T04:00:00
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -47,16 +47,15 @@ class Recipe:
     draft: ModelShape = DRAFT
     rates: Rates = Rates()
     seed: int = 0
-    blocks: int = 6  # blocks of 1,024 tokens per step
-    micro_blocks: int = 3  # blocks per backward pass
+    # (share of the run, blocks of 1,024 tokens per step): at first steps count, later the noise does.
+    batches: tuple[tuple[float, int], ...] = ((0.0, 4),)
     length: int = 512
-    long_from: float = 0.9  # share of the run after which sequences are 1,024 long
-    warmup_steps: int = 30
-    decay_from: float = 0.55
+    long_from: float = 2.0  # share of the run after which sequences are 1,024 long
+    warmup_steps: int = 20
+    decay_from: float = 1.0
     layer_dropout: float = 0.1  # probability of the deepest sub-layers
     exit_scale: float = 0.15
-    draft_from: float = 0.2  # share of the run after which the draft learns: no earlier is the target a teacher
-    hard_until: float = 0.4  # share of the run in which the draft also sees the text itself
+    draft_learns: bool = True
     compiled: bool = True
 
 
@@ -65,6 +64,15 @@ class Progress(NamedTuple):
 
     step: int
     share: float  # of the schedule that has passed
+
+
+class Where(NamedTuple):
+    """What a spawned worker must know to continue."""
+
+    step: int
+    cursor: int
+    elapsed: float
+    updates: tuple[int, ...]  # of each optimiser
 
 
 class Gradients(NamedTuple):
@@ -76,10 +84,15 @@ class Gradients(NamedTuple):
     figures: Tensor  # sums over positions: target nats, exit nats, overlap, agreement
 
 
+def blocks_at(recipe: Recipe, progress: Progress) -> int:
+    """Blocks of this step."""
+    return [blocks for since, blocks in recipe.batches if progress.share >= since][-1]
+
+
 def rate_scale(recipe: Recipe, progress: Progress) -> float:
     """Share of the peak learning rate."""
     warm = min(1.0, (progress.step + 1) / recipe.warmup_steps)
-    return warm * min(1.0, max(0.0, (1 - progress.share) / (1 - recipe.decay_from)))
+    return warm * min(1.0, max(0.0, (1 - progress.share) / max(1e-9, 1 - recipe.decay_from)))
 
 
 def dropped(recipe: Recipe, progress: Progress, micro: int) -> frozenset[int]:
@@ -104,9 +117,9 @@ def logit_gradients(target: Tensor, tap: Tensor, draft: Tensor, labels: Tensor, 
     """Gradients of cross-entropy (target, tap) and of KL to the target (draft), written out.
 
     The target's softmax is needed three times; autograd would compute and keep it thrice.
-    `weights` holds 1 / positions, the exit scale and the draft's share of hard labels.
+    `weights` holds 1 / positions and the exit scale.
     """
-    share, scale, hard = weights[0], weights[1], weights[2]
+    share, scale = weights[0], weights[1]
     index = labels.unsqueeze(-1)  # [N, 1]
     wide, wide_tap, wide_draft = target.float(), tap.float(), draft.float()  # [N, V]
     p, q, r = wide.softmax(-1), wide_draft.softmax(-1), wide_tap.softmax(-1)
@@ -122,7 +135,7 @@ def logit_gradients(target: Tensor, tap: Tensor, draft: Tensor, labels: Tensor, 
     one = hit.float()
     grad_target = ((p - one) * share).to(target.dtype)
     grad_tap = ((r - one) * (share * scale)).to(target.dtype)
-    grad_draft = ((q - (1 - hard) * p - hard * one) * share).to(target.dtype)
+    grad_draft = ((q - p) * share).to(target.dtype)
     return Gradients(grad_target, grad_tap, grad_draft, figures)
 
 
@@ -161,7 +174,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, tokens: NDArray[np.uint16], worker: Worker = Worker()) -> None:
         self.recipe, self.worker = recipe, worker
-        self.step, self.elapsed = 0, 0.0
+        self.step, self.cursor, self.elapsed = 0, 0, 0.0
         self.stream = Stream(tokens, recipe.seed)
         self.target, self.draft = Decoder(recipe.target), Decoder(recipe.draft)
         self.models = (self.target, self.draft)
@@ -207,19 +220,18 @@ class Trainer:
         """Gradients of this worker's part of a batch, left in `.grad`; sums of the figures."""
         recipe = self.recipe
         length = BLOCK if progress.share >= recipe.long_from else recipe.length
-        hard = 0.5 * max(0.0, 1 - progress.share / recipe.hard_until)
-        weights = torch.tensor([1 / (recipe.blocks * BLOCK), recipe.exit_scale, hard])
+        blocks = blocks_at(recipe, progress)
+        weights = torch.tensor([1 / (blocks * BLOCK), recipe.exit_scale])
         total = torch.zeros(4)
-        for micro in range(self.worker.rank, recipe.blocks // recipe.micro_blocks, self.worker.count):
-            first = progress.step * recipe.blocks + micro * recipe.micro_blocks
-            ids, labels = self.stream.take(first, recipe.micro_blocks, length)
+        for micro in range(self.worker.rank, blocks, self.worker.count):
+            ids, labels = self.stream.take(self.cursor + micro, 1, length)
             tap = exit_layer(recipe, progress, micro) if recipe.exit_scale else None
             hidden, tapped = self.target(ids, dropped(recipe, progress, micro), tap)
             logits = self.target.head(hidden).flatten(0, 1)  # [N, V]
             outputs = {"target": logits}
             if tapped is not None:
                 outputs["tap"] = self.target.head(tapped).flatten(0, 1)
-            if progress.share >= recipe.draft_from:
+            if recipe.draft_learns:
                 outputs["draft"] = self.draft.head(self.draft(ids)[0]).flatten(0, 1)
             with torch.no_grad():
                 three = (outputs.get(name, logits).detach() for name in ("target", "tap", "draft"))
@@ -232,7 +244,8 @@ class Trainer:
         """One optimiser step; returns mean figures (nats, exit nats, overlap, agreement)."""
         figures = self.gather(progress)
         rank, scale = self.worker.rank, rate_scale(self.recipe, progress)
-        for index, optimiser in enumerate(self.optimisers):
+        active = self.optimisers[: 2 if self.recipe.draft_learns else 1]
+        for index, optimiser in enumerate(active):
             grads = {}
             for name, weight in optimiser.parameters.items():
                 # A sub-layer that every pass left out has no gradient.
@@ -246,19 +259,21 @@ class Trainer:
             shared.figures[rank] = figures
             meet()
             figures = shared.figures.sum(0)
-            for index, optimiser in enumerate(self.optimisers):
+            for index, optimiser in enumerate(active):
                 inboxes = [gradients[index] for gradients in shared.gradients]
                 optimiser.step({n: torch.stack([g[n] for g in inboxes]).sum(0) for n in optimiser.owned}, scale)
             meet()
         self.step += 1
-        return figures / (self.recipe.blocks * BLOCK)
+        blocks = blocks_at(self.recipe, progress)
+        self.cursor += blocks
+        return figures / (blocks * BLOCK)
 
     def save(self, folder: Path) -> None:
         """Write beside, then rename: a reader never sees half a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / "checkpoint.pt.partial"
         states = [optimiser.state() for optimiser in self.optimisers]
-        where = {"step": self.step, "elapsed": self.elapsed}
+        where = {"step": self.step, "cursor": self.cursor, "elapsed": self.elapsed}
         torch.save({"states": states, "where": where, "recipe": asdict(self.recipe)}, beside)
         os.replace(beside, folder / "checkpoint.pt")
 
@@ -270,7 +285,8 @@ class Trainer:
         found = torch.load(path, weights_only=True)
         for optimiser, state in zip(self.optimisers, found["states"], strict=True):
             optimiser.restore(state)
-        self.step, self.elapsed = found["where"]["step"], found["where"]["elapsed"]
+        where = found["where"]
+        self.step, self.cursor, self.elapsed = where["step"], where["cursor"], where["elapsed"]
         return True
 
     @torch.no_grad()
@@ -278,13 +294,13 @@ class Trainer:
         """Quick held-out figures: target nats, nats of an exit half way, both alphas."""
         stream, half = Stream(tokens, seed=1), max(1, self.recipe.target.layers // 2)
         total = torch.zeros(4)
-        for first in range(0, blocks, self.recipe.micro_blocks):
-            ids, labels = stream.take(first, self.recipe.micro_blocks, self.recipe.length)
+        for first in range(blocks):
+            ids, labels = stream.take(first, 1, self.recipe.length)
             hidden, tapped = self.target(ids, (), half)
             assert tapped is not None
             logits, early = (self.target.head(h).flatten(0, 1) for h in (hidden, tapped))
             guesses = self.draft.head(self.draft(ids)[0]).flatten(0, 1)
-            total += self.gradients(logits, early, guesses, labels.flatten(), torch.ones(3)).figures
+            total += self.gradients(logits, early, guesses, labels.flatten(), torch.ones(2)).figures
         return dict(zip(FIGURES, (total / (blocks * BLOCK)).tolist(), strict=True))
 
 
@@ -339,14 +355,14 @@ def print_row(row: dict[str, float]) -> None:
     print(json.dumps({key: round(value, 4) for key, value in row.items()}), flush=True)
 
 
-def start_worker(rank: int, run: Run, shared: Shared, barrier: Barrier, where: tuple[int, float]) -> None:
+def start_worker(rank: int, run: Run, shared: Shared, barrier: Barrier, where: Where) -> None:
     """Entry of a spawned process."""
     torch.set_num_threads(1)
     trainer = Trainer(run.recipe, np.load(run.tokens, mmap_mode="r"), Worker(rank, run.workers))
     trainer.adopt(shared)
-    trainer.step, trainer.elapsed = where
-    for optimiser in trainer.optimisers:
-        optimiser.steps = trainer.step
+    trainer.step, trainer.cursor, trainer.elapsed = where.step, where.cursor, where.elapsed
+    for optimiser, steps in zip(trainer.optimisers, where.updates, strict=True):
+        optimiser.steps = steps
     work(run, trainer, shared, lambda: barrier.wait(1200), print_row)
 
 
@@ -359,7 +375,8 @@ def train(run: Run, report: Report = lambda row: None) -> Trainer:
         return trainer
     torch.set_num_threads(1)
     shared, barrier = trainer.share(), torch.multiprocessing.get_context("spawn").Barrier(run.workers)
-    where = trainer.step, trainer.elapsed
+    updates = tuple(optimiser.steps for optimiser in trainer.optimisers)
+    where = Where(trainer.step, trainer.cursor, trainer.elapsed, updates)
     torch.multiprocessing.spawn(start_worker, (run, shared, barrier, where), nprocs=run.workers)
     trainer.resume(run.checkpoints)
     return trainer
@@ -386,21 +403,33 @@ class BySteps:
         return trainer.step / self.steps
 
 
+# Four stages of growing depth (`grow.py` takes one to the next): at a small budget a shallow model
+# learns far more per second, and a deep one grown from it keeps what it learned.
+STAGES = {
+    "2": Recipe(
+        target=replace(TARGET, layers=2),
+        layer_dropout=0.0,
+        exit_scale=0.0,
+        batches=((0.0, 2), (0.4, 4)),
+        draft_learns=False,
+    ),
+    "4": Recipe(target=replace(TARGET, layers=4), layer_dropout=0.0, exit_scale=0.0),
+    "8": Recipe(target=replace(TARGET, layers=8), layer_dropout=0.0, exit_scale=0.0),
+    "16": Recipe(
+        batches=((0.0, 4), (0.6, 8)), decay_from=0.2, long_from=0.88, layer_dropout=0.1, exit_scale=0.1
+    ),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo target and draft.")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--deadline", type=datetime.fromisoformat, required=True, help="UTC, ISO 8601")
-    parser.add_argument("--layer-dropout", type=float, default=Recipe.layer_dropout)
-    parser.add_argument("--exit-scale", type=float, default=Recipe.exit_scale)
-    parser.add_argument("--rate", type=float, default=Rates.matrix)
+    parser.add_argument("--stage", choices=STAGES, required=True)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    recipe = Recipe(
-        rates=Rates(matrix=options.rate, vector=options.rate),
-        layer_dropout=options.layer_dropout,
-        exit_scale=options.exit_scale,
-    )
+    recipe = STAGES[options.stage]
     run = Run(
         recipe,
         tokens=options.corpus / "train.npy",

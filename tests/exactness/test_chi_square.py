@@ -1,0 +1,105 @@
+"""The joint law of four tokens, sampled through batches with the shipped noise and weak drafters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chi import assert_law, p_value
+from harness import make_engine, run
+from laws import outputs
+from parts import Fickle, LateBan, RandomBudgets, StopUnsure
+from tabular import Table
+
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.sequence import Sequence
+
+V, JOINT = 3, 4
+TARGET, DRAFT = Table(V, 41), Table(V, 42)
+ROWS: list[tuple[str | None, dict[str, Any]]] = [
+    ("draft-model", {}),
+    ("tapping", {"temperature": 0.8}),
+    ("script", {"temperature": 1.4}),
+    ("draft-model", {"top_k": 2}),
+    ("tapping", {"top_p": 0.8, "acceptance": "coupled"}),
+    ("lookup", {"min_p": 0.2}),
+    (None, {}),
+]
+
+
+def sample(
+    n: int, policy: Policy, rows: list[tuple[str | None, dict[str, Any]]] = ROWS, *, new: int = 6, **more: Any
+) -> list[list[list[int]]]:
+    """`n` siblings of every kind of row, kind after kind, mixed in one engine."""
+    kinds = []
+    for kind, (drafter, options) in enumerate(rows):
+        params = SamplingParams(max_new_tokens=new, **{"acceptance": "speculative", **options})
+        kinds.append(
+            [Sequence(kind * n + i, [1, 0], params, 7 + kind, i, drafter=drafter, group=kind) for i in range(n)]
+        )
+    shuffled = [sequence for some in zip(*kinds, strict=True) for sequence in some]
+    run(make_engine(TARGET, DRAFT, policy, rows=42, **more), shuffled)
+    return [[sequence.new_ids[:JOINT] for sequence in kind] for kind in kinds]
+
+
+def law(options: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    return outputs(TARGET.after, [1, 0], SamplingParams(max_new_tokens=JOINT, **options))
+
+
+@pytest.mark.parametrize("policy", [Fixed(3), RandomBudgets(4)], ids=lambda p: p.name)
+def test_the_joint_law_of_four_tokens(policy: Policy) -> None:
+    for found, (drafter, options) in zip(sample(1500, policy), ROWS, strict=True):
+        assert_law(found, law(options), f"{drafter} {options}")
+
+
+@pytest.mark.parametrize("policy", [StopUnsure(4), Fickle(3)], ids=lambda p: p.name)
+def test_adaptive_policies(policy: Policy) -> None:
+    (found,) = sample(4000, policy, ROWS[:1])
+    assert_law(found, law({}))
+
+
+def test_greedy_drafts() -> None:
+    (found,) = sample(3000, Fixed(3), ROWS[:1], greedy_drafts=True)
+    assert_law(found, law({}))
+
+
+def test_a_late_ban() -> None:
+    """Positions are said twice: never with the same noise."""
+    ban = (1, 0)
+    want = outputs(TARGET.after, [1], SamplingParams(max_new_tokens=JOINT), constraint=LateBan(V, ban))
+    params = SamplingParams(max_new_tokens=JOINT)
+    for acceptance in ("speculative", "coupled"):
+        params = SamplingParams(max_new_tokens=JOINT, acceptance=acceptance)
+        several = [
+            Sequence(i, [1], params, seed=i, drafter="draft-model", constraint=LateBan(V, ban)) for i in range(3000)
+        ]
+        assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want, acceptance)
+
+
+def test_samples_do_not_depend_on_each_other() -> None:
+    """Pairs of siblings have the product law."""
+    params = SamplingParams(max_new_tokens=2)
+    one = outputs(TARGET.after, [1], params)
+    product = {a + b: p * q for a, p in one.items() for b, q in one.items()}
+    pairs = []
+    for seed in range(1500):
+        pairs.append([Sequence(2 * seed + i, [1], params, seed, i, drafter="draft-model") for i in range(2)])
+    run(make_engine(TARGET, DRAFT, Fixed(1), rows=48), [sequence for pair in pairs for sequence in pair])
+    assert_law([a.new_ids + b.new_ids for a, b in pairs], product)
+
+
+def test_the_test_itself_can_tell() -> None:
+    """Another table's law, and an impossible sample, are refused."""
+    (found,) = sample(1000, Fixed(3), ROWS[:1])
+    other = outputs(DRAFT.after, [1, 0], SamplingParams(max_new_tokens=JOINT))
+    assert p_value(found, other) < 1e-20
+    assert p_value([*found, [9, 9, 9, 9]], law({})) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", [Fixed(3), Fixed(5), RandomBudgets(5), StopUnsure(5), Fickle(4)], ids=str)
+def test_many_samples(policy: Policy) -> None:
+    for found, (drafter, options) in zip(sample(20_000, policy, new=9), ROWS, strict=True):
+        assert_law(found, law(options), f"{drafter} {options}")

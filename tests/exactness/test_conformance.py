@@ -1,0 +1,202 @@
+"""Every drafter and every constraint, rewound to every earlier length, is as good as a fresh one.
+
+A new drafter or constraint is one line in `DRAFTERS` or `CONSTRAINTS` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, CheckedEngine, make_engine, request
+from parts import LateBan, NoRepeat
+from tabular import Table
+
+from foredraft.decode.constraint import Constraint, masks_along
+from foredraft.decode.draft import Draft, Guesser, RoundInputs, Stepper, propose
+from foredraft.decode.noise import Noise
+from foredraft.decode.policy import Fixed
+from foredraft.decode.sampling import SamplingTable
+from foredraft.decode.sequence import Sequence, State
+
+V, LENGTH, GAMMA = 5, 20, 3
+TARGET, DRAFT = Table(V, 21), Table(V, 22)
+PROMPT = (3, 1, 4, 1, 0)
+DRAFTERS = ("draft-model", "tapping", "lookup")
+CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
+    "no repeat": lambda: NoRepeat(V),
+    "late ban": lambda: LateBan(V, (1, 0)),
+}
+
+
+def begin(tokens: list[int], drafter: str, **more: Any) -> tuple[CheckedEngine, Sequence]:
+    """An engine that has read a prompt and is about to draft."""
+    engine = make_engine(TARGET, DRAFT, Fixed(GAMMA), rows=2)
+    sequence = request(tokens, drafter, seed=1, acceptance="speculative", max_new_tokens=LENGTH, **more)
+    engine.submit(sequence)
+    engine._start(engine.scheduler.admit())
+    while engine.scheduler.prefilling:
+        engine._prefill(sequence)
+    assert sequence.state is State.RUNNING
+    return engine, sequence
+
+
+def draft(engine: CheckedEngine, sequence: Sequence) -> Draft:
+    inputs = RoundInputs([sequence], [False], [GAMMA], SamplingTable.of([sequence.params], CPU), V, CPU)
+    drafter = engine.drafters[sequence.drafter or ""]
+    return propose({drafter.name: drafter}, inputs, Fixed(GAMMA), Noise())
+
+
+def same(one: Draft, other: Draft) -> None:
+    assert one.lengths.tolist() == other.lengths.tolist()
+    assert one.tokens.tolist() == other.tokens.tolist()
+    torch.testing.assert_close(one.q.weights(V), other.q.weights(V), rtol=0, atol=0)
+    assert (one.resume is None) == (other.resume is None)
+    if one.resume is not None and other.resume is not None:
+        assert one.resume.known == other.resume.known
+        torch.testing.assert_close(one.resume.hidden, other.resume.hidden, equal_nan=True)
+
+
+def shorten(engine: CheckedEngine, sequence: Sequence, length: int) -> None:
+    """As a ban's rollback does."""
+    sequence._roll_back(length - len(sequence.prompt))
+    sequence.attempts.clear()
+    engine.cache.lengths[sequence.row] = length - 1
+    engine.drafters[sequence.drafter or ""].rewind(sequence)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_rewound_drafter_is_a_fresh_one(name: str) -> None:
+    for length in range(len(PROMPT), len(PROMPT) + LENGTH - 1):
+        engine, sequence = begin(list(PROMPT), name)
+        while len(sequence.tokens) < len(PROMPT) + LENGTH - GAMMA - 1:
+            engine.round()
+        draft(engine, sequence)  # its own marks, of a draft that came to nothing
+        if length > len(sequence.tokens):
+            break
+        shorten(engine, sequence, length)
+        sequence.round_count = 0
+        other, fresh = begin(sequence.tokens, name)
+        fresh.round_count = 0
+        same(draft(engine, sequence), draft(other, fresh))
+        engine.drafters[name].rewind(sequence)
+        engine.round()
+        assert len(sequence.tokens) > length
+    assert length > len(PROMPT) + 10
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_rejection_at_every_place_leaves_no_trace(name: str) -> None:
+    """Any number of the draft's tokens is kept, then another one comes: as if the text had begun there."""
+    for kept in range(GAMMA + 1):
+        for correction in range(V):
+            engine, sequence = begin([*PROMPT, 0, 3, 1, 4], name)
+            first = draft(engine, sequence)
+            taken = first.tokens[0, : min(kept, int(first.lengths))].tolist()
+            base = len(sequence.tokens) - 1
+            row = [sequence.tokens[-1], *first.tokens[0].tolist()]
+            forward = engine.target.forward(
+                engine.cache, torch.tensor([row]), [base], resume=first.resume, taps=(1,)
+            )
+            sequence.tokens += [*taken, correction]
+            engine.cache.lengths[sequence.row] = len(sequence.tokens) - 1
+            drafter = engine.drafters[name]
+            if drafter.taps:
+                drafter.observe(sequence, base, {1: forward.taps[1][0, : len(taken) + 1]})
+            drafter.rewind(sequence)
+            other, fresh = begin(sequence.tokens, name)
+            same(draft(engine, sequence), draft(other, fresh))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_that_sat_out_some_rounds_catches_up(name: str) -> None:
+    for absent in (1, 2, 3, 7):
+        engine, sequence = begin(list(PROMPT), name)
+        engine.round()
+        for _ in range(absent):
+            engine.policy = Fixed(0)
+            engine.round()
+        sequence.round_count = 0
+        other, fresh = begin(sequence.tokens, name)
+        same(draft(engine, sequence), draft(other, fresh))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_is_of_one_kind_and_keeps_to_its_budget(name: str) -> None:
+    engine, sequence = begin(list(PROMPT), name)
+    drafter = engine.drafters[name]
+    assert isinstance(drafter, Stepper) != isinstance(drafter, Guesser)
+    assert drafter.name == name
+    assert int(draft(engine, sequence).lengths) <= GAMMA
+
+
+def test_the_draft_models_law_is_its_own_table() -> None:
+    engine, sequence = begin(list(PROMPT), "draft-model")
+    for _ in range(5):
+        engine.round()
+        made = draft(engine, sequence)
+        for j in range(GAMMA):
+            context = sequence.tokens + made.tokens[0, :j].tolist()
+            want = torch.tensor(DRAFT.after(context)).softmax(0)
+            torch.testing.assert_close(made.q.weights(V)[0, j], want)
+        engine.drafters["draft-model"].rewind(sequence)
+
+
+def replay(make: Callable[[], Constraint], tokens: list[int]) -> tuple[Constraint, list[int]]:
+    """A fresh constraint that read `tokens`, rollbacks carried out, and what was left of them."""
+    constraint, said = make(), []
+    for token in tokens:
+        mask = constraint.mask()
+        if mask is not None and not mask[token]:
+            token = int(mask.int().argmax())
+        said.append(token)
+        kept = constraint.advance(token)
+        if kept < len(said):
+            constraint.roll_back(kept)
+            del said[kept:]
+    return constraint, said
+
+
+def state_of(constraint: Constraint) -> tuple[Any, ...]:
+    mask = constraint.mask()
+    told = []
+    for token in range(V):
+        told.append(constraint.advance(token))
+        constraint.rewind(constraint.length - 1)
+    return constraint.length, None if mask is None else mask.tolist(), told
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_rewound_constraint_is_a_fresh_one(name: str) -> None:
+    make = CONSTRAINTS[name]
+    tokens = [1, 2, 1, 0, 3, 4, 4, 1, 1, 0, 2, 1, 0, 1]
+    for length in range(len(tokens)):
+        constraint, said = replay(make, tokens)
+        if length > len(said):
+            break
+        bars = dict(getattr(constraint, "barred", {}))
+        constraint.rewind(length)
+        fresh, _ = replay(make, [])
+        if hasattr(fresh, "barred"):
+            fresh.barred = bars  # what was barred stays barred
+        for token in said[:length]:
+            fresh.advance(token)
+        assert state_of(constraint) == state_of(fresh)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_masks_along_a_draft_leave_no_trace(name: str) -> None:
+    constraint, _ = replay(CONSTRAINTS[name], [3, 2, 4])
+    before = state_of(constraint)
+    for drafted in ([], [1], [1, 0, 2], [2, 2], [0, 1, 0, 1, 0]):
+        masks, legal = masks_along(constraint, drafted, V, CPU)
+        assert masks.shape == (len(drafted) + 1, V)
+        assert 0 <= legal <= len(drafted)
+        assert masks.any(-1).all()
+        for place in range(legal + 1):
+            other, _ = replay(CONSTRAINTS[name], [3, 2, 4, *drafted[:place]])
+            mask = other.mask()
+            assert masks[place].tolist() == ([True] * V if mask is None else mask.tolist())
+        assert state_of(constraint) == before

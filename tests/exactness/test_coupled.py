@@ -1,0 +1,117 @@
+"""`coupled`: the text is a function of the seed alone, its law is the target's, and drafts match often."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from chi import assert_law
+from harness import DRAFTERS, make_engine, request, run
+from hypothesis import given, settings
+from laws import outputs, transformed
+from parts import Fickle, RandomBudgets, StopUnsure
+from tabular import Table
+from test_enumeration import TRANSFORMS
+
+from foredraft.decode.noise import COUPLED, Noise, NoiseKeys, seed_key
+from foredraft.decode.policy import Fixed, Heuristic
+from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.sequence import Sequence
+
+V, NEW = 5, 16
+TARGET, DRAFT = Table(V, 31), Table(V, 32)
+POLICIES = [Fixed(1), Fixed(4), Heuristic(6), StopUnsure(5), RandomBudgets(5), Fickle(3)]
+WISHES = [(prompt, t, seed) for seed, t in enumerate(TRANSFORMS) for prompt in ((0,), (3, 1, 4, 1, 2))]
+
+
+def requests(drafter: str | None, **more: object) -> list[Sequence]:
+    return [
+        request(prompt, drafter, seed=seed, acceptance="coupled", max_new_tokens=NEW, **TRANSFORMS[t], **more)
+        for prompt, t, seed in WISHES
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """Each request by itself, without speculation."""
+    return [run(make_engine(TARGET, rows=1), [wish])[0] for wish in requests(None)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.parametrize("drafter", DRAFTERS[1:])
+def test_text_is_a_function_of_the_seed(drafter: str, policy: object, alone: list[list[int]]) -> None:
+    wishes = requests(drafter)
+    assert run(make_engine(TARGET, DRAFT, policy, rows=5), wishes) == alone  # type: ignore[arg-type]
+    assert any(turn.accepted < turn.drafted for s in wishes for turn in s.rounds)
+    assert any(turn.accepted for s in wishes for turn in s.rounds)
+
+
+def test_greedy_drafts_change_nothing(alone: list[list[int]]) -> None:
+    engine = make_engine(TARGET, DRAFT, Fixed(3), greedy_drafts=True)
+    assert run(engine, requests("draft-model")) == alone
+
+
+def test_neighbours_of_the_other_rule_change_nothing(alone: list[list[int]]) -> None:
+    """Rows of both rules in one batch, and all drafters."""
+    engine = make_engine(TARGET, DRAFT, RandomBudgets(4), rows=6)
+    wishes = requests("tapping")
+    others = [request((1, 2), d, acceptance="speculative", max_new_tokens=NEW, top_p=0.9) for d in DRAFTERS * 4]
+    mixed = [s for pair in zip(wishes, others, strict=False) for s in pair] + wishes[len(others) :]
+    run(engine, mixed)
+    assert [s.new_ids for s in wishes] == alone
+
+
+def test_siblings_each_have_their_own_text() -> None:
+    def siblings(drafter: str | None) -> list[Sequence]:
+        return [request((2, 0, 1), drafter, seed=9, sample=i, group=1, max_new_tokens=NEW) for i in range(6)]
+
+    plain = run(make_engine(TARGET, rows=1), siblings(None))
+    assert len({tuple(ids) for ids in plain}) == 6
+    assert run(make_engine(TARGET, DRAFT, Fixed(3), rows=4), siblings("draft-model")) == plain
+
+
+def test_the_law_of_the_text_is_the_targets() -> None:
+    n = 4000
+    for transform in ("as it is", "hot top-p"):
+        params = SamplingParams(acceptance="coupled", max_new_tokens=3, **TRANSFORMS[transform])
+        group = [Sequence(i, [0], params, seed=100 + i, drafter="draft-model") for i in range(n)]
+        found = run(make_engine(TARGET, DRAFT, Fixed(2), rows=64), group)
+        assert_law(found, outputs(TARGET.after, [0], params))
+
+
+def keys(n: int, position: int = 0) -> NoiseKeys:
+    base = torch.tensor([seed_key(seed, 0) for seed in range(n)])
+    return NoiseKeys(base, torch.full((n, 1), position), None, torch.zeros(n, dtype=torch.int64))
+
+
+@given(st.lists(st.floats(-3, 3), min_size=2, max_size=6), st.lists(st.floats(-3, 3), min_size=6, max_size=6))
+@settings(max_examples=15)
+def test_matches_are_as_likely_as_the_theory_says(ours: list[float], theirs: list[float]) -> None:
+    """The Gumbel coupling of p and q agrees with probability sum_v 1 / sum_u max(p_u / p_v, q_u / q_v),
+    and never less often than (1 - TV) / (1 + TV)."""
+    n = 3000
+    p, q = (transformed(x, SamplingParams()) for x in (ours, theirs[: len(ours)]))
+    noise = Noise()
+    y, x = (noise.pick(torch.tensor(w).expand(n, 1, -1), keys(n), COUPLED) for w in (p, q))
+    matched = (x == y).double().mean().item()
+    both = list(zip(p, q, strict=True))
+    exact = sum(1 / sum(max(pu / pv, qu / qv) for pu, qu in both) for pv, qv in both)
+    distance = sum(abs(pu - qu) for pu, qu in both) / 2
+    assert exact >= (1 - distance) / (1 + distance) - 1e-12
+    assert abs(matched - exact) < 4.5 * (exact * (1 - exact) / n) ** 0.5 + 1e-9
+
+
+def test_a_coupled_drafter_matches_more_than_one_that_is_not() -> None:
+    """What sharing the noise is for."""
+
+    def accepted(acceptance: str) -> float:
+        group = [request((0,), "draft-model", acceptance=acceptance, max_new_tokens=2, seed=i) for i in range(1500)]
+        run(make_engine(TARGET, DRAFT, Fixed(1), rows=64), group)
+        return sum(turn.accepted for s in group for turn in s.rounds) / len(group)
+
+    p, q = (torch.tensor(t.after([0])).softmax(0) for t in (TARGET, DRAFT))
+    distance = float((p - q).abs().sum() / 2)
+    error = 2 / 1500**0.5  # four standard deviations at most
+    assert accepted("speculative") == pytest.approx(1 - distance, abs=error)
+    independent = float((p * q).sum())
+    assert accepted("coupled") >= max((1 - distance) / (1 + distance) - error, independent + error)

@@ -1,0 +1,296 @@
+"""Temperature 0: the very tokens of plain decoding, and every place where a run can end."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import laws
+import pytest
+from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
+from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, foreseeing
+from tabular import Table, Tabular
+
+from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.sequence import Finish, Origin, Sequence, State
+
+V = 5
+TARGET, DRAFT = Table(V, 11), Table(V, 12)
+NEW = 24
+PROMPTS = ((0,), (1, 2), (3, 1, 4), (2, 2, 2, 2), (4, 0, 1, 2, 3), (0, 1, 2, 3, 4, 0, 1, 2, 3), tuple([1, 3] * 7))
+POLICIES: list[Policy] = [Fixed(1), Fixed(3), Fixed(7), Heuristic(6), StopUnsure(5), RandomBudgets(6), Fickle(3)]
+
+
+def reference(prompt: Any, count: int = NEW, target: Table = TARGET, **more: Any) -> list[int]:
+    return laws.greedy(target.after, list(prompt), count, **more)
+
+
+def greedy(prompt: Any = (0,), drafter: str | None = None, **more: Any) -> Sequence:
+    return request(prompt, drafter, **{"temperature": 0, "max_new_tokens": NEW, **more})
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}")
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_tokens_are_those_of_plain_decoding(policy: Policy, rows: int) -> None:
+    sequences = [greedy(prompt, drafter) for prompt in PROMPTS for drafter in DRAFTERS]
+    engine = make_engine(TARGET, DRAFT, policy, rows=rows)
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    assert any(turn.accepted < turn.drafted for s in sequences for turn in s.rounds)
+    assert any(turn.accepted > 0 for s in sequences for turn in s.rounds)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+@pytest.mark.parametrize("right", [0, 1, 2, 3, 5])
+def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
+    sequences = [greedy(prompt, "script") for prompt in PROMPTS]
+    outputs = {s.id: reference(s.prompt) for s in sequences}
+    engine = make_engine(TARGET, policy=Fixed(gamma), script=foreseeing(outputs, right, V))
+    assert run(engine, sequences) == list(outputs.values())
+    for sequence in sequences:
+        for turn in sequence.rounds:
+            assert turn.accepted == min(right, turn.drafted)
+            assert turn.emitted == turn.accepted + 1
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "tapping"])
+def test_a_perfect_drafter_is_accepted_whole(drafter: str) -> None:
+    """The draft model is the target: any position it is off by, or token it missed, would show."""
+    sequences = [greedy(prompt, drafter, temperature=t) for prompt in PROMPTS for t in (0, 1.3)]
+    engine = make_engine(TARGET, TARGET, Fixed(4), rows=3)
+    run(engine, sequences)
+    for sequence in sequences:
+        assert all(turn.accepted == turn.drafted for turn in sequence.rounds)
+        assert len(sequence.rounds) == 5  # 24 tokens by 5, the last round of 4
+
+
+def test_origins_say_who_wrote_each_token() -> None:
+    sequence = greedy((0,), "script", max_new_tokens=7)
+    engine = make_engine(TARGET, policy=Fixed(2), script=foreseeing({sequence.id: reference((0,), 7)}, 2, V))
+    run(engine, [sequence])
+    drafted, bonus = [Origin.DRAFTER] * 2, [Origin.BONUS]
+    assert sequence.origins == [*drafted, *bonus, *drafted, *bonus, Origin.TARGET]
+    assert [(t.drafted, t.accepted, t.emitted) for t in sequence.rounds] == [(2, 2, 3), (2, 2, 3), (0, 0, 1)]
+
+
+@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("right", [0, 2, 4])
+def test_eos_at_every_place_of_a_run(place: int, right: int) -> None:
+    """Drafted, as a correction, and as the bonus token."""
+    for prompt in PROMPTS:
+        whole = reference(prompt)
+        ends = frozenset({whole[place]})
+        want = whole[: whole.index(whole[place]) + 1]
+        sequence = greedy(prompt, "script", eos=ends)
+        engine = make_engine(TARGET, policy=Fixed(4), script=foreseeing({sequence.id: whole}, right, V))
+        assert run(engine, [sequence]) == [want]
+        assert sequence.finish is Finish.EOS
+        assert sum(turn.emitted for turn in sequence.rounds) == len(want)
+
+
+def test_eos_may_be_ignored() -> None:
+    sequence = greedy((0,), "script", eos=frozenset(range(V)), ignore_eos=True)
+    assert run(make_engine(TARGET), [sequence]) == [reference((0,))]
+    assert sequence.finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_a_limit_at_every_place_of_a_run(limit: int) -> None:
+    sequences = [greedy((0, 3), drafter, max_new_tokens=limit) for drafter in DRAFTERS]
+    outputs = {s.id: reference((0, 3)) for s in sequences}
+    engine = make_engine(TARGET, DRAFT, Fixed(4), script=foreseeing(outputs, 9, V))
+    for output, sequence in zip(run(engine, sequences), sequences, strict=True):
+        assert output == reference((0, 3))[:limit]
+        assert sequence.finish is Finish.LENGTH
+
+
+def test_the_last_position_of_the_cache() -> None:
+    """Prompt and limit fill a row to its end, with the longest draft on top."""
+    sequences = [greedy((0, 3, 1), drafter, max_new_tokens=13) for drafter in DRAFTERS]
+    engine = make_engine(TARGET, DRAFT, Fixed(11), positions=16)
+    assert run(engine, sequences) == [reference((0, 3, 1), 13)] * len(DRAFTERS)
+
+
+def test_a_draft_fits_the_verifying_pass_and_the_drafter() -> None:
+    engine = make_engine(Tabular(TARGET, max_queries=4), DRAFT, Fixed(9))
+    engine.drafters["script"].max_length = 10
+    sequences = [greedy((0,), "draft-model"), greedy((0,), "script")]
+    assert run(engine, sequences) == [reference((0,))] * 2
+    assert max(turn.drafted for turn in sequences[0].rounds) == 3
+    read = 0
+    for turn in sequences[1].rounds:
+        assert turn.drafted == 0 or 1 + read + turn.drafted <= 10
+        read += turn.emitted
+
+
+def test_a_budget_of_zero_beside_drafting_rows() -> None:
+    class Some(Fixed):
+        def budget(self, sequence: Sequence) -> int:
+            return 4 if sequence.id % 2 and sequence.round_count % 3 else 0
+
+    sequences = [greedy(p, d) for p in PROMPTS for d in DRAFTERS]
+    engine = make_engine(TARGET, DRAFT, Some(4), rows=8)
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    assert all(turn.drafted == 0 for s in sequences if s.id % 2 == 0 for turn in s.rounds)
+
+
+def test_idle_rows_beside_running_ones() -> None:
+    """Long prompts arrive while others decode: chunk by chunk, they neither write nor learn anything else."""
+    engine = make_engine(Tabular(TARGET, chunk=2), DRAFT, Fixed(3), rows=6)
+    early = [greedy((1, 2), drafter) for drafter in ("tapping", "draft-model", None)]
+    late = [greedy(tuple([3, 1, 0] * 5), drafter) for drafter in ("tapping", "draft-model", "lookup")]
+    for sequence in early:
+        engine.submit(sequence)
+    for _ in range(3):
+        engine.step()
+    together = 0
+    for sequence in late:
+        engine.submit(sequence)
+    while not engine.scheduler.idle:
+        engine.step()
+        states = {s.state for s in engine.rows.sequences}
+        together += states == {State.RUNNING, State.PREFILLING}
+    assert together >= 7
+    assert [s.new_ids for s in early + late] == [reference(s.prompt) for s in early + late]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 2, 3, 7])
+def test_siblings_come_in_waves(drafter: str | None, rows: int, samples: int) -> None:
+    engine = make_engine(TARGET, DRAFT, Fixed(2), rows=rows)
+    prompt = (4, 0, 1, 2, 3, 1)
+    group = [greedy(prompt, drafter, group=1, sample=i, seed=5, max_new_tokens=5 + i % 3) for i in range(samples)]
+    other = greedy((2, 2), drafter)
+    outputs = run(engine, [*group, other])
+    assert outputs[:-1] == [reference(prompt, s.params.max_new_tokens) for s in group]
+    assert outputs[-1] == reference((2, 2))
+
+
+def test_a_prompt_is_prefilled_once_for_all_siblings() -> None:
+    target = Tabular(TARGET)
+    engine = make_engine(target, DRAFT, rows=2)
+    prompt = tuple([1, 0, 2] * 4)
+    seen: list[int] = []
+    target.prefill = lambda *a, f=target.prefill, **k: seen.append(len(a[2])) or f(*a, **k)  # type: ignore[method-assign]
+    run(engine, [greedy(prompt, "draft-model", group=1, sample=i, seed=5) for i in range(6)])
+    assert sum(seen) == len(prompt) - 1
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_broken_logits_end_one_request_alone(drafter: str | None) -> None:
+    """Every place of the broken row among the others, and every row is used again."""
+    prompts = [(0, 1), (1, 2, 3), (2,)]
+    for place in range(4):
+        engine = make_engine(Tabular(TARGET, fatal=4, patience=7), DRAFT, Fixed(3), rows=4)
+        sequences = [greedy(prompt, drafter) for prompt in prompts]
+        bad = greedy((4, 0, 1), drafter)
+        sequences.insert(place, bad)
+        after = [greedy(p, d) for p in prompts for d in DRAFTERS]
+        run(engine, sequences + after)
+        assert bad.finish is Finish.ERROR
+        assert bad.error is not None
+        assert "not finite" in bad.error
+        assert bad.new_ids == reference(bad.prompt)[: len(bad.new_ids)]
+        for sequence in [s for s in sequences if s is not bad] + after:
+            assert sequence.new_ids == reference(sequence.prompt), sequence.error
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.2}], ids=str)
+def test_broken_logits_under_every_transform(sampling: dict[str, Any]) -> None:
+    engine = make_engine(Tabular(TARGET, fatal=4, patience=6), DRAFT, Fixed(3), rows=3)
+    bad = request((4, 0), "draft-model", **sampling)
+    good = [greedy((0,)), greedy((1, 1), "tapping"), greedy((3,), "lookup")]
+    run(engine, [good[0], bad, *good[1:]])
+    assert bad.finish is Finish.ERROR
+    assert [s.new_ids for s in good] == [reference(s.prompt) for s in good]
+
+
+@pytest.mark.parametrize("broken", list(itertools.product([False, True], repeat=4)))
+def test_several_rows_break_and_end_in_one_round(broken: tuple[bool, ...]) -> None:
+    """Rows move as others leave: NaN must not stay behind anywhere, whatever the order."""
+    engine = make_engine(Tabular(TARGET, fatal=4, patience=2), DRAFT, Fixed(3), rows=4)
+    first = [greedy((4,) if bad else (0,), "draft-model", eos=frozenset(range(V))) for bad in broken]
+    for sequence in first:
+        engine.submit(sequence)
+    while not engine.scheduler.idle:
+        engine.step()
+    assert all(s.finish is (Finish.ERROR if bad else Finish.EOS) for s, bad in zip(first, broken, strict=True))
+    after = [greedy((3, 1, 0, 2, 1, 3, 0), d, max_new_tokens=6) for d in DRAFTERS]
+    assert run(engine, after) == [reference(s.prompt, 6) for s in after]
+
+
+def test_a_failed_batch_leaves_clean_rows() -> None:
+    engine = make_engine(Tabular(TARGET, fatal=4, patience=3), DRAFT, Fixed(3), rows=4)
+    for prompt in ((0, 1, 1), (3, 0), (1, 2), (2,)):
+        engine.submit(greedy(prompt, "draft-model"))
+    engine.step()
+    assert len(engine.rows.sequences) == 4
+    engine.cache.data[:, :, 20:] = float("nan")  # type: ignore[attr-defined]
+    for sequence in list(engine.rows.sequences):
+        engine.fail(sequence, "out of memory")
+        assert sequence.finish is Finish.ERROR
+    after = [greedy(p, d) for p in PROMPTS[:4] for d in DRAFTERS]
+    assert run(engine, after) == [reference(s.prompt) for s in after]
+
+
+def test_cancelling_keeps_what_was_said_and_is_final() -> None:
+    engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
+    sequences = [greedy(p, d) for p, d in zip(PROMPTS, itertools.cycle(DRAFTERS))]
+    waiting = sequences[-1]
+    for sequence in sequences:
+        engine.submit(sequence)
+    engine.cancel(waiting)
+    assert (waiting.finish, waiting.new_ids) == (Finish.CANCELLED, [])
+    for _ in range(2):
+        engine.step()
+    running = next(s for s in engine.rows.sequences if s.state is State.RUNNING)
+    engine.cancel(running)
+    assert running.finish is Finish.CANCELLED
+    assert running.new_ids == reference(running.prompt)[: len(running.new_ids)]
+    rounds_until_done(engine)
+    rest = [s for s in sequences if s not in (waiting, running)]
+    assert [s.new_ids for s in rest] == [reference(s.prompt) for s in rest]
+    for sequence in sequences:
+        engine.cancel(sequence)
+    assert [s.finish for s in rest] == [Finish.LENGTH] * len(rest), "the end is the end"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}")
+def test_constraints(policy: Policy) -> None:
+    """A run of the text itself is banned: found late, taken back, and the text goes another way."""
+    for prompt in PROMPTS[:4]:
+        free = reference(prompt)
+        runs = [tuple(free[i : i + n]) for i, n in ((0, 3), (2, 4), (5, 2))]
+        for make in [lambda: NoRepeat(V), *[lambda r=r: LateBan(V, r) for r in runs]]:
+            want = reference(prompt, 12, constraint=make())
+            sequences = [greedy(prompt, d, constraint=make(), max_new_tokens=12) for d in DRAFTERS]
+            engine = make_engine(TARGET, DRAFT, policy, rows=4)
+            assert run(engine, sequences) == [want] * len(DRAFTERS)
+            for s in sequences:
+                assert sum(turn.emitted for turn in s.rounds) == len(s.new_ids) == len(s.origins)
+
+
+def test_a_rollback_across_three_rounds() -> None:
+    for drafter in DRAFTERS:
+        free = reference((0,), 12)
+        ban = LateBan(V, tuple(free[2:6]))
+        sequence = greedy((0,), drafter, constraint=ban, max_new_tokens=12)
+        engine = make_engine(TARGET, DRAFT, Fixed(0))
+        assert run(engine, [sequence]) == [reference((0,), 12, constraint=LateBan(V, ban.run))]
+        assert ban.rollbacks
+        assert min(turn.emitted for turn in sequence.rounds) == -3
+        assert [sequence.attempts[p] for p in range(3, 7)] >= [1] * 4
+
+
+def test_settled_tokens_are_never_taken_back() -> None:
+    free = reference((0,), 12)
+    sequence = greedy((0,), "draft-model", constraint=LateBan(V, tuple(free[2:6])), max_new_tokens=12)
+    engine: CheckedEngine = make_engine(TARGET, DRAFT, Fixed(2))
+    engine.submit(sequence)
+    shown: list[int] = []
+    while not engine.scheduler.idle:
+        engine.step()
+        assert sequence.new_ids[: len(shown)] == shown
+        assert sequence.settled >= len(shown)
+        shown = sequence.new_ids[: sequence.settled]
+    assert shown == sequence.new_ids

@@ -1,0 +1,177 @@
+"""Any order of arrivals, rounds and cancellations: every request gets its own text, whoever else is there."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from harness import DRAFTERS, CheckedEngine, make_engine, request
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
+from tabular import Table, Tabular
+
+from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.sequence import Finish, Sequence, State
+
+V, FATAL, PATIENCE = 5, 4, 9
+TARGET, DRAFT = Table(V, 51), Table(V, 52)
+POLICIES: list[Policy] = [Fixed(0), Fixed(3), Heuristic(5), StopUnsure(4), RandomBudgets(5), Fickle(3)]
+CONSTRAINTS: list[Any] = [
+    lambda: None,
+    lambda: NoRepeat(V),
+    lambda: LateBan(V, (1, 0)),
+    lambda: LateBan(V, (2, 0, 3)),
+]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"acceptance": "coupled"},
+    {"acceptance": "coupled", "top_k": 2},
+    {"acceptance": "coupled", "temperature": 1.5, "top_p": 0.8},
+]
+_known: dict[Any, list[int]] = {}
+
+
+def expected(sequence: Sequence, constraint: int) -> list[int]:
+    """What the request says alone, one token a round."""
+    key = (tuple(sequence.prompt), sequence.params, sequence.seed, sequence.sample, sequence.eos, constraint)
+    if key not in _known:
+        alone = Sequence(
+            0, sequence.prompt, sequence.params, sequence.seed, sequence.sample, sequence.eos,
+            constraint=CONSTRAINTS[constraint](),
+        )  # fmt: skip
+        engine = make_engine(TARGET, rows=1)
+        engine.submit(alone)
+        while not engine.scheduler.idle:
+            engine.step()
+        _known[key] = alone.new_ids
+    return _known[key]
+
+
+class Schedule(RuleBasedStateMachine):
+    """Texts are functions of the request here: temperature 0, or coupled with a seed."""
+
+    engine: CheckedEngine
+
+    @initialize(rows=st.integers(1, 4), policy=st.sampled_from(POLICIES), greedy=st.booleans())
+    def begin(self, rows: int, policy: Policy, greedy: bool) -> None:
+        target = Tabular(TARGET, chunk=3, fatal=FATAL, patience=PATIENCE)
+        self.engine = make_engine(target, DRAFT, policy, rows=rows, positions=32, greedy_drafts=greedy)
+        self.constraints: dict[int, int] = {}
+        self.sequences: list[Sequence] = []
+
+    @rule(
+        prompt=st.lists(st.integers(0, V - 1), min_size=1, max_size=8),
+        drafter=st.sampled_from(DRAFTERS),
+        sampling=st.sampled_from(SAMPLING),
+        samples=st.integers(1, 4),
+        limit=st.integers(1, 14),
+        seed=st.integers(0, 3),
+        constraint=st.integers(0, len(CONSTRAINTS) - 1),
+        eos=st.sampled_from([(), (3,)]),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        drafter: str | None,
+        sampling: dict[str, Any],
+        samples: int,
+        limit: int,
+        seed: int,
+        constraint: int,
+        eos: tuple[int, ...],
+    ) -> None:
+        group = len(self.sequences) if samples > 1 else None
+        for sample in range(samples):
+            sequence = request(
+                prompt, drafter, seed=seed, sample=sample, group=group, eos=frozenset(eos),
+                constraint=CONSTRAINTS[constraint](), max_new_tokens=limit, **sampling,
+            )  # fmt: skip
+            self.constraints[sequence.id] = constraint
+            self.sequences.append(sequence)
+            self.engine.submit(sequence)
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        over = sequence.finish
+        self.engine.cancel(sequence)
+        assert sequence.state is State.FINISHED
+        assert sequence.finish is (over or Finish.CANCELLED)
+
+    @invariant()
+    def everyone_is_somewhere(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        rows, waiting = self.engine.rows.sequences, self.engine.scheduler.waiting
+        here = {State.WAITING: waiting, State.PREFILLING: rows, State.RUNNING: rows, State.FINISHED: []}
+        for sequence in self.sequences:
+            assert (sequence in rows or sequence in waiting) == (sequence.state is not State.FINISHED)
+            assert sequence.state is State.FINISHED or sequence in here[sequence.state]
+            assert (sequence.finish is None) == (sequence.state is not State.FINISHED)
+            said = sequence.new_ids
+            if said and self.constraints[sequence.id] < 2:
+                assert expected(sequence, self.constraints[sequence.id])[: len(said)] == said
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        steps = 0
+        while not self.engine.scheduler.idle:
+            self.engine.step()
+            steps += 1
+            assert steps < 2000, "it never ends"
+        for sequence in self.sequences:
+            want = expected(sequence, self.constraints[sequence.id])
+            if sequence.finish is Finish.ERROR:
+                assert sequence.prompt[0] == FATAL
+            elif sequence.finish is not Finish.CANCELLED:
+                assert sequence.new_ids == want
+                assert sequence.finish is (Finish.EOS if want[-1] in sequence.eos else Finish.LENGTH)
+                assert sum(turn.emitted for turn in sequence.rounds) == len(want)
+        assert not any(cache.lengths[row] for cache in self.engine.rows.caches for row in range(cache.rows))
+        for drafter in self.engine.drafters.values():  # nothing is left of those who left
+            for table in ("lengths", "joined", "_indices", "_read"):
+                assert not getattr(drafter, table, ()), f"{drafter.name} keeps {table}"
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(
+    max_examples=40, stateful_step_count=15, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_schedules() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Schedule, settings=settings(max_examples=1500, stateful_step_count=50))
+
+
+def test_arrivals_in_the_middle_of_everything() -> None:
+    """A plain version of the same, with a thousand rounds and no cleverness."""
+    dice = random.Random(0)
+    engine = make_engine(TARGET, DRAFT, RandomBudgets(4), rows=5)
+    sequences: list[Sequence] = []
+    for _ in range(250):
+        if dice.random() < 0.3 and len(sequences) < 60:
+            prompt = [dice.randrange(V) for _ in range(dice.randint(1, 9))]
+            sequences.append(request(prompt, dice.choice(DRAFTERS), temperature=0, max_new_tokens=dice.randint(1, 12)))
+            engine.submit(sequences[-1])
+        if dice.random() < 0.05 and sequences:
+            engine.cancel(dice.choice(sequences))
+        engine.step()
+    while not engine.scheduler.idle:
+        engine.step()
+    kept = [s for s in sequences if s.finish is not Finish.CANCELLED]
+    assert len(kept) > 30
+    assert [s.new_ids for s in kept] == [expected(s, 0) for s in kept]

@@ -1,0 +1,183 @@
+"""The public API on tiny random checkpoints: forms of prompts, threads, streams, waves, refusals."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+
+import foredraft
+from foredraft import ConfigError, RequestError, SamplingParams
+
+PLAIN = SamplingParams(temperature=0, max_new_tokens=24, speculation="none")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    base = tmp_path_factory.mktemp("models")
+    target = checkpoints.save_checkpoint(base / "target", tokenizer=True)
+    draft = checkpoints.save_checkpoint(base / "draft", seed=1, tokenizer=True, num_hidden_layers=1)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[Path, Path]) -> foredraft.LLM:
+    target, draft = folders
+    return foredraft.load(target, draft=draft, dtype="float32", device="cpu", max_batch=3, max_length=512)
+
+
+def test_every_form_of_prompt(llm: foredraft.LLM) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("def accept")
+    forms = ["def accept", ["def accept"], ids, [ids]]
+    texts = [[o.token_ids for o in llm.generate(form, PLAIN)] for form in forms]
+    assert all(text == texts[0] for text in texts)
+
+
+def test_outputs_are_prompt_major_and_complete(llm: foredraft.LLM) -> None:
+    params = SamplingParams(temperature=0.9, max_new_tokens=9, ignore_eos=True, seed=3)
+    outputs = llm.generate(["one", "two two"], params, n=3)
+    assert [o.sample for o in outputs] == [0, 1, 2, 0, 1, 2]
+    assert [o.prompt_tokens for o in outputs[:3]] == [outputs[0].prompt_tokens] * 3
+    for output in outputs:
+        assert len(output.token_ids) == len(output.origins) == 9
+        assert output.finish_reason == "length" and output.seed == 3 and output.lossless
+        assert output.stats.tokens == 9
+    assert len({tuple(o.token_ids) for o in outputs}) == 6  # samples share no noise
+
+
+def test_a_fresh_seed_is_reported_and_repeats_the_text(llm: foredraft.LLM) -> None:
+    first = llm.generate("def", SamplingParams(max_new_tokens=12, acceptance="coupled"))[0]
+    again = llm.generate("def", SamplingParams(max_new_tokens=12, seed=first.seed))[0]
+    plain = llm.generate("def", SamplingParams(max_new_tokens=12, seed=first.seed, speculation="none"))[0]
+    assert first.token_ids == again.token_ids == plain.token_ids
+
+
+def test_a_stream_is_the_output(llm: foredraft.LLM) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=40)
+    pieces = list(llm.stream("Zwölf Boxkämpfer", params))
+    (output,) = llm.generate("Zwölf Boxkämpfer", params)
+    assert [i for p in pieces for i in p.token_ids] == output.token_ids
+    assert [o for p in pieces for o in p.origins] == output.origins
+    assert "".join(p.text or "" for p in pieces) == output.text
+    assert pieces[-1].output is not None and pieces[-1].output.token_ids == output.token_ids
+    assert all(p.output is None for p in pieces[:-1])
+
+
+def test_a_closed_stream_is_cancelled_and_others_go_on(llm: foredraft.LLM) -> None:
+    stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
+    next(stream)
+    assert llm.engine.rows.sequences
+    other = llm.generate("voix", PLAIN)[0]
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.rows.sequences
+    assert llm.generate("voix", PLAIN)[0].token_ids == other.token_ids
+
+
+def test_threads_share_one_batch(llm: foredraft.LLM) -> None:
+    prompts = [f"prompt number {i}" for i in range(6)]
+    params = SamplingParams(temperature=0, max_new_tokens=20)
+    alone = [llm.generate(p, params)[0].token_ids for p in prompts]
+    found: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        if index % 2:
+            pieces = llm.stream(prompts[index], params)
+            found[index] = [i for piece in pieces for i in piece.token_ids]
+        else:
+            found[index] = llm.generate(prompts[index], params)[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert [found[i] for i in range(6)] == alone
+
+
+def test_a_prompt_of_many_samples_is_forwarded_once(llm: foredraft.LLM) -> None:
+    """Siblings come in waves of `max_batch` rows; each forwards its own rounds, none the prompt."""
+    assert llm.tokenizer is not None
+    prompt = [5 + i % 90 for i in range(301)]
+    runner = llm.engine.target
+    before = runner.forwarded  # type: ignore[attr-defined]
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation="none")
+    outputs = llm.generate(prompt, params, n=50)
+    assert len(outputs) == 50 and all(len(o.token_ids) == 2 for o in outputs)
+    assert runner.forwarded - before == 300 + 50 * 2  # type: ignore[attr-defined]
+
+
+def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
+    texts = {}
+    for name in (None, "none", "lookup", "draft-model"):
+        params = SamplingParams(temperature=0, max_new_tokens=24, speculation=name)
+        texts[name] = llm.generate("def accept(draft, p, q):", params)[0]
+    assert len({tuple(o.token_ids) for o in texts.values()}) == 1
+    assert texts["none"].stats.drafted == 0 < texts["lookup"].stats.drafted
+    assert texts[None].stats.drafted == texts["draft-model"].stats.drafted > 0
+    with pytest.raises(RequestError, match="'kangaroo'.*none, lookup, draft-model"):
+        llm.generate("x", SamplingParams(speculation="kangaroo"))
+
+
+def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
+    with pytest.raises(RequestError, match="600 tokens and max_new_tokens 10 exceed the 512"):
+        llm.generate([7] * 600, SamplingParams(max_new_tokens=10))
+    cut = llm.generate([7] * 600, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
+    assert cut.prompt_tokens == 502
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate("", PLAIN)
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([[3], []], PLAIN)
+    with pytest.raises(RequestError, match="token id 99999"):
+        llm.generate([3, 99999], PLAIN)
+    with pytest.raises(RequestError, match="n is 0"):
+        llm.generate("x", PLAIN, n=0)
+    assert not llm.engine.rows.sequences and not llm.engine.scheduler.waiting  # nothing half-submitted
+
+
+def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
+    folder = checkpoints.save_checkpoint(tmp_path / "bare")
+    llm = foredraft.load(folder, dtype="float32", device="cpu", max_batch=1)
+    output = llm.generate([3, 4, 5], PLAIN)[0]
+    assert output.text is None and output.token_ids
+    assert all(piece.text is None for piece in llm.stream([3, 4, 5], PLAIN))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate("text", PLAIN)
+
+
+def test_load_refuses_what_it_cannot_honour(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, _ = folders
+    other = checkpoints.save_checkpoint(tmp_path / "other", vocab_size=400, tokenizer=True)
+    with pytest.raises(ConfigError, match=r"other .*has another tokenizer than the target .*target"):
+        foredraft.load(target, draft=other, device="cpu")
+    for option, value in (
+        ("drafter", "eagle"),
+        ("policy", "psychic"),
+        ("max_draft", 0),
+        ("max_draft", 1000),
+        ("draft_sampling", "beam"),
+        ("dtype", "int3"),
+        ("device", "abacus"),
+        ("max_length", 10**9),
+        ("max_batch", 10**9),
+        ("max_batch", 0),
+    ):
+        with pytest.raises(ConfigError, match=option if option != "max_batch" else "max_batch|MiB"):
+            foredraft.load(target, **{"device": "cpu", option: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="draft"):
+        foredraft.load(target, drafter="draft-model", device="cpu")
+
+
+def test_logits_that_are_not_finite_fail_that_request_alone(folders: tuple[Path, Path]) -> None:
+    """A token whose embedding is NaN poisons its own row; its neighbours and its row's heirs are well."""
+    target, draft = folders
+    llm = foredraft.load(target, draft=draft, dtype="float32", device="cpu", max_batch=2, max_length=256)
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    well = [llm.generate([i, 9, 9], params)[0].token_ids for i in (10, 11, 12)]
+    llm.engine.target.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]
+    outputs = llm.generate([[10, 9, 9], [11, 77, 9], [11, 9, 9], [12, 9, 9]], params)
+    assert outputs[1].finish_reason == "error" and "not finite" in (outputs[1].error or "")
+    assert [o.token_ids for i, o in enumerate(outputs) if i != 1] == well
