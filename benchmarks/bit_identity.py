@@ -30,7 +30,10 @@ def decode(llm: LLM, prompts: list[Any], speculation: list[str], tokens: int) ->
     """speculation: the drafters that the prompts take in turn."""
     params = [
         SamplingParams(
-            temperature=0, max_new_tokens=tokens, ignore_eos=True, speculation=speculation[i % len(speculation)]
+            temperature=0,
+            max_new_tokens=tokens,
+            ignore_eos=True,
+            speculation=speculation[i % len(speculation)],
         )
         for i in range(len(prompts))
     ]
@@ -56,7 +59,10 @@ def check(load: dict[str, Any], prompts: list[Any], tokens: int) -> dict[str, An
     result: dict[str, Any] = {"prompts": len(prompts), "tokens_each": tokens}
     for name, (llm, speculation) in cases.items():
         start = time.perf_counter()
-        found = [divergence(a, b) for a, b in zip(reference, decode(llm, prompts, speculation, tokens), strict=True)]
+        found = [
+            divergence(a, b)
+            for a, b in zip(reference, decode(llm, prompts, speculation, tokens), strict=True)
+        ]
         diverged = {i: at for i, at in enumerate(found) if at is not None}
         result[name] = {"diverged": diverged, "seconds": round(time.perf_counter() - start, 1)}
     return result
@@ -75,7 +81,9 @@ def main() -> None:
         "machine": machine(),
         "demo": check(load, heldout(options.prompts), options.new_tokens),
     }
-    result["identical"] = all(not case["diverged"] for case in result["demo"].values() if isinstance(case, dict))
+    result["identical"] = all(
+        not case["diverged"] for case in result["demo"].values() if isinstance(case, dict)
+    )
     write(f"bit_identity_{options.dtype}", result)
     sys.exit(0 if result["identical"] else 1)
 

@@ -29,7 +29,9 @@ def rate(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, foredraf
     return len(output.token_ids) / (time.perf_counter() - start), output
 
 
-def compare(llm: LLM, prompt: str, params: SamplingParams, plain: SamplingParams, alternations: int) -> dict[str, Any]:
+def compare(
+    llm: LLM, prompt: str, params: SamplingParams, plain: SamplingParams, alternations: int
+) -> dict[str, Any]:
     """One prompt's pairwise ratios."""
     rate(llm, prompt, plain), rate(llm, prompt, params)
     ratios: list[float] = []

@@ -116,7 +116,9 @@ def load(
     report("load", len(folders), len(folders))
     target = runners[0]
     if max_draft >= target.max_queries:
-        raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {target.max_queries - 1} at most")
+        raise ConfigError(
+            f"max_draft is {max_draft}; this model's verifying pass takes {target.max_queries - 1} at most"
+        )
     tokenizer = Tokenizer.from_folder(folders[0])
     if len(runners) == 2:
         _check_vocabulary(folders, runners, tokenizer)
@@ -204,10 +206,11 @@ def _capacity(
     while max_length is None and positions > 512 and bytes_of(positions) * (max_batch or 1) > budget:
         positions //= 2
     rows = max_batch or min(_ROWS, budget // bytes_of(positions))
-    if rows < 1 or rows * bytes_of(positions) > budget:
+    needed = max(rows, 1) * bytes_of(positions)
+    if rows < 1 or needed > budget:
         raise ConfigError(
-            f"{max(rows, 1)} sequences of {positions} positions need {max(rows, 1) * bytes_of(positions) / 2**20:.0f} MiB"
-            f" of cache, but {budget / 2**20:.0f} MiB may be used; lower max_batch or max_length"
+            f"{max(rows, 1)} sequences of {positions} positions need {needed / 2**20:.0f} MiB of cache, but"
+            f" {budget / 2**20:.0f} MiB may be used; lower max_batch or max_length"
         )
     return rows, positions
 

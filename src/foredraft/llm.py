@@ -11,7 +11,8 @@ import itertools
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -106,7 +107,9 @@ class LLM:
             raise RequestError(f"n is {n}; give 1 or more")
         each = [params or SamplingParams()] * len(encoded) if not isinstance(params, Seq) else list(params)
         if len(each) != len(encoded):
-            raise RequestError(f"{len(each)} sampling parameters for {len(encoded)} prompts; give one or as many")
+            raise RequestError(
+                f"{len(each)} sampling parameters for {len(encoded)} prompts; give one or as many"
+            )
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
             sequences += self._sequences(ids, own, n, truncate)
@@ -119,7 +122,11 @@ class LLM:
         return [self._output(s) for s in sequences]
 
     def stream(
-        self, prompt: str | Seq[int], params: SamplingParams | None = None, *, truncate: Literal["left"] | None = None
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        truncate: Literal["left"] | None = None,
     ) -> Iterator[Piece]:
         """One sample, piece by piece as rounds end; closing the iterator cancels the request.
 
@@ -135,6 +142,7 @@ class LLM:
         self._tell(self.engine.submit, [sequence])
         try:
             while True:
+
                 def news(shown: int = shown) -> bool:
                     return sequence.state is State.FINISHED or sequence.settled > shown
 
@@ -182,7 +190,9 @@ class LLM:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:
             if not 0 <= token < self.spec.vocab_size:
-                raise RequestError(f"token id {token} is outside the model's vocabulary of {self.spec.vocab_size}")
+                raise RequestError(
+                    f"token id {token} is outside the model's vocabulary of {self.spec.vocab_size}"
+                )
         if truncate not in (None, "left"):
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
         room = self.max_length - params.max_new_tokens
@@ -200,7 +210,8 @@ class LLM:
         group = ids[0] if n > 1 else None
         eos = frozenset(self.spec.eos_token_ids)
         return [
-            Sequence(i, prompt, params, seed, sample, eos, drafter, group=group) for sample, i in enumerate(ids)
+            Sequence(i, prompt, params, seed, sample, eos, drafter, group=group)
+            for sample, i in enumerate(ids)
         ]
 
     def _drafter(self, speculation: str | None) -> str | None:
@@ -251,10 +262,9 @@ class LLM:
             for sequence in list(self.engine.rows.sequences):
                 self.engine.fail(sequence, f"{type(error).__name__}: {error}")
             raise
-        if self._progress is not None:
-            sequence = next((s for s in self.engine.rows.sequences if s.state is State.PREFILLING), None)
-            if sequence is not None:
-                self._progress("prefill", self.engine.cache.lengths[sequence.row], len(sequence.prompt) - 1)
+        reading = self.engine.scheduler.prefilling
+        if self._progress is not None and reading is not None:
+            self._progress("prefill", self.engine.cache.lengths[reading.row], len(reading.prompt) - 1)
 
     def _output(self, sequence: Sequence) -> Output:
         ids = sequence.new_ids

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
 
+import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
 

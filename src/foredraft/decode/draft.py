@@ -9,7 +9,6 @@ output) returns tokens; their law is one-hot. A batch may mix them, row by row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -81,7 +80,7 @@ class Drafter(Protocol):
     name: str
     taps: tuple[int, ...]
     max_length: int | None
-    caches: Seq[KVCache]
+    caches: tuple[KVCache, ...]
 
     def join(self, sequence: Sequence) -> None:
         """The sequence has a row, and its prompt but for the pending token is in the target's cache."""
@@ -135,7 +134,12 @@ def no_draft(rows: int, device: torch.device) -> Draft:
 
 
 def propose(
-    drafters: Mapping[str, Drafter], inputs: RoundInputs, policy: Policy, noise: Noise, *, greedy: bool = False
+    drafters: Mapping[str, Drafter],
+    inputs: RoundInputs,
+    policy: Policy,
+    noise: Noise,
+    *,
+    greedy: bool = False,
 ) -> Draft:
     """Each row's draft by the drafter that its request names. greedy: steppers draft their argmax."""
     parts: list[tuple[list[bool], Draft]] = []
@@ -262,7 +266,9 @@ def _draw(q: Law, inputs: RoundInputs, j: int, coupled: Tensor, noise: Noise) ->
 def _joined(laws: list[Law]) -> Law:
     """Laws of successive positions, of one representation -> one law."""
     first = laws[0]
-    probs = None if first.probs is None else torch.cat([law.probs for law in laws if law.probs is not None], 1)
+    probs = (
+        None if first.probs is None else torch.cat([law.probs for law in laws if law.probs is not None], 1)
+    )
     ids = None if first.ids is None else torch.cat([law.ids for law in laws if law.ids is not None], 1)
     return Law(probs, ids, first.certain)
 

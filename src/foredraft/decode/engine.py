@@ -10,7 +10,8 @@ once per round, in `_read`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -185,7 +186,9 @@ class Engine:
                 continue
             if reading.broken:
                 where = len(sequence.tokens)
-                over.append((sequence, Finish.ERROR, f"the model's logits at position {where} are not finite"))
+                over.append(
+                    (sequence, Finish.ERROR, f"the model's logits at position {where} are not finite")
+                )
                 continue
             base = len(sequence.tokens) - 1
             whole = reading.accepted == reading.drafted > 0

@@ -23,7 +23,8 @@ __all__ = ["Fixed", "Heuristic", "Policy"]
 class Policy(Protocol):
     """budget / go_on / learn."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def start(self) -> Any:
         """State of a new sequence."""

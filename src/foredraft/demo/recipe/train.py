@@ -79,8 +79,8 @@ class Gradients(NamedTuple):
     """Gradients with respect to the logits, and what is worth reporting."""
 
     target: Tensor
-    tap: Tensor
-    draft: Tensor
+    tap: Tensor | None
+    draft: Tensor | None
     figures: Tensor  # sums over positions: target nats, exit nats, overlap, agreement
 
 
@@ -113,30 +113,32 @@ def exit_layer(recipe: Recipe, progress: Progress, micro: int) -> int:
     return lowest + (progress.step * 7 + micro * 5) % max(1, depth - lowest)
 
 
-def logit_gradients(target: Tensor, tap: Tensor, draft: Tensor, labels: Tensor, weights: Tensor) -> Gradients:
+def logit_gradients(
+    target: Tensor, tap: Tensor | None, draft: Tensor | None, labels: Tensor, weights: Tensor
+) -> Gradients:
     """Gradients of cross-entropy (target, tap) and of KL to the target (draft), written out.
 
-    The target's softmax is needed three times; autograd would compute and keep it thrice.
+    The target's softmax is needed up to three times; autograd would compute and keep it thrice.
     `weights` holds 1 / positions and the exit scale.
     """
     share, scale = weights[0], weights[1]
     index = labels.unsqueeze(-1)  # [N, 1]
-    wide, wide_tap, wide_draft = target.float(), tap.float(), draft.float()  # [N, V]
-    p, q, r = wide.softmax(-1), wide_draft.softmax(-1), wide_tap.softmax(-1)
-    hit = torch.arange(target.shape[-1]) == index
-    figures = torch.stack(
-        [
-            -p.gather(-1, index).clamp_min(1e-20).log().sum(),
-            -r.gather(-1, index).clamp_min(1e-20).log().sum(),
-            torch.minimum(p, q).sum(),
-            (wide.argmax(-1) == wide_draft.argmax(-1)).float().sum(),
-        ]
-    )
-    one = hit.float()
+    one = (torch.arange(target.shape[-1]) == index).float()  # [N, V]
+    p = target.float().softmax(-1)
+    zero = torch.zeros(())
+    exit_nats, overlap, agreement, grad_tap, grad_draft = zero, zero, zero, None, None
+    if tap is not None:
+        r = tap.float().softmax(-1)
+        exit_nats = -r.gather(-1, index).clamp_min(1e-20).log().sum()
+        grad_tap = ((r - one) * (share * scale)).to(target.dtype)
+    if draft is not None:
+        q = draft.float().softmax(-1)
+        overlap = torch.minimum(p, q).sum()
+        agreement = (target.argmax(-1) == draft.argmax(-1)).float().sum()
+        grad_draft = ((q - p) * share).to(target.dtype)
+    nats = -p.gather(-1, index).clamp_min(1e-20).log().sum()
     grad_target = ((p - one) * share).to(target.dtype)
-    grad_tap = ((r - one) * (share * scale)).to(target.dtype)
-    grad_draft = ((q - p) * share).to(target.dtype)
-    return Gradients(grad_target, grad_tap, grad_draft, figures)
+    return Gradients(grad_target, grad_tap, grad_draft, torch.stack([nats, exit_nats, overlap, agreement]))
 
 
 class Stream:
@@ -234,8 +236,10 @@ class Trainer:
             if recipe.draft_learns:
                 outputs["draft"] = self.draft.head(self.draft(ids)[0]).flatten(0, 1)
             with torch.no_grad():
-                three = (outputs.get(name, logits).detach() for name in ("target", "tap", "draft"))
-                found = self.gradients(*three, labels.flatten(), weights)
+                plain = {name: output.detach() for name, output in outputs.items()}
+                found = self.gradients(
+                    plain["target"], plain.get("tap"), plain.get("draft"), labels.flatten(), weights
+                )
             torch.autograd.backward(list(outputs.values()), [getattr(found, name) for name in outputs])
             total += found.figures
         return total
@@ -410,10 +414,12 @@ STAGES = {
         target=replace(TARGET, layers=2),
         layer_dropout=0.0,
         exit_scale=0.0,
-        batches=((0.0, 2), (0.4, 4)),
+        batches=((0.0, 2), (0.25, 4)),
         draft_learns=False,
     ),
-    "4": Recipe(target=replace(TARGET, layers=4), layer_dropout=0.0, exit_scale=0.0),
+    "4": Recipe(
+        target=replace(TARGET, layers=4), layer_dropout=0.0, exit_scale=0.0, draft_learns=False, warmup_steps=5
+    ),
     "8": Recipe(target=replace(TARGET, layers=8), layer_dropout=0.0, exit_scale=0.0),
     "16": Recipe(
         batches=((0.0, 4), (0.6, 8)), decay_from=0.2, long_from=0.88, layer_dropout=0.1, exit_scale=0.1
