@@ -39,19 +39,19 @@ def test_runs_alternate_in_flipping_order_after_a_warm_up() -> None:
 def test_speedup_is_the_median_of_the_ratios_within_pairs() -> None:
     world = World()
     tokens = [[1, 2, 3, 4]]
-    # The machine slows down threefold for the third pair: both runs of it, so the ratio does not move.
-    drift = [1, 1, 1, 3, 1, 1]
-    plain = world.decoder("p", lambda i: 4.0 * drift[i], tokens)
-    speculative = world.decoder("s", lambda i: [9, 2.0, 1.0, 6.0, 4.0, 2.0][i], tokens)
+    # The machine runs at half speed in pairs 2 and 4: the ratios within the pairs do not care, whereas the
+    # medians of either kind of run, apart, would say that nothing was gained.
+    plain = world.decoder("p", lambda i: [9, 4, 8, 4, 8, 4][i], tokens)
+    speculative = world.decoder("s", lambda i: [9, 2, 4, 4, 4, 1][i], tokens)
     comparison = compare(world, plain, speculative)
-    assert comparison.speedups == pytest.approx((2, 4, 2, 1, 2))
+    assert comparison.speedups == pytest.approx((2, 2, 1, 2, 4))
     assert comparison.as_dict() == {
         "speedup": pytest.approx(2),
         "speedup_low": pytest.approx(1),
         "speedup_high": pytest.approx(4),
         "alternations": 5,
         "plain_tokens_per_second": pytest.approx(1),
-        "speculative_tokens_per_second": pytest.approx(2),
+        "speculative_tokens_per_second": pytest.approx(1),
         "identical": True,
     }
 

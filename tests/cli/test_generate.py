@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import COMMAND, environment, foredraft
@@ -97,6 +98,28 @@ def test_compare_says_when_outputs_are_not_comparable(pair: list[str]) -> None:
     greedy = foredraft(*pair, "x", "--compare", "--max-new-tokens", "4")  # temperature 0 by default
     assert "median speed-up over plain decoding " in last_line(greedy.stdout)
     assert "over 5 alternations; outputs identical: yes)" in last_line(greedy.stdout)
+
+
+def test_compare_times_plain_decoding_against_the_request(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from foredraft import LLM, Output, SamplingParams
+
+    ran: list[tuple[str | None, bool]] = []
+    generate = LLM.generate
+
+    def noted(self: LLM, prompts: str, params: SamplingParams, **options: Any) -> list[Output]:
+        outputs = generate(self, prompts, params, **options)
+        ran.append((params.speculation, sum(o.stats.drafted for o in outputs) > 0))
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", noted)
+    assert main([*pair, "x", "--compare", "--max-new-tokens", "8"]) == 0
+    plain, fast = ("none", False), (None, True)
+    assert ran == [plain, fast] + [plain, fast] + [fast, plain] + [plain, fast] + [fast, plain] + [
+        plain,
+        fast,
+    ]
 
 
 def test_a_prompt_from_stdin_loses_one_closing_newline(pair: list[str]) -> None:

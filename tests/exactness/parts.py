@@ -68,7 +68,7 @@ class TappingStepper:
         states = self.target.lower(self.target_cache, tokens, starts, idle, counts)
         self._states.append(states)
         self._known = [known + (not dummy) for known, dummy in zip(self._known, idle, strict=True)]
-        forward = self.adapter.forward(self.cache, states[..., 0].long(), starts, idle=idle, counts=counts)
+        forward = self.adapter.forward(self.cache, tokens, starts, idle=idle, counts=counts)
         assert forward.logits is not None
         return forward.logits[:, 0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from harness import DRAFTERS, CheckedEngine, make_engine, request
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
 from tabular import Table, Tabular
@@ -145,7 +145,10 @@ class Schedule(RuleBasedStateMachine):
 
 TestSchedule = Schedule.TestCase
 TestSchedule.settings = settings(
-    max_examples=40, stateful_step_count=15, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40,
+    stateful_step_count=15,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # add Phase.shrink to look into a failure
 )
 
 

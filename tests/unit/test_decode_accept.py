@@ -1,0 +1,172 @@
+"""The acceptance rules, with coins chosen by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.decode.accept import accept, coupled, speculative
+from foredraft.decode.draft import Draft, no_draft
+from foredraft.decode.law import Law
+from foredraft.decode.noise import COUPLED, RESIDUAL, Noise, NoiseKeys
+
+
+class Coins:
+    """coin: [B, T] given ones; pick: the most likely token, and what it was asked is noted."""
+
+    def __init__(self, coins: list[list[float]]) -> None:
+        self.coins = torch.tensor(coins, dtype=torch.float64)
+        self.asked: list[tuple[Tensor, NoiseKeys, int]] = []
+
+    def coin(self, keys: NoiseKeys, purpose: int) -> Tensor:
+        return self.coins
+
+    def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
+        self.asked.append((weights, keys, purpose))
+        return weights.argmax(-1)
+
+
+def keys(rows: int, count: int, first: int = 5) -> NoiseKeys:
+    positions = torch.arange(first, first + count).expand(rows, count)
+    return NoiseKeys(torch.arange(rows), positions, None, torch.zeros(rows, dtype=torch.int64))
+
+
+def draft(tokens: list[list[int]], lengths: list[int], q: list[list[list[float]]] | None = None) -> Draft:
+    ids = torch.tensor(tokens)
+    return Draft(ids, torch.tensor(lengths), Law(ids=ids) if q is None else Law(torch.tensor(q)))
+
+
+P = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]
+Q = [[0.2, 0.2, 0.6], [0.1, 0.1, 0.8]]
+
+
+def test_a_coin_below_p_over_q_keeps_the_token() -> None:
+    below, above = 0.2 / 0.6 - 1e-6, 0.2 / 0.6 + 1e-6
+    for coin, kept in ((below, 1), (above, 0)):
+        verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), Coins([[coin, 0.999999, 0]]))  # type: ignore[arg-type]
+        assert verdict.accepted.tolist() == [2 * kept]  # p(1) > q(1): no coin rejects the second
+
+
+def test_the_correction_comes_from_the_residual_of_the_first_rejection() -> None:
+    noise = Coins([[0.999, 0.5, 0.5]])
+    verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
+    ((weights, asked, purpose),) = noise.asked
+    torch.testing.assert_close(weights[0, 0], torch.tensor([0.3, 0.1, 0.0]))
+    assert purpose == RESIDUAL
+    assert asked.position.tolist() == [[5]]
+    assert verdict.next_token.tolist() == [0]
+
+
+def test_the_bonus_token_comes_from_p_itself() -> None:
+    noise = Coins([[0.0, 0.0, 0.0]])
+    verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
+    ((weights, asked, _),) = noise.asked
+    assert verdict.accepted.tolist() == [2]
+    assert weights[0, 0].tolist() == pytest.approx(P[2])
+    assert asked.position.tolist() == [[7]]
+
+
+def test_an_impossible_token_is_rejected_whatever_the_coin() -> None:
+    """u = 0, and q of any size: u q <= p would keep it."""
+    for q in ([[[1.0, 0.0, 0.0]]], [[[1e-38, 0.5, 0.5]]], [[[0.0, 0.5, 0.5]]], None):
+        verdict = speculative(
+            draft([[0]], [1], q), Law(torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])), keys(1, 2), Coins([[0.0, 0.0]])  # type: ignore[arg-type]
+        )
+        assert verdict.accepted.tolist() == [0]
+        assert verdict.next_token.tolist() == [1]
+
+
+def test_padding_is_never_accepted() -> None:
+    """Row 0 drafted one token, row 1 none; padding is token 0, which p likes best."""
+    p = Law(torch.tensor([[[0.9, 0.05, 0.05]] * 3] * 2))
+    for q in (None, [[[1.0, 0.0, 0.0]] * 2] * 2, [[[0.0, 0.5, 0.5]] * 2] * 2):
+        made = draft([[0, 0], [0, 0]], [1, 0], q)
+        assert speculative(made, p, keys(2, 3), Coins([[0.0] * 3] * 2)).accepted.tolist() == [1, 0]  # type: ignore[arg-type]
+        assert coupled(made, Law(ids=torch.zeros(2, 3, dtype=torch.int64)), keys(2, 3), Noise()).accepted.tolist() == [1, 0]
+
+
+def test_nothing_after_a_rejection_is_accepted() -> None:
+    p = Law(torch.tensor([[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]]))
+    verdict = speculative(draft([[0, 0, 0]], [3]), p, keys(1, 4), Coins([[0.5] * 4]))  # type: ignore[arg-type]
+    assert verdict.accepted.tolist() == [0]
+
+
+def test_a_residual_that_rounds_to_zero_falls_back_to_p() -> None:
+    """q is p but for one rounding upwards: the token is rejected by the last coin, and nothing is left over."""
+    up = math.nextafter(0.5, 1)
+    p = torch.tensor([0.5, 0.5, 0.0])
+    q = torch.nextafter(p, torch.tensor(1.0)).where(p > 0, p)
+    assert float(q[0]) > up > 0.5
+    noise = Coins([[1 - 2**-53, 0.0]])
+    verdict = speculative(
+        Draft(torch.tensor([[0]]), torch.tensor([1]), Law(q.view(1, 1, 3))),
+        Law(p.expand(1, 2, 3)),
+        keys(1, 2),
+        noise,  # type: ignore[arg-type]
+    )
+    assert verdict.accepted.tolist() == [0]
+    assert torch.equal(noise.asked[0][0][0, 0], p)
+
+
+def test_the_residual_holds_no_token_that_p_does_not() -> None:
+    """Exactly zero stays exactly zero: an epsilon would make impossible tokens possible."""
+    noise = Coins([[0.999999, 0.0]])
+    p = Law(torch.tensor([[[0.4, 0.6, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]]))
+    speculative(draft([[0]], [1], [[[0.8, 0.1, 0.1, 0.0]]]), p, keys(1, 2), noise)  # type: ignore[arg-type]
+    weights = noise.asked[0][0][0, 0]
+    assert weights[[0, 2, 3]].tolist() == [0.0, 0.0, 0.0]
+    assert weights[1] == torch.tensor(0.6) - torch.tensor(0.1)
+
+
+def test_no_draft_is_a_plain_step() -> None:
+    p = Law(torch.tensor([[P[0]], [P[2]]]))
+    nothing = no_draft(2, torch.device("cpu"))
+    for rule in (speculative, coupled):
+        verdict = rule(nothing, p, keys(2, 1), Noise())
+        assert verdict.accepted.tolist() == [0, 0]
+        assert verdict.next_token.shape == (2,)
+    one = speculative(nothing, p, keys(2, 1), Coins([[0.0], [0.0]]))  # type: ignore[arg-type]
+    assert one.next_token.tolist() == [0, 2]
+
+
+def test_coupled_keeps_what_it_would_have_said() -> None:
+    p, noise = Law(torch.tensor([P])), Noise()
+    y = noise.pick(torch.tensor([P]), keys(1, 3), COUPLED)[0].tolist()
+    for wrong in range(3):
+        tokens = [*y[:wrong], *[(t + 1) % 3 for t in y[wrong:2]]]
+        verdict = coupled(draft([tokens], [2]), p, keys(1, 3), noise)
+        assert verdict.accepted.tolist() == [min(wrong, 2)]
+        assert verdict.next_token.tolist() == [y[min(wrong, 2)]]
+
+
+def test_each_row_goes_by_its_own_rule() -> None:
+    p = Law(torch.tensor([P, P, P, P]))
+    made = draft([[2, 1]] * 4, [2, 1, 2, 0], [Q] * 4)
+    noise = Noise()
+    wanted = [False, True, True, False]
+    mixed = accept(made, p, keys(4, 3), noise, wanted)
+    apart = [speculative(made, p, keys(4, 3), noise), coupled(made, p, keys(4, 3), noise)]
+    for row, which in enumerate(wanted):
+        assert mixed.accepted[row] == apart[which].accepted[row]
+        assert mixed.next_token[row] == apart[which].next_token[row]
+    for which in (False, True):
+        same = accept(made, p, keys(4, 3), noise, [which] * 4)
+        assert torch.equal(same.next_token, apart[which].next_token)
+
+
+def test_greedy_rows_ask_for_no_noise() -> None:
+    class Silent:
+        def coin(self, *_: object) -> Tensor:
+            raise AssertionError("temperature 0 needs no coin")
+
+        pick = coin
+
+    p = Law(ids=torch.tensor([[1, 2, 0], [1, 2, 0], [1, 2, 0]]))
+    made = draft([[1, 2], [1, 0], [0, 2]], [2, 2, 2])
+    for is_coupled in ([False] * 3, [True] * 3, [True, False, True]):
+        verdict = accept(made, p, keys(3, 3), Silent(), is_coupled)  # type: ignore[arg-type]
+        assert verdict.accepted.tolist() == [2, 1, 0]
+        assert verdict.next_token.tolist() == [0, 2, 1]

@@ -1,0 +1,83 @@
+"""The n-gram index against a search by brute force."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.lookup import Lookup, NGramIndex
+
+tokens = st.lists(st.integers(0, 2), max_size=25)
+
+
+def search(text: list[int], longest: int, most: int) -> list[int]:
+    """The definition: the longest suffix of at most `longest` tokens that occurred before, its latest
+    occurrence, and what followed that."""
+    for n in range(min(longest, len(text)), 0, -1):
+        suffix = text[-n:]
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == suffix:
+                return text[start + n : start + n + most]
+    return []
+
+
+@given(tokens, st.integers(1, 4), st.integers(0, 6))
+def test_an_index_finds_what_a_search_finds(text: list[int], longest: int, most: int) -> None:
+    index = NGramIndex(longest)
+    for end, token in enumerate(text, 1):
+        index.extend([token])
+        assert index.continuation(most) == search(text[:end], longest, most)
+
+
+@given(tokens, st.integers(1, 4), st.data())
+def test_a_rewound_index_is_a_fresh_one(text: list[int], longest: int, data: st.DataObject) -> None:
+    index = NGramIndex(longest)
+    index.extend(text)
+    for _ in range(3):
+        length = data.draw(st.integers(0, len(index.tokens)))
+        kept = index.tokens[:length]
+        index.rewind(length)
+        fresh = NGramIndex(longest)
+        fresh.extend(kept)
+        assert index.tokens == fresh.tokens == kept
+        assert index._after == fresh._after
+        assert index._undo == fresh._undo
+        index.extend(data.draw(tokens))
+        assert index.continuation(5) == search(index.tokens, longest, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),
+        ([1, 2, 7, 2, 8, 2], [8, 2]),  # the latest of two
+        ([5, 1, 2, 6, 1, 2, 7, 5, 1, 2], [6, 1, 2, 7]),  # a longer match wins over a later one
+        ([1, 2, 3], []),
+        ([4], []),
+        ([4, 4], [4]),
+    ],
+)
+def test_a_guess(text: list[int], guess: list[int]) -> None:
+    index = NGramIndex(3)
+    index.extend(text)
+    assert index.continuation(4) == guess
+
+
+def test_a_lookup_keeps_an_index_per_sequence() -> None:
+    lookup = Lookup(2)
+    one, other = (Sequence(i, text, SamplingParams(), 0) for i, text in enumerate(([1, 2, 1], [3, 4, 3])))
+    lookup.join(one)
+    lookup.join(other)
+    assert (lookup.propose(one, 1), lookup.propose(other, 1)) == ([2], [4])
+    one.tokens += [2, 5, 1, 2]
+    lookup.rewind(one)
+    assert lookup.propose(one, 2) == [5, 1]
+    del one.tokens[4:]  # a ban took them back
+    lookup.rewind(one)
+    assert lookup.propose(one, 3) == [1, 2]
+    lookup.leave(one)
+    assert lookup.propose(other, 3) == [4, 3]
+    lookup.leave(one)  # once is enough, twice does no harm
