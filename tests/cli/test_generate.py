@@ -116,10 +116,7 @@ def test_compare_times_plain_decoding_against_the_request(
     monkeypatch.setattr(LLM, "generate", noted)
     assert main([*pair, "x", "--compare", "--max-new-tokens", "8"]) == 0
     plain, fast = ("none", False), (None, True)
-    assert ran == [plain, fast] + [plain, fast] + [fast, plain] + [plain, fast] + [fast, plain] + [
-        plain,
-        fast,
-    ]
+    assert ran == [plain, fast, *[plain, fast, fast, plain] * 2, plain, fast]
 
 
 def test_a_prompt_from_stdin_loses_one_closing_newline(pair: list[str]) -> None:

@@ -35,16 +35,16 @@ class Path:
         self.taken: list[int] = []
         self.siblings: list[list[int]] = []
         self.chance = 1.0
-        self.used: set[tuple[int, int, int, int]] = set()
+        self.used: set[int] = set()
 
-    def choose(self, options: list[tuple[int, float]], key: tuple[int, int, int, int]) -> int:
+    def choose(self, options: list[tuple[int, float]], key: int) -> int:
         """One of the (value, probability) pairs, all of positive probability."""
-        assert options, f"nothing to choose from at {key}"
+        assert options, "nothing to choose from"
         if len(options) == 1:
             return options[0][0]
         if self.certain:
             return options[-1][0]
-        assert key not in self.used, f"noise is used twice: {key}"
+        assert key not in self.used, "noise is used twice"
         self.used.add(key)
         depth = len(self.taken)
         if depth < len(self.prefix):
@@ -72,14 +72,14 @@ class ForkingNoise:
         assert purpose != ACCEPT
         if purpose == COUPLED:  # a function of its key, and of no interest here
             return self.real.pick(weights, keys, purpose)
-        names = _names(keys)
-        drawn = []
-        for base, row, named in zip(keys.base.tolist(), weights.double().tolist(), names, strict=True):
+        drawn: list[list[int]] = []
+        bits = keys.bits(purpose).tolist()
+        for base, row, own in zip(keys.base.tolist(), weights.double().tolist(), bits, strict=True):
             drawn.append([])
-            for at, name in zip(row, named, strict=True):
+            for at, key in zip(row, own, strict=True):
                 total = sum(w for w in at if w > 0)
                 options = [(token, w / total) for token, w in enumerate(at) if w > 0]
-                drawn[-1].append(self.paths[base].choose(options, (purpose, *name)))
+                drawn[-1].append(self.paths[base].choose(options, key))
         return torch.tensor(drawn, dtype=torch.int64).view(weights.shape[:2])
 
 
@@ -102,38 +102,26 @@ class Coin:
 
     def __lt__(self, p: Tensor) -> Tensor:
         assert self.q is not None
-        names = [named[self.columns] for named in _names(self.keys)]
-        kept = []
-        for base, q_row, p_row, named, length in zip(
+        kept: list[list[int]] = []
+        for base, q_row, p_row, own, length in zip(
             self.keys.base.tolist(),
             self.q.double().tolist(),
             p.double().tolist(),
-            names,
+            self.keys.bits(ACCEPT)[:, self.columns].tolist(),
             self.noise.lengths,
             strict=True,
         ):
             kept.append([])
             over = False
-            for column, (q, p_at, name) in enumerate(zip(q_row, p_row, named, strict=True)):
+            for column, (q, p_at, key) in enumerate(zip(q_row, p_row, own, strict=True)):
                 if over or column >= length:  # padding, and what comes after a rejection, must not matter
                     kept[-1].append(1)
                     continue
                 chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)
                 options = [(value, c) for value, c in ((1, chance), (0, 1 - chance)) if c > 0]
-                kept[-1].append(self.noise.paths[base].choose(options, (ACCEPT, *name)))
+                kept[-1].append(self.noise.paths[base].choose(options, key))
                 over = not kept[-1][-1]
         return torch.tensor(kept, dtype=torch.bool).view(p.shape)
-
-
-def _names(keys: NoiseKeys) -> list[list[tuple[int, int, int]]]:
-    """(round, position, attempt) of every key."""
-    attempt = torch.zeros_like(keys.position) if keys.attempt is None else keys.attempt
-    return [
-        [(turn, position, tries) for position, tries in zip(positions, attempts, strict=True)]
-        for turn, positions, attempts in zip(
-            keys.round.tolist(), keys.position.tolist(), attempt.tolist(), strict=True
-        )
-    ]
 
 
 @dataclass(frozen=True)
@@ -159,8 +147,8 @@ class Found:
     rejections: int = 0
 
 
-def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case]) -> list[Found]:
-    """Every case's output law under the engine. Paths of all cases share its rows."""
+def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> list[Found]:
+    """Every case's output law under the engine, on `most` paths at most. Paths of all cases share its rows."""
     noise = ForkingNoise()
     engine = make(noise)
     found = [Found() for _ in cases]
@@ -170,6 +158,8 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case]) -> lis
     while todo or running:
         while todo and len(running) < engine.rows.capacity + 2:
             index, prefix = todo.pop()
+            most -= 1
+            assert most, "there is no end to it"
             case, number = cases[index], next(ids)
             sequence = Sequence(
                 number,

@@ -286,9 +286,9 @@ class RandomBudgets:
 
 
 class Fickle:
-    """Drafts on for one round after it saw a sure law late in a draft, and takes a plain step otherwise.
+    """Drafts again if the last law but one of its draft was a sure one, and takes a plain step otherwise.
 
-    What it saw depends on drafted tokens that were rejected: noise used again for them would be biased.
+    What it saw depends on drafted tokens that were rejected: their noise, used again, would be biased.
     """
 
     name = "fickle"
@@ -305,7 +305,7 @@ class Fickle:
         return drafts
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> None:
-        if q.probs is not None and position > 0:
+        if q.probs is not None and position == self.max_draft - 2:
             for sequence, sure in zip(sequences, (q.probs[:, 0].amax(-1) > self.least).tolist(), strict=True):
                 sequence.policy_state[0] = sure
 

@@ -53,10 +53,18 @@ def test_the_joint_law_of_four_tokens(policy: Policy) -> None:
         assert_law(found, law(options), f"{drafter} {options}")
 
 
-@pytest.mark.parametrize("policy", [StopUnsure(4), Fickle(3)], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [StopUnsure(4), Fickle(4)], ids=lambda p: p.name)
 def test_adaptive_policies(policy: Policy) -> None:
     (found,) = sample(4000, policy, ROWS[:1])
     assert_law(found, law({}))
+
+
+def test_two_tokens_of_a_larger_vocabulary() -> None:
+    """Residuals of many tokens."""
+    target, draft = Table(8, 43), Table(8, 44)
+    params = SamplingParams(max_new_tokens=2)
+    several = [Sequence(i, [1], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(3000)]
+    assert_law(run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params))
 
 
 def test_greedy_drafts() -> None:
@@ -66,7 +74,7 @@ def test_greedy_drafts() -> None:
 
 def test_a_late_ban() -> None:
     """Positions are said twice: never with the same noise."""
-    ban = (1, 0)
+    ban = (2, 1)
     want = outputs(TARGET.after, [1], SamplingParams(max_new_tokens=JOINT), constraint=LateBan(V, ban))
     params = SamplingParams(max_new_tokens=JOINT)
     for acceptance in ("speculative", "coupled"):

@@ -154,16 +154,16 @@ def test_idle_rows_beside_running_ones() -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("samples", [1, 2, 3, 7])
 def test_siblings_come_in_waves(drafter: str | None, rows: int, samples: int) -> None:
     engine = make_engine(TARGET, DRAFT, Fixed(2), rows=rows)
     prompt = (4, 0, 1, 2, 3, 1)
     group = [greedy(prompt, drafter, group=1, sample=i, seed=5, max_new_tokens=5 + i % 3) for i in range(samples)]
-    other = greedy((2, 2), drafter)
-    outputs = run(engine, [*group, other])
-    assert outputs[:-1] == [reference(prompt, s.params.max_new_tokens) for s in group]
-    assert outputs[-1] == reference((2, 2))
+    before, after = greedy((1, 2), drafter), greedy((2, 2), drafter)
+    outputs = run(engine, [before, *group, after])
+    assert outputs[1:-1] == [reference(prompt, s.params.max_new_tokens) for s in group]
+    assert [outputs[0], outputs[-1]] == [reference((1, 2)), reference((2, 2))]
 
 
 def test_a_prompt_is_prefilled_once_for_all_siblings() -> None:

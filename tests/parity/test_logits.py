@@ -1,7 +1,7 @@
 """Logits against transformers (eager attention, float32) on tiny random checkpoints of every config variant.
 
-The tolerance is 1e-4 of the largest logit; a wrong norm, mask, window or angle is off by far more. Seen to fail
-on: rotary sign, window one too wide, soft-cap left out, norm offset left out, embedding scale left out.
+The tolerance is 1e-4 of the largest logit; a wrong norm, mask, window or angle is off by far more. Seen to
+fail on: rotary sign, window one too wide, soft-cap left out, norm offset left out, embedding scale left out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from checkpoints import VARIANTS, save_variant
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 PROMPT = 300  # crosses a prefill chunk, and every sliding window of the variants many times
 TOTAL = 320
@@ -66,7 +67,11 @@ def test_token_by_token_after_prefill(pair: Pair) -> None:
 def test_sixty_four_greedy_tokens(pair: Pair) -> None:
     prompt = pair.tokens[:, :20]
     expected = pair.reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False, eos_token_id=None,
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
         pad_token_id=0,
     )[0, 20:].tolist()
     cache = pair.runner.new_cache(1, 128)

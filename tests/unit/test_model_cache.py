@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+
 from checkpoints import save_variant
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Runner

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
+
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.hub import resolve
-from huggingface_hub.errors import RepositoryNotFoundError
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -59,4 +60,8 @@ def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert resolve("owner/name", "v1") == tmp_path
-    assert seen == {"name": "owner/name", "revision": "v1", "allow_patterns": ["*.json", "*.safetensors", "*.jinja"]}
+    assert seen == {
+        "name": "owner/name",
+        "revision": "v1",
+        "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
+    }

@@ -1,7 +1,7 @@
 """`Runner.forward`: plans, taps, resume, chosen columns, idle rows, padding, refusals.
 
-Seen to fail on: the join taking the computed state where the known one belongs, a plan ignored, taps taken after
-their layer, idle rows left to an unclipped mask, idle rows writing at their start.
+Seen to fail on: the join taking the computed state where the known one belongs, a plan ignored, taps taken
+after their layer, idle rows left to an unclipped mask, idle rows writing at their start.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from checkpoints import reference_model, save_variant
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, Resume, Runner
 from foredraft.model.weights import load_decoder
-from torch import Tensor
 
 BASE = 40  # positions before the tried pass; past the variants' window of 24
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoints import GEMMA2, LLAMA, LLAMA3_ROPE
 from foredraft.errors import CheckpointError
 from foredraft.model.spec import ModelSpec, Rope
@@ -88,7 +89,12 @@ def test_model_type_stands_in_for_architectures() -> None:
 
 
 def test_harmless_keys_are_let_through() -> None:
-    extras = {"use_cache": False, "transformers_version": "4.1", "initializer_range": 9.0, "pretraining_tp": 1}
+    extras = {
+        "use_cache": False,
+        "transformers_version": "4.1",
+        "initializer_range": 9.0,
+        "pretraining_tp": 1,
+    }
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **extras}) == ModelSpec.from_hf(LLAMA_CONFIG)
 
 

@@ -1,7 +1,7 @@
 """The tokenizer, and text that grows: pieces join to the whole, and no half character is shown.
 
-Seen to fail on: the incomplete tail shown at once, the left context left out (the space of a word after a special
-token lost).
+Seen to fail on: the incomplete tail shown at once, the left context left out (the space of a word after a
+special token lost).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import TEXT, tiny_tokenizer
-from foredraft.errors import CheckpointError
-from foredraft.model.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers
+
+from checkpoints import TEXT, tiny_tokenizer
+from foredraft.errors import CheckpointError
+from foredraft.model.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,21 @@ BYTE_LEVEL = Tokenizer(tiny_tokenizer())
 
 def sentencepiece() -> Tokenizer:
     """As Llama 2 has it: spaces as ▁, unknown characters as bytes, the first space stripped."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁b", "é"]
-    inner = Inner(models.BPE({p: i for i, p in enumerate(pieces)}, [("▁", "a"), ("▁", "b")], byte_fallback=True))
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "▁b",
+        "é",
+    ]
+    inner = Inner(
+        models.BPE({p: i for i, p in enumerate(pieces)}, [("▁", "a"), ("▁", "b")], byte_fallback=True)
+    )
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -99,9 +113,6 @@ def test_pushing_many_equals_pushing_one(text: str, sizes: list[int]) -> None:
 def test_any_ids_join_to_their_decoding(ids: list[int], skip_special: bool) -> None:
     """Models emit invalid UTF-8 and special tokens anywhere."""
     assert "".join(grown(BYTE_LEVEL, ids, skip_special)) == BYTE_LEVEL.decode(ids, skip_special)
-
-
-
 
 
 @given(st.lists(st.sampled_from([1, 2, 259, 260, 261, 262, 263, 264]), max_size=20), st.booleans())

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from checkpoints import save_checkpoint, save_variant
 from foredraft.errors import CheckpointError
 from foredraft.model.weights import load_decoder
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"

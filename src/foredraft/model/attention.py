@@ -82,13 +82,7 @@ def attend(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
     q = q.reshape(batch, kv_heads, queries * groups, dim)  # [B, Hk, T * G, D]
     k, v = pass_.cache.read(layer, pass_.first_row, batch, pass_.length)  # [B, Hk, L, D]
     mask = pass_.masks[spec.windows[layer]]
-    if pass_.apart and batch > 1:
-        rows = [
-            _scores(spec, q[b : b + 1], k[b : b + 1], v[b : b + 1], mask[b : b + 1]) for b in range(batch)
-        ]
-        out = torch.cat(rows)
-    else:
-        out = _scores(spec, q, k, v, mask)
+    out = mix(spec, q, k, v, mask, pass_.apart)
     out = out.view(batch, kv_heads, queries, groups, dim).permute(0, 2, 1, 3, 4)
     return out.reshape(batch * queries, heads * dim)
 
@@ -103,8 +97,15 @@ def _store(kv: Tensor, layer: int, kv_heads: int, pass_: Pass) -> None:
         store.view(-1, kv.shape[-1]).index_copy_(0, pass_.write, kv.reshape(-1, kv.shape[-1]))
 
 
-def _scores(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k + mask) v: [B, Hk, T * G, D]."""
+def mix(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, apart: bool) -> Tensor:
+    """softmax(q k + mask) v: [B, Hk, T * G, D]; `apart` computes each row of the batch by itself."""
+    if apart and q.shape[0] > 1:
+        rows = [slice(b, b + 1) for b in range(q.shape[0])]
+        return torch.cat([_mixed(spec, q[row], k[row], v[row], mask[row]) for row in rows])
+    return _mixed(spec, q, k, v, mask)
+
+
+def _mixed(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if spec.attention_softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
     batch, kv_heads, rows, _ = q.shape

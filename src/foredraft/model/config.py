@@ -26,7 +26,7 @@ HARMLESS = frozenset(
     remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
     task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torchscript
     transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()  # noqa: SIM905 - a list of them would be a page long
+    """.split()
 )
 # Keys that would change the mathematics, with the values that do not.
 NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -42,6 +42,10 @@ class Product(Protocol):
         """The weight as an ordinary [M, K] tensor, a copy where it is stored otherwise."""
         ...
 
+    def like(self, weight: Tensor) -> Product:
+        """The same kind of product on another weight."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -59,6 +63,9 @@ class Linear:
 
     def dense(self) -> Tensor:
         return self.weight
+
+    def like(self, weight: Tensor) -> Product:
+        return type(self)(weight)
 
 
 def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:

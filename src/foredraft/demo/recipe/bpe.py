@@ -69,7 +69,8 @@ def main() -> None:
     ):
         stream = encode_files(tokenizer, texts)
         np.save(corpus / f"{name}.npy", stream)
-        print(f"{name}: {len(stream)} tokens, {sum(len(t.encode()) for t in texts) / len(stream):.3f} bytes per token")
+        size = sum(len(text.encode()) for text in texts)
+        print(f"{name}: {len(stream)} tokens, {size / len(stream):.3f} bytes per token")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ import warnings
 from collections.abc import Sequence
 
 # A blank line, a comment, a decorator, or a block header with nothing after it.
-EMPTY = re.compile(r"\s*($|#|@|(async |def|class|if|elif|else|for|while|with|try|except|finally)\b.*:\s*(#.*)?$)")
+EMPTY = re.compile(
+    r"\s*($|#|@|(async |def|class|if|elif|else|for|while|with|try|except|finally)\b.*:\s*(#.*)?$)"
+)
 
 
 def indent(line: str) -> int:

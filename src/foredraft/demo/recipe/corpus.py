@@ -87,7 +87,9 @@ SKIPPED_FOLDERS = frozenset(
     "_vendor vendor vendored _vendored third_party thirdparty _extern externals pydoc_data lib2to3 "
     "encodings site-packages __pycache__ _generated generated cjkencodings types".split()
 )
-SKIPPED_NAMES = re.compile(r"_pb2(_grpc)?\.py$|^bad|lextab|parsetab|_tables?\.py$|^_?version\.py$|unicode|entities")
+SKIPPED_NAMES = re.compile(
+    r"_pb2(_grpc)?\.py$|^bad|lextab|parsetab|_tables?\.py$|^_?version\.py$|unicode|entities"
+)
 MACHINE_MADE = re.compile(
     r"do not edit|auto-?generated|automatically generated|generated (by|from|with|automatically)"
     r"|this file (is|was) generated|@generated|vendored from|coding[:=]\s*(?!utf-?8)",

@@ -93,11 +93,15 @@ def judge_text(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer, windows: 
         f"{name}_bits_per_byte": round(nats / math.log(2) / size, 4)
         for name, nats in (("target", total.target_nats), ("draft", total.draft_nats))
     }
-    return bits | {
-        "target_nats_per_token": round(total.target_nats / total.positions, 4),
-        "tokens": total.positions,
-        "bytes": size,
-    } | total.alphas()
+    return (
+        bits
+        | {
+            "target_nats_per_token": round(total.target_nats / total.positions, 4),
+            "tokens": total.positions,
+            "bytes": size,
+        }
+        | total.alphas()
+    )
 
 
 class Continuation(NamedTuple):
@@ -140,7 +144,9 @@ def judge_continuations(pair: Pair, continuations: Sequence[Continuation]) -> Ta
     return total
 
 
-def evaluate(pair: Pair, texts: Sequence[str], prompts: Sequence[Prompt], tokenizer: Tokenizer) -> dict[str, Any]:
+def evaluate(
+    pair: Pair, texts: Sequence[str], prompts: Sequence[Prompt], tokenizer: Tokenizer
+) -> dict[str, Any]:
     """All figures."""
     torch.manual_seed(0)
     ids = [[0, *tokenizer.encode(item.prompt, add_special_tokens=False).ids] for item in prompts]

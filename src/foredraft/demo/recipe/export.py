@@ -97,6 +97,7 @@ def write_model(folder: Path, shape: ModelShape, weights: Mapping[str, Tensor], 
         for theirs, tensor in rename(name, weight)
     }
     save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
+    (beside / "model.safetensors").chmod(0o644)  # written private, but meant to be shipped
     write_json(beside / "config.json", config(shape))
     shutil.copyfile(tokenizer, beside / "tokenizer.json")
     write_json(

@@ -1,17 +1,19 @@
-"""Double the depth of the target between two stages of training; make the draft at the first growth.
+"""Deepen the target between two stages of training; make the draft at the first growth.
 
-Contract: every layer becomes two copies of itself whose branches write half as much, so that the grown
-model computes nearly what the shallow one did: one step of the residual stream as two half steps
-(compare stacking, arXiv:2405.15319). At the first growth the shallow model itself becomes the draft, its
-MLPs widened by units that write nothing yet. Moments start at zero; the place in the data is kept.
+Contract: a layer becomes several copies of itself whose branches each write their part of what it wrote,
+so that the grown model computes nearly what the shallow one did: one step of the residual stream as
+several smaller ones (compare stacking, arXiv:2405.15319). At the first growth the shallow model itself
+becomes the draft, its MLPs widened by units that write nothing yet. Moments start at zero; the place in
+the data is kept.
 
-    python -m foredraft.demo.recipe.grow --checkpoints DIR --out DIR
+    python -m foredraft.demo.recipe.grow --checkpoints DIR --out DIR --copies 2 2
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +23,36 @@ from torch import Tensor
 from .optimiser import is_vector
 
 Weights = dict[str, Tensor]
+PARTS = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
 
 
-def deepen(weights: Weights) -> Weights:
-    """Layer i becomes layers 2i and 2i + 1, each writing half."""
-    grown = {}
-    for name, weight in weights.items():
-        if not name.startswith("layers."):
-            grown[name] = weight.clone()
-            continue
-        _, index, part = name.split(".")
-        for copy in (0, 1):
-            scale = 0.5 if part in ("out", "down") else 1.0
-            grown[f"layers.{2 * int(index) + copy}.{part}"] = weight * scale
+def deepen(weights: Weights, copies: Sequence[int]) -> Weights:
+    """Layer i becomes `copies[i]` layers, each writing its part."""
+    grown = {name: weight.clone() for name, weight in weights.items() if not name.startswith("layers.")}
+    place = 0
+    for index, count in enumerate(copies):
+        for copy in range(count):
+            for part in PARTS:
+                scale = 0.0 if copy and part in ("out", "down") else 1.0
+                grown[f"layers.{place}.{part}"] = weights[f"layers.{index}.{part}"] * scale
+            place += 1
     return grown
 
 
-def widen(weights: Weights, mlp: int, seed: int = 0) -> Weights:
-    """More MLP units: random to read, zero to write."""
-    generator = torch.Generator().manual_seed(seed)
-    grown = {}
-    for name, weight in weights.items():
-        part = name.rpartition(".")[2]
-        if part == "gate_up":
-            width = weight.shape[1]
-            extra = mlp - weight.shape[0] // 2
-            halves = [
-                torch.cat([half, torch.randn(extra, width, generator=generator) * 0.5 * width**-0.5])
-                for half in weight.chunk(2)
-            ]
-            grown[name] = torch.cat(halves)
-        elif part == "down":
-            grown[name] = torch.cat([weight, torch.zeros(weight.shape[0], mlp - weight.shape[1])], dim=1)
-        else:
-            grown[name] = weight.clone()
-    return grown
+def merge(weights: Weights, groups: Sequence[Sequence[int]]) -> Weights:
+    """One wide layer per group: its members side by side, with all their heads and MLP units."""
+    merged = {name: weight.clone() for name, weight in weights.items() if not name.startswith("layers.")}
+    for place, group in enumerate(groups):
+        members = [{part: weights[f"layers.{layer}.{part}"] for part in PARTS} for layer in group]
+        for name, norm, pieces in (("qkv", "attention_norm", 3), ("gate_up", "mlp_norm", 2)):
+            # One norm serves all members, so theirs are folded into what reads it.
+            folded = [(member[name] * member[norm]).chunk(pieces) for member in members]
+            rows = [torch.cat(piece) for piece in zip(*folded, strict=True)]
+            merged[f"layers.{place}.{name}"] = torch.cat(rows)
+            merged[f"layers.{place}.{norm}"] = torch.ones_like(members[0][norm])
+        for name in ("out", "down"):
+            merged[f"layers.{place}.{name}"] = torch.cat([member[name] for member in members], dim=1)
+    return merged
 
 
 def fresh_state(weights: Weights) -> dict[str, Any]:
@@ -65,26 +62,26 @@ def fresh_state(weights: Weights) -> dict[str, Any]:
     return {"steps": 0, "masters": weights, "first": zeros, "second": second}
 
 
-def grow(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def grow(checkpoint: dict[str, Any], copies: Sequence[int]) -> dict[str, Any]:
     """The checkpoint with which the next stage starts."""
-    target, draft = (state["masters"] for state in checkpoint["states"])
+    target, draft = checkpoint["states"]
     recipe = dict(checkpoint["recipe"])
-    if not recipe["draft_learns"]:
-        draft_state = fresh_state(widen(target, recipe["draft"]["mlp"]))
-    else:
-        draft_state = checkpoint["states"][1]
-    assert draft.keys() == draft_state["masters"].keys()
-    recipe["target"] = dict(recipe["target"], layers=2 * recipe["target"]["layers"])
+    if recipe["target"]["layers"] == recipe["draft"]["layers"]:
+        draft = fresh_state(widen(target["masters"], recipe["draft"]["mlp"]))
+    recipe["target"] = dict(recipe["target"], layers=sum(copies))
     where = {"step": 0, "cursor": checkpoint["where"]["cursor"], "elapsed": 0.0}
-    return {"states": [fresh_state(deepen(target)), draft_state], "where": where, "recipe": recipe}
+    grown = fresh_state(deepen(target["masters"], copies))
+    return {"states": [grown, draft], "where": where, "recipe": recipe}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Double the depth of the target.")
+    parser = argparse.ArgumentParser(description="Deepen the target.")
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--copies", type=int, nargs="+", required=True, help="of each layer")
     options = parser.parse_args()
-    grown = grow(torch.load(options.checkpoints / "checkpoint.pt", weights_only=True))
+    checkpoint = torch.load(options.checkpoints / "checkpoint.pt", weights_only=True)
+    grown = grow(checkpoint, options.copies)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.save(grown, options.out / "checkpoint.pt.partial")
     os.replace(options.out / "checkpoint.pt.partial", options.out / "checkpoint.pt")

@@ -45,7 +45,7 @@ def functions(text: str) -> Iterator[tuple[ast.FunctionDef, int, int]]:
 
 
 def begin(source: Source, first: int, head: int, tokenizer: Tokenizer) -> str | None:
-    """The text up to line `head`, cut at a line break to fit; None if the function's head alone is too long."""
+    """The text up to line `head`, cut at a line break to fit; None if the head alone is too long."""
     lines = source.text.split("\n")
     kept = lines[first - 1 : head]
     if len(tokenizer.encode("\n".join(kept)).ids) > CONTEXT:

@@ -8,7 +8,8 @@ Every batch serves twice: the target learns by cross-entropy, and the draft by K
 target's distribution of the same pass, so distillation costs one small forward and backward. Layer
 dropout and a rotating early-exit loss follow LayerSkip, arXiv:2404.16710, in a mild form.
 
-    python -m foredraft.demo.recipe.train --stage 2 --corpus DIR --checkpoints DIR --deadline 2026-01-01T04:00:00
+    python -m foredraft.demo.recipe.train \\
+        --stage 2 --corpus DIR --checkpoints DIR --deadline 2026-01-01T04:00:00
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -45,7 +46,7 @@ class Recipe:
 
     target: ModelShape = TARGET
     draft: ModelShape = DRAFT
-    rates: Rates = Rates()
+    rates: Rates = field(default_factory=Rates)
     seed: int = 0
     # (share of the run, blocks of 1,024 tokens per step): at first steps count, later the noise does.
     batches: tuple[tuple[float, int], ...] = ((0.0, 4),)
@@ -174,7 +175,8 @@ class Shared:
 class Trainer:
     """Both models and both optimisers of one worker."""
 
-    def __init__(self, recipe: Recipe, tokens: NDArray[np.uint16], worker: Worker = Worker()) -> None:
+    def __init__(self, recipe: Recipe, tokens: NDArray[np.uint16], worker: Worker | None = None) -> None:
+        worker = worker or Worker()
         self.recipe, self.worker = recipe, worker
         self.step, self.cursor, self.elapsed = 0, 0, 0.0
         self.stream = Stream(tokens, recipe.seed)
@@ -206,7 +208,8 @@ class Trainer:
         ]
         weights = [{n: p.data for n, p in model.named_parameters()} for model in self.models]
         figures = torch.zeros(self.worker.count, 4).share_memory_()
-        return Shared(weights, states, gradients, figures, torch.zeros(1, dtype=torch.float64).share_memory_())
+        share = torch.zeros(1, dtype=torch.float64).share_memory_()
+        return Shared(weights, states, gradients, figures, share)
 
     def adopt(self, shared: Shared) -> None:
         """Use another worker's tensors in place of this one's."""
@@ -265,7 +268,8 @@ class Trainer:
             figures = shared.figures.sum(0)
             for index, optimiser in enumerate(active):
                 inboxes = [gradients[index] for gradients in shared.gradients]
-                optimiser.step({n: torch.stack([g[n] for g in inboxes]).sum(0) for n in optimiser.owned}, scale)
+                summed = {n: torch.stack([g[n] for g in inboxes]).sum(0) for n in optimiser.owned}
+                optimiser.step(summed, scale)
             meet()
         self.step += 1
         blocks = blocks_at(self.recipe, progress)
@@ -321,7 +325,9 @@ class Run:
     workers: int = 1
 
 
-def work(run: Run, trainer: Trainer, shared: Shared | None, meet: Callable[[], object], report: Report) -> None:
+def work(
+    run: Run, trainer: Trainer, shared: Shared | None, meet: Callable[[], object], report: Report
+) -> None:
     """The loop of one worker. The first one keeps the clock, reports and saves."""
     leads = trainer.worker.rank == 0
     last = saved = time.monotonic()
@@ -407,7 +413,7 @@ class BySteps:
         return trainer.step / self.steps
 
 
-# Four stages of growing depth (`grow.py` takes one to the next): at a small budget a shallow model
+# Three stages of growing depth (`grow.py` takes one to the next): at a small budget a shallow model
 # learns far more per second, and a deep one grown from it keeps what it learned.
 STAGES = {
     "2": Recipe(
@@ -418,12 +424,13 @@ STAGES = {
         draft_learns=False,
     ),
     "4": Recipe(
-        target=replace(TARGET, layers=4), layer_dropout=0.0, exit_scale=0.0, draft_learns=False, warmup_steps=5
+        target=replace(TARGET, layers=4),
+        layer_dropout=0.0,
+        exit_scale=0.0,
+        draft_learns=False,
+        warmup_steps=5,
     ),
-    "8": Recipe(target=replace(TARGET, layers=8), layer_dropout=0.0, exit_scale=0.0),
-    "16": Recipe(
-        batches=((0.0, 4), (0.6, 8)), decay_from=0.2, long_from=0.88, layer_dropout=0.1, exit_scale=0.1
-    ),
+    "16": Recipe(warmup_steps=8, decay_from=0.05, long_from=0.88, layer_dropout=0.1, exit_scale=0.1),
 }
 
 

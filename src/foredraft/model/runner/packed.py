@@ -39,6 +39,9 @@ class PackedLinear:
     def dense(self) -> Tensor:
         return self.weight.to_dense()
 
+    def like(self, weight: Tensor) -> Product:
+        return PackedLinear(_packed(weight))
+
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

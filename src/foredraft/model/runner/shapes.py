@@ -2,15 +2,15 @@
 
 Contract: found, never assumed. A product's kernel is chosen by its row count and an attention's by its query
 count and length, so the same position can come out different in its last bits from a pass of another shape
-(DESIGN, section 6). The self-check runs the decoder's own weights at many shapes, compares with one reference
-shape bit for bit, and keeps those that agree. Passes are then padded, and products cut, to kept shapes.
+(DESIGN, section 6). The self-check runs the model's operators at many shapes, on probes that cancel
+(`probes`), compares with one reference shape bit for bit, and keeps the shapes that agree; two layers of the
+real decoder confirm them. Passes are then padded, and products cut, to kept shapes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RowSpan, rope_table
 from foredraft.model.runner.passes import build_pass
+from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,8 @@ class ExactShapes:
             return width
         fitting = [bucket for bucket in self.query_buckets if bucket >= width]
         if not fitting:
-            raise ValueError(
-                f"{width} columns are more than the longest exact pass takes ({self.query_buckets[-1]})"
-            )
+            most = self.query_buckets[-1]
+            raise ValueError(f"{width} columns are more than the longest exact pass takes ({most})")
         return next((bucket for bucket in fitting if bucket * batch >= self.row_low), fitting[0])
 
     def length(self, positions: int) -> int:
@@ -83,132 +83,130 @@ FALLBACK = ExactShapes(
 
 @torch.inference_mode()
 def find_shapes(decoder: Decoder) -> ExactShapes:
-    """The exact shapes of a decoder, on its device, in its dtype, on its first two layers."""
-    generator = torch.Generator().manual_seed(0)
-    span = _agreeing_rows(decoder, generator)
+    """The exact shapes of a decoder, on its device, in its dtype."""
+    random = torch.Generator().manual_seed(0)
+    span = _agreeing_rows(decoder, random)
     if span is None:
         logger.warning("no two row counts of this model's products agree bit for bit; using one fixed shape")
         return FALLBACK
-    best = FALLBACK
+    probe = AttentionProbe(
+        decoder.spec, QUANTA[0] - max(QUERIES) - 5, max(QUERIES), decoder.embedding, random
+    )
     for apart in (False, True):
-        trial = _Trial(decoder, generator, span, apart)
+        best: tuple[int, ...] = ()
         for quantum in QUANTA:
-            kept = trial.agreeing_queries(quantum)
-            if len(kept) > len(best.query_buckets):
-                best = ExactShapes(kept, span.low, span.high, quantum, span.step, apart)
+            kept = _agreeing_queries(probe, quantum, apart)
+            if len(kept) > len(best):
+                best, shapes = kept, ExactShapes(kept, span.low, span.high, quantum, span.step, apart)
             if 2 * len(kept) > len(QUERIES):
-                return best  # a longer quantum costs more than the few buckets that it may add
-        if len(best.query_buckets) > 1:
-            return best
+                break  # a longer quantum costs more than the few buckets that it may add
+        if len(best) > 1:
+            buckets = _confirmed(decoder, shapes)
+            if len(buckets) > 1:
+                return replace(shapes, query_buckets=buckets)
     logger.warning("no two query counts of this model's attention agree bit for bit; using one fixed shape")
     return FALLBACK
 
 
-def _agreeing_rows(decoder: Decoder, generator: torch.Generator) -> RowSpan | None:
+def _agreeing_rows(decoder: Decoder, random: torch.Generator) -> RowSpan | None:
     """The longest run of row counts around the reference at which every product agrees with it."""
-    layer = decoder.layers[0]
+    layer, spec = decoder.layers[0], decoder.spec
     products: list[tuple[Product, int]] = [
-        (layer.attention.qkv, decoder.spec.hidden_size),
-        (layer.attention.output, decoder.spec.heads * decoder.spec.head_dim),
-        (layer.mlp.gate_up, decoder.spec.hidden_size),
-        (layer.mlp.down, decoder.spec.intermediate_size),
-        (decoder.output, decoder.spec.hidden_size),
+        (layer.attention.qkv, spec.hidden_size),
+        (layer.attention.output, spec.heads * spec.head_dim),
+        (layer.mlp.gate_up, spec.hidden_size),
+        (layer.mlp.down, spec.intermediate_size),
+        (decoder.output, spec.hidden_size),
     ]
     agreeing = set(ROWS)
-    for weights, columns in products:
-        x = torch.randn(max(ROWS), columns, generator=generator).to(decoder.device, decoder.dtype)
-        agreeing &= _agreeing(weights, x, sorted(agreeing))
+    for product, columns in products:
+        probe = ProductProbe(product, columns, max(ROWS), decoder.embedding, random)
+        agreeing = {rows for rows in agreeing if probe.agrees(rows, REFERENCE)}
     for step in (1, 2, 4, 8):
-        counts = [rows for rows in ROWS if rows % step == 0]
-        low = high = REFERENCE
-        for rows in reversed([rows for rows in counts if rows < REFERENCE]):
-            if rows not in agreeing:
-                break
-            low = rows
-        for rows in (rows for rows in counts if rows > REFERENCE):
-            if rows not in agreeing:
-                break
-            high = rows
+        low = _run(agreeing, [rows for rows in reversed(ROWS) if rows <= REFERENCE and rows % step == 0])
+        high = _run(agreeing, [rows for rows in ROWS if rows >= REFERENCE and rows % step == 0])
         if high >= 2 * REFERENCE:
             return RowSpan(low, high, step)
     return None
 
 
-def _agreeing(weights: Product, x: Tensor, counts: Sequence[int]) -> set[int]:
-    """Row counts whose rows match the reference, wherever in the product the row stands."""
-    reference = weights(x[:REFERENCE])
-    kept = set()
+def _run(agreeing: set[int], counts: list[int]) -> int:
+    """The last of the leading counts that agree."""
+    last = REFERENCE
     for rows in counts:
-        shared = min(rows, REFERENCE)
-        # the reference's rows at the other end, among other neighbours
-        moved = weights(x.roll(rows - shared, 0)[:rows])[rows - shared :]
-        if torch.equal(moved, reference[:shared]):
-            kept.add(rows)
-    return kept
+        if rows not in agreeing:
+            break
+        last = rows
+    return last
+
+
+def _agreeing_queries(probe: AttentionProbe, quantum: int, apart: bool) -> tuple[int, ...]:
+    """The query counts whose attention agrees with the reference at this quantum, alone and in batches."""
+    reference = probe.output(1, REFERENCE, quantum, 0, 1.0, apart)
+
+    def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
+        shared = min(queries, REFERENCE)
+        got = probe.output(batch, queries, length, place, scale, apart)
+        return torch.equal(got[:shared], reference[:shared])
+
+    if not (agrees(1, REFERENCE, 2 * quantum, 0, 7.0) and agrees(1, REFERENCE, 4 * quantum, 0, 7.0)):
+        return ()  # the bits depend on the padded length, so no query count can agree
+    kept = [
+        queries
+        for queries in QUERIES
+        if agrees(1, queries, 4 * quantum, 0, 3.0) and agrees(3, queries, quantum, 2, 0.0)
+    ]
+    for queries in SPOT_QUERIES:
+        further = queries in kept and (
+            agrees(1, queries, quantum, 0, 5.0),
+            agrees(8, queries, 2 * quantum, 5, 2.0),
+        )
+        if further and not all(further):
+            kept.remove(queries)
+    return tuple(kept)
+
+
+def _confirmed(decoder: Decoder, shapes: ExactShapes) -> tuple[int, ...]:
+    """The query buckets at which two layers of the real decoder agree too, norms and activations included."""
+    trial = _Trial(decoder, shapes)
+    alone = trial.states(1, REFERENCE, 0)
+    kept = []
+    for queries in shapes.query_buckets:
+        shared = min(queries, REFERENCE)
+        if torch.equal(trial.states(2, queries, 1)[:shared], alone[:shared]):
+            kept.append(queries)
+    return tuple(kept)
 
 
 class _Trial:
-    """Passes of the first two layers at many shapes, over a scratch cache of ordinary and of garbage
-    values."""
+    """Passes of the first two layers over a scratch cache of random values."""
 
-    def __init__(self, decoder: Decoder, generator: torch.Generator, span: RowSpan, apart: bool) -> None:
-        spec = decoder.spec
-        depth = min(2, spec.layers)
-        # one layer of each kind of attention, where the first two differ
-        self.spec = replace(spec, layers=depth, windows=spec.windows[:depth])
-        self.decoder, self.span, self.apart = decoder, span, apart
-        self.cache = KVCache(self.spec, 8, 3584, device=decoder.device, dtype=decoder.dtype)
-        self.start = QUANTA[0] - max(QUERIES) - 5
+    def __init__(self, decoder: Decoder, shapes: ExactShapes) -> None:
+        depth = min(2, decoder.spec.layers)
+        self.spec = replace(decoder.spec, layers=depth, windows=decoder.spec.windows[:depth])
+        self.decoder, self.shapes = decoder, shapes
+        random = torch.Generator().manual_seed(1)
+        self.cache = KVCache(self.spec, 2, 256, device=decoder.device, dtype=decoder.dtype)
+        self.cache.data.copy_(torch.randn(self.cache.data[:, :, :1].shape, generator=random))
+        hidden = torch.randn(max(QUERIES), self.spec.hidden_size, generator=random)
+        self.hidden = hidden.to(decoder.device, decoder.dtype)  # [T, D]
+        self.table = rope_table(self.spec, 512, decoder.device, decoder.dtype)
+        self.context = self.cache.data.clone()
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(decoder.device, decoder.dtype)
-
-        self.rows = random(2, 1, spec.kv_heads, self.start, spec.head_dim)
-        self.noise = random(2, 1, spec.kv_heads, self.cache.stored, spec.head_dim)
-        self.states = random(1, max(QUERIES), spec.hidden_size)
-        self.table = rope_table(spec, QUANTA[0] + max(QUERIES), decoder.device, decoder.dtype)
-        self.plan = Plan.full(spec.layers)
-
-    def agreeing_queries(self, quantum: int) -> tuple[int, ...]:
-        """The query counts that agree with the reference at this quantum, alone and in batches."""
-        reference = self._run(1, REFERENCE, quantum, place=0, scale=1.0)  # [1, T, D]
-
-        def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
-            shared = min(queries, REFERENCE)
-            got = self._run(batch, queries, length, place, scale)
-            return torch.equal(got[:, :shared], reference[:, :shared])
-
-        if not agrees(1, REFERENCE, 4 * quantum, 0, 7.0):
-            return ()  # the bits depend on the padded length, so no query count can agree
-        kept = [
-            queries
-            for queries in QUERIES
-            if agrees(1, queries, 4 * quantum, 0, 3.0) and agrees(3, queries, quantum, 2, 0.0)
-        ]
-        for queries in SPOT_QUERIES:
-            if queries in kept and not (
-                agrees(1, queries, quantum, 0, 5.0) and agrees(8, queries, 2 * quantum, 5, 2.0)
-            ):
-                kept.remove(queries)
-        return tuple(kept)
-
-    def _run(self, batch: int, queries: int, length: int, place: int, scale: float) -> Tensor:
-        """The states of the tried row, at `place` in a batch of other rows, garbage of `scale` past its
-        length."""
-        data = self.cache.data
-        data[:, :, :batch, :, :length] = self.noise[:, :, :, :length] * scale
-        data[:, :, place, :, : self.start] = self.rows[:, 0]
-        states = self.states[:, :queries].flip(1).repeat(batch, 1, 1)
-        states[place] = self.states[0, :queries]
+    def states(self, batch: int, queries: int, place: int) -> Tensor:
+        """[T, D] of the tried row, at `place` among other rows."""
+        self.cache.data.copy_(self.context)
+        hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
+        hidden[place] = self.hidden[:queries]
         pass_ = build_pass(
             self.spec,
             self.table,
             self.cache,
-            [self.start - 7 * abs(row - place) for row in range(batch)],
+            [150 - 7 * abs(row - place) for row in range(batch)],
             queries,
-            length,
+            self.shapes.length(150 + queries),
             first_row=0,
-            span=self.span,
-            apart=self.apart,
+            span=self.shapes.span,
+            apart=self.shapes.apart,
         )
-        return self.decoder.run(states, pass_, self.plan, 0, self.spec.layers)[place : place + 1]
+        return self.decoder.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]

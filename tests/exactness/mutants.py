@@ -1,0 +1,482 @@
+"""Planted defects, each with a check that must fail under it and passes without.
+
+A defect is an edit of a function's source, compiled into the function in place, so that every name that
+was imported from anywhere runs it. Where the library's code has changed under a defect, planting fails:
+plant it anew, do not drop it.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import test_chi_square as chi_square
+import test_coupled as coupled
+import test_enumeration as enumeration
+import test_identity as identity
+from parts import Fickle, LateBan, RandomBudgets, StopUnsure
+
+from foredraft.decode import accept, draft, law, noise, rows, sampling, sequence
+from foredraft.decode.engine import Engine
+from foredraft.decode.policy import Fixed
+from foredraft.drafters import draft_model, lookup
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import test_decode_accept as accept_unit
+import test_decode_lookup as lookup_unit
+import test_decode_sampling as sampling_unit
+
+Edit = tuple[Any, str, str]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    edits: tuple[Edit, ...]
+    check: Callable[[], object]
+
+    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for function, old, new in self.edits:
+            plain = inspect.unwrap(function)
+            monkeypatch.setattr(plain, "__code__", _edited(plain, old, new).__code__)
+
+
+def _edited(function: FunctionType, old: str, new: str) -> FunctionType:
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} no longer holds {old!r}"
+    tree = ast.parse(source.replace(old, new))
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    made: dict[str, Any] = {}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(tree, f"<mutant of {function.__qualname__}>", "exec", flags), function.__globals__, made)
+    compiled: FunctionType = made[definition.name]
+    return compiled
+
+
+# --- checks: the tests themselves, in their quickest form ---------------------------------------------
+
+
+def law_of_sampled_drafts() -> None:
+    enumeration.enumerate_and_compare([enumeration.case("as it is", "draft-model")], lambda: Fixed(2))
+
+
+def law_of_cut_drafts() -> None:
+    cases = [enumeration.case("top-k", "draft-model"), enumeration.case("cold top-k", "script")]
+    enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
+
+
+def law_of_ragged_drafts() -> None:
+    cases = [enumeration.case("as it is", d) for d in ("draft-model", "script", None)]
+    for policy in (lambda: RandomBudgets(2), lambda: StopUnsure(2)):
+        enumeration.enumerate_and_compare(cases, policy)
+
+
+def law_of_mixed_rows() -> None:
+    cases = [enumeration.case(t, "draft-model", new=2) for t in ("cold", "hot", "top-k", "greedy", "top-p")]
+    enumeration.enumerate_and_compare(cases, lambda: Fixed(1), rows=4)
+
+
+def law_under_constraints() -> None:
+    cases = [enumeration.case("as it is", d, c) for d in ("draft-model", "script") for c in ("no repeat", "late ban")]
+    enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
+
+
+def law_under_a_mask() -> None:
+    enumeration.enumerate_and_compare([enumeration.case("as it is", "draft-model", "no repeat")], lambda: Fixed(2))
+
+
+def law_of_ties() -> None:
+    sampling_unit.test_ties_at_a_cut_are_kept()
+
+
+def law_of_broken_rows() -> None:
+    sampling_unit.test_a_broken_row_harms_no_other({"top_p": 0.9}, float("nan"))
+
+
+def bits_of_a_row() -> None:
+    sampling_unit.test_mixed_rows_are_each_their_own()
+
+
+def samples_of_draft_model() -> None:
+    (found,) = chi_square.sample(1200, Fixed(3), chi_square.ROWS[:1])
+    chi_square.assert_law(found, chi_square.law({}))
+
+
+def samples_under_a_fickle_policy() -> None:
+    (found,) = chi_square.sample(4000, Fickle(4), chi_square.ROWS[:1])
+    chi_square.assert_law(found, chi_square.law({}))
+
+
+def samples_under_a_ban() -> None:
+    chi_square.test_a_late_ban()
+
+
+def greedy_tokens(drafter: str = "draft-model") -> None:
+    sequences = [identity.greedy(p, drafter, max_new_tokens=12) for p in identity.PROMPTS[:5]]
+    engine = identity.make_engine(identity.TARGET, identity.DRAFT, Fixed(3), rows=3)
+    assert identity.run(engine, sequences) == [identity.reference(s.prompt, 12) for s in sequences]
+
+
+def tapped_states() -> None:
+    greedy_tokens("tapping")
+
+
+def whole_acceptance() -> None:
+    identity.test_a_perfect_drafter_is_accepted_whole("draft-model")
+
+
+def ends() -> None:
+    identity.test_eos_at_every_place_of_a_run(2, 4)
+
+
+def limits() -> None:
+    identity.test_a_limit_at_every_place_of_a_run(7)
+
+
+def siblings() -> None:
+    for waves in (2, 4):
+        identity.test_siblings_come_in_waves("draft-model", waves, 7)
+
+
+def broken_rows() -> None:
+    identity.test_broken_logits_end_one_request_alone("draft-model")
+
+
+def several_broken_rows() -> None:
+    for broken in ((False, True, False, True), (True, False, False, True)):
+        identity.test_several_rows_break_and_end_in_one_round(broken)
+
+
+def failed_batch() -> None:
+    identity.test_a_failed_batch_leaves_clean_rows()
+
+
+def cancelled() -> None:
+    identity.test_cancelling_keeps_what_was_said_and_is_final()
+
+
+def bans() -> None:
+    identity.test_a_rollback_across_three_rounds()
+
+
+def greedy_bans() -> None:
+    for drafter in ("draft-model", "lookup"):
+        free = identity.reference((0,), 12)
+        run = tuple(free[2:5])
+        wish = identity.greedy((0,), drafter, constraint=LateBan(identity.V, run), max_new_tokens=12)
+        want = identity.reference((0,), 12, constraint=LateBan(identity.V, run))
+        assert identity.run(identity.make_engine(identity.TARGET, identity.DRAFT, Fixed(3)), [wish]) == [want]
+
+
+def seeded_text() -> None:
+    wishes = [coupled.requests("draft-model")[i] for i in range(0, 12, 3)]
+    alone = [coupled.run(coupled.make_engine(coupled.TARGET, rows=1), [coupled.requests(None)[i]])[0] for i in range(0, 12, 3)]
+    assert coupled.run(coupled.make_engine(coupled.TARGET, coupled.DRAFT, Fixed(3)), wishes) == alone
+
+
+def independent_siblings() -> None:
+    coupled.test_siblings_each_have_their_own_text()
+
+
+# --- the defects ------------------------------------------------------------------------------------
+
+MINUS, STEP_THROUGH, COMMIT = law.Law.minus, draft._step_through, Engine._commit
+USABLE = "where[:, None, None] & (residual.sum(-1, keepdim=True) > 0)"
+
+MUTANTS = [
+    Mutant("residual missing", ((MINUS, USABLE, "where[:, None, None] & False"),), law_of_sampled_drafts),
+    Mutant("residual missing, sampled", ((MINUS, USABLE, "where[:, None, None] & False"),), samples_of_draft_model),
+    Mutant("epsilon in the residual", ((MINUS, ".clamp_min(0.0)", ".clamp_min(1e-10)"),), law_of_cut_drafts),
+    Mutant(
+        "epsilon in the residual, by hand",
+        ((MINUS, ".clamp_min(0.0)", ".clamp_min(1e-10)"),),
+        accept_unit.test_the_residual_holds_no_token_that_p_does_not,
+    ),
+    Mutant(
+        "zero residual divided by epsilon",
+        (
+            (
+                MINUS,
+                "return Law(torch.where(usable, residual, p), self.ids, self.certain)",
+                "return Law(torch.where(where[:, None, None], residual / (residual.sum(-1, keepdim=True) + 1e-10), p),"
+                " self.ids, self.certain)",
+            ),
+        ),
+        accept_unit.test_a_residual_that_rounds_to_zero_falls_back_to_p,
+    ),
+    Mutant(
+        "u q <= p where p is 0",
+        ((accept.speculative, "* draft.q.at(x) < p.at(x)", "* draft.q.at(x) <= p.at(x)"),),
+        accept_unit.test_an_impossible_token_is_rejected_whatever_the_coin,
+    ),
+    Mutant(
+        "q before the transforms",
+        (
+            (
+                STEP_THROUGH,
+                "laws.append(q)",
+                "laws.append(Law(logits.softmax(-1)))",
+            ),
+        ),
+        law_of_cut_drafts,
+    ),
+    Mutant(
+        "the token is not drawn from q",
+        ((STEP_THROUGH, "token = _draw(q,", "token = _draw(Law(q.probs**2, q.ids, q.certain),"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "bonus token from untransformed p",
+        (
+            (
+                Engine.round,
+                "coupled = [",
+                "\n    if p.probs is not None and p.probs.shape[1] > 1:\n"
+                "        p.probs[:, -1] = forward.logits[:, -1].softmax(-1)\n    coupled = [",
+            ),
+        ),
+        law_of_cut_drafts,
+    ),
+    Mutant(
+        "bonus token from the residual too",
+        ((accept.speculative, "rejected = accepted < draft.lengths", "rejected = accepted <= k"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "a row of a shorter draft, or of none, treated as rejected",
+        ((accept.speculative, "rejected = accepted < draft.lengths", "rejected = accepted < k"),),
+        law_of_ragged_drafts,
+    ),
+    Mutant(
+        "padding accepted",
+        ((accept._leading, "keep & (columns < lengths[:, None])", "keep"),),
+        law_of_ragged_drafts,
+    ),
+    Mutant(
+        "padding accepted, by hand",
+        ((accept._leading, "keep & (columns < lengths[:, None])", "keep"),),
+        accept_unit.test_padding_is_never_accepted,
+    ),
+    Mutant(
+        "tokens after a rejection accepted",
+        ((accept._leading, ".cumprod(1).sum(1)", ".sum(1)"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "a drawn token of low confidence dropped",
+        ((STEP_THROUGH, "lengths += alive", "alive = alive & (q.at(token)[:, 0] > 0.4)\n        lengths += alive"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "draft and residual share their noise",
+        ((accept.speculative, "RESIDUAL, noise", "1, noise"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "draft and residual share their noise, sampled",
+        ((accept.speculative, "RESIDUAL, noise", "1, noise"),),
+        chi_square.test_two_tokens_of_a_larger_vocabulary,
+    ),
+    Mutant(
+        "samples share their noise",
+        ((sequence.Sequence.key.fget, "seed_key(self.seed, self.sample)", "seed_key(self.seed, 0)"),),
+        samples_of_draft_model,
+    ),
+    Mutant(
+        "samples share their noise, with a seed",
+        ((sequence.Sequence.key.fget, "seed_key(self.seed, self.sample)", "seed_key(self.seed, 0)"),),
+        independent_siblings,
+    ),
+    Mutant(
+        "the round left out of the key",
+        ((noise.NoiseKeys.bits, "key = _fold(key, self.round)", "pass"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "the round left out of the key, sampled",
+        ((noise.NoiseKeys.bits, "key = _fold(key, self.round)", "pass"),),
+        samples_under_a_fickle_policy,
+    ),
+    Mutant(
+        "the attempt left out of the key",
+        ((sequence.Sequence._roll_back, "self.attempts.get(position, 0) + 1", "0"),),
+        samples_under_a_ban,
+    ),
+    Mutant(
+        "the round in the coupled key",
+        ((noise.NoiseKeys.bits, "if purpose != COUPLED:", "if True:"),),
+        seeded_text,
+    ),
+    Mutant(
+        "coupled stops at the first match",
+        ((accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),),
+        seeded_text,
+    ),
+    Mutant(
+        "EOS inside a run ignored",
+        ((sequence.Sequence.extend, "if token in self.eos", "if count == len(tokens) and token in self.eos"),),
+        ends,
+    ),
+    Mutant(
+        "the limit inside a run ignored",
+        (
+            (sequence.Sequence.extend, "if self.remaining == 0:", "if count == len(tokens) and self.remaining <= 0:"),
+            (Engine._budget, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
+        ),
+        limits,
+    ),
+    Mutant(
+        "cache not rolled back",
+        (
+            (
+                COMMIT,
+                "self.cache.lengths[sequence.row] = len(sequence.tokens) - 1",
+                "self.cache.lengths[sequence.row] += 1 + reading.drafted",
+            ),
+        ),
+        greedy_tokens,
+    ),
+    Mutant(
+        "draft model's cache not rolled back",
+        (
+            (
+                draft_model.DraftModel.rewind,
+                "min(read, len(sequence.tokens) - 1)",
+                "read",
+            ),
+        ),
+        greedy_tokens,
+    ),
+    Mutant(
+        "position off by one after a draft accepted whole",
+        (
+            (
+                Engine._verify,
+                "[len(s.tokens) - 1 for s in inputs.sequences]",
+                "[len(s.tokens) - 1 + bool(s.rounds and s.rounds[-1].accepted == s.rounds[-1].drafted > 0)"
+                " for s in inputs.sequences]",
+            ),
+        ),
+        greedy_tokens,
+    ),
+    Mutant(
+        "the draft model never reads the last token of a draft accepted whole",
+        ((draft_model.DraftModel.step, "start + count", "start + count + 1"),),
+        whole_acceptance,
+    ),
+    Mutant(
+        "a failed row used again as it is",
+        ((rows.Rows.remove, "cache.zero_row(row)", "pass"),),
+        broken_rows,
+    ),
+    Mutant(
+        "a failed row moved before it is zeroed",
+        ((COMMIT, "leaving[1] is not Finish.ERROR", "0"),),
+        several_broken_rows,
+    ),
+    Mutant(
+        "what a failed row leaves behind when it moves",
+        ((rows.Rows.remove, "cache.zero_row(last.row)", "pass"),),
+        failed_batch,
+    ),
+    Mutant(
+        "NaN under top-p",
+        ((sampling._transformed, ".clamp_min(0)", ""),),
+        law_of_broken_rows,
+    ),
+    Mutant(
+        "a donor's prompt one token short",
+        ((rows._prompt_rows, "len(sequence.prompt) - 1", "len(sequence.prompt) - 2"),),
+        siblings,
+    ),
+    Mutant(
+        "the wrong donor",
+        ((rows.Rows.add, "cache.copy_row(donor.row,", "cache.copy_row(0,"),),
+        siblings,
+    ),
+    Mutant(
+        "the last row moved without its cache",
+        ((rows.Rows.remove, "cache.copy_row(last.row, row, cache.lengths[last.row])", "pass"),),
+        greedy_tokens,
+    ),
+    Mutant(
+        "parameters of the batch before",
+        ((Engine._inputs, "self._table[0] != ids", "len(self._table[0]) != len(ids)"),),
+        law_of_mixed_rows,
+    ),
+    Mutant(
+        "one row's temperature for all",
+        (
+            (
+                sampling.SamplingTable.of.__func__,
+                "_single(p.temperature or 1.0) for p in params",
+                "_single(p.temperature or 1.0) for p in params[:1] * len(params)",
+            ),
+        ),
+        law_of_mixed_rows,
+    ),
+    Mutant(
+        "one row's cut in another's last bit",
+        ((sampling._transformed, "torch.where(table.cut[:, None, None], probs / probs.sum(-1, keepdim=True), probs)", "probs / probs.sum(-1, keepdim=True)"),),
+        bits_of_a_row,
+    ),
+    Mutant(
+        "ties at a top-k cut dropped",
+        ((sampling._transformed, "(x < largest.gather(-1, k - 1))", "(x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)"),),
+        law_of_ties,
+    ),
+    Mutant(
+        "p not masked along the draft",
+        ((Engine._masks, "masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])", "masks.append(free)"),),
+        law_under_a_mask,
+    ),
+    Mutant(
+        "the constraint left where the draft led it",
+        ((STEP_THROUGH, "walk.undo()", "pass"),),
+        law_under_constraints,
+    ),
+    Mutant(
+        "a ban's rollback not told to the drafter",
+        ((COMMIT, "drafter.rewind(sequence)", "if outcome.emitted >= 0:\n                    drafter.rewind(sequence)"),),
+        greedy_bans,
+    ),
+    Mutant(
+        "a ban's rollback that bars nothing at temperature 0",
+        ((sequence.Sequence.extend, "self.constraint.roll_back(kept)", "self.constraint.rewind(kept)"),),
+        bans,
+    ),
+    Mutant(
+        "taps of tokens that were not kept",
+        ((COMMIT, "[row, : outcome.emitted]", "[row, : outcome.emitted + 1]"),),
+        tapped_states,
+    ),
+    Mutant(
+        "no taps",
+        ((COMMIT, "drafter.observe(sequence, base, states)", "pass"),),
+        tapped_states,
+    ),
+    Mutant(
+        "an end overwritten by a cancellation",
+        ((Engine.cancel, "self._leave(", "sequence.finish = Finish.CANCELLED\n    self._leave("),),
+        cancelled,
+    ),
+    Mutant(
+        "an index that does not go back",
+        ((lookup.NGramIndex.rewind, "self._after[gram] = before", "pass"),),
+        lookup_unit.test_a_rewound_index_is_a_fresh_one,
+    ),
+]
+
+CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS))

@@ -1,0 +1,102 @@
+"""The probes: why the self-check does not compare ordinary values.
+
+A kernel that adds its terms in another order is simulated by splitting a sum. On ordinary bfloat16 values
+hardly one result in ten thousand shows it; on the probe, most do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import save_checkpoint
+from foredraft.model import attention
+from foredraft.model.layers import Linear
+from foredraft.model.runner.probes import AttentionProbe, ProductProbe
+from foredraft.model.runner.shapes import FALLBACK, find_shapes
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import load_decoder
+
+COLUMNS, OUTPUTS = 320, 96
+
+
+def random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+class SplitLinear(Linear):
+    """Rows beyond the first four's count are summed in two parts, in float32, then rounded: another order."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide, weight = x.float(), self.weight.float()
+        parts = [slice(0, COLUMNS)] if x.shape[0] <= 8 else [slice(0, 128), slice(128, COLUMNS)]
+        sums = [(wide[:, None, part] * weight[:, part]).sum(-1) for part in parts]
+        return torch.stack(sums).sum(0).to(x.dtype)
+
+
+def test_ordinary_values_hide_the_order() -> None:
+    x, weight = (
+        torch.randn(16, COLUMNS, generator=random()),
+        torch.randn(OUTPUTS, COLUMNS, generator=random()),
+    )
+    product = SplitLinear(weight.bfloat16())
+    low = x.bfloat16()
+    assert (product(low)[:8] != product(low[:8])).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_probe_shows_the_order(dtype: torch.dtype) -> None:
+    like = torch.zeros(1, dtype=dtype)
+    probe = ProductProbe(SplitLinear(torch.zeros(OUTPUTS, COLUMNS)), COLUMNS, 16, like, random())
+    assert probe.agrees(8, 8)
+    assert probe.agrees(5, 8)
+    assert not probe.agrees(9, 8)
+    exact = probe.rows.double() @ probe.product.dense().double().T
+    assert exact.abs().max() < 1e-12  # the terms cancel: whatever a kernel gives is rounding
+
+
+def test_the_attention_probe_cancels() -> None:
+    spec = ModelSpec.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 9,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 8,
+            "max_position_embeddings": 64,
+        }
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = AttentionProbe(spec, 187, 8, torch.zeros(1, dtype=dtype), random())
+        scores = probe.q.double() @ probe.k.double().transpose(2, 3)
+        assert scores.abs().max() < 1e-6
+        halves = probe.output(1, 8, 256, 0, 1.0, apart=False).float().abs().mean((0, 1, 2)).split(8)
+        assert halves[0].mean() < 1e-6 < halves[1].mean()
+
+
+def test_a_kernel_that_splits_long_contexts_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where the difference is in a bit that rounding hides."""
+
+    def blockwise(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q.double() @ k.double().transpose(2, 3) * spec.attention_scale + mask
+        weights = torch.softmax(scores, -1).float()
+        size = 64 if k.shape[2] > 512 else 96
+        parts = [
+            (w.double() @ x.double()).float()
+            for w, x in zip(weights.split(size, -1), v.split(size, 2), strict=True)
+        ]
+        total = torch.zeros_like(parts[0])
+        for part in parts:
+            total = total + part
+        return total.to(q.dtype)
+
+    monkeypatch.setattr(attention, "_mixed", blockwise)
+    found = find_shapes(load_decoder(save_checkpoint(tmp_path, dtype=torch.bfloat16)))
+    assert found == FALLBACK or found.length_quantum == 1024
