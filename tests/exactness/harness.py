@@ -109,11 +109,11 @@ def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options:
     return Sequence(number, list(prompt), params, number if seed is None else seed, drafter=drafter, **own)
 
 
-def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
-    """All of them to their end; their new ids."""
+def run(engine: Engine, sequences: list[Sequence], steps: int = 5_000) -> list[list[int]]:
+    """All of them to their end, in `steps` at most; their new ids."""
     for sequence in sequences:
         engine.submit(sequence)
-    for _ in range(5_000):
+    for _ in range(steps):
         if engine.scheduler.idle:
             break
         engine.step()

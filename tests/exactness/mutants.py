@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 import test_chi_square as chi_square
+import test_conformance as conformance
 import test_coupled as coupled
 import test_enumeration as enumeration
 import test_identity as identity
-from parts import Fickle, LateBan, RandomBudgets, StopUnsure
+from parts import LateBan, RandomBudgets, StopUnsure
 
 from foredraft.decode import accept, draft, law, noise, rows, sampling, sequence
 from foredraft.decode.engine import Engine
@@ -33,7 +34,6 @@ from foredraft.drafters import draft_model, lookup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import test_decode_accept as accept_unit
-import test_decode_lookup as lookup_unit
 import test_decode_sampling as sampling_unit
 
 Edit = tuple[Any, str, str]
@@ -114,13 +114,8 @@ def samples_of_draft_model() -> None:
     chi_square.assert_law(found, chi_square.law({}))
 
 
-def samples_under_a_fickle_policy() -> None:
-    (found,) = chi_square.sample(4000, Fickle(4), chi_square.ROWS[:1])
-    chi_square.assert_law(found, chi_square.law({}))
-
-
 def samples_under_a_ban() -> None:
-    chi_square.test_a_late_ban()
+    chi_square.test_a_late_ban("coupled")
 
 
 def greedy_tokens(drafter: str = "draft-model") -> None:
@@ -184,6 +179,11 @@ def seeded_text() -> None:
     wishes = [coupled.requests("draft-model")[i] for i in range(0, 12, 3)]
     alone = [coupled.run(coupled.make_engine(coupled.TARGET, rows=1), [coupled.requests(None)[i]])[0] for i in range(0, 12, 3)]
     assert coupled.run(coupled.make_engine(coupled.TARGET, coupled.DRAFT, Fixed(3)), wishes) == alone
+
+
+def rewound_lookup() -> None:
+    conformance.test_a_rejection_at_every_place_leaves_no_trace("lookup")
+    conformance.test_a_rewound_drafter_is_a_fresh_one("lookup")
 
 
 def independent_siblings() -> None:
@@ -287,7 +287,7 @@ MUTANTS = [
     Mutant(
         "draft and residual share their noise, sampled",
         ((accept.speculative, "RESIDUAL, noise", "1, noise"),),
-        chi_square.test_two_tokens_of_a_larger_vocabulary,
+        chi_square.test_two_tokens_of_a_weak_drafter,
     ),
     Mutant(
         "samples share their noise",
@@ -307,7 +307,7 @@ MUTANTS = [
     Mutant(
         "the round left out of the key, sampled",
         ((noise.NoiseKeys.bits, "key = _fold(key, self.round)", "pass"),),
-        samples_under_a_fickle_policy,
+        chi_square.test_a_policy_that_looks_at_rejected_tokens,
     ),
     Mutant(
         "the attempt left out of the key",
@@ -475,7 +475,7 @@ MUTANTS = [
     Mutant(
         "an index that does not go back",
         ((lookup.NGramIndex.rewind, "self._after[gram] = before", "pass"),),
-        lookup_unit.test_a_rewound_index_is_a_fresh_one,
+        rewound_lookup,
     ),
 ]
 

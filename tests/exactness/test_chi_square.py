@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from chi import assert_law, p_value
@@ -53,15 +53,23 @@ def test_the_joint_law_of_four_tokens(policy: Policy) -> None:
         assert_law(found, law(options), f"{drafter} {options}")
 
 
-@pytest.mark.parametrize("policy", [StopUnsure(4), Fickle(4)], ids=lambda p: p.name)
-def test_adaptive_policies(policy: Policy) -> None:
-    (found,) = sample(4000, policy, ROWS[:1])
+def test_a_policy_that_stops_by_content() -> None:
+    (found,) = sample(3000, StopUnsure(4), ROWS[:1])
     assert_law(found, law({}))
 
 
-def test_two_tokens_of_a_larger_vocabulary() -> None:
-    """Residuals of many tokens."""
-    target, draft = Table(8, 43), Table(8, 44)
+def test_a_policy_that_looks_at_rejected_tokens() -> None:
+    """Whether it drafts hangs on noise of positions that are said anew: that noise must be gone by then."""
+    target, draft = Table(V, 74, scale=0.5), Table(V, 174, scale=2.0)
+    params = SamplingParams(max_new_tokens=6)
+    several = [Sequence(i, [1, 0], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(5000)]
+    found = run(make_engine(target, draft, Fickle(4), rows=48), several)
+    assert_law([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
+
+
+def test_two_tokens_of_a_weak_drafter() -> None:
+    """Rejected often, with residuals of several tokens."""
+    target, draft = Table(4, 43, scale=0.5), Table(4, 44, scale=1.5)
     params = SamplingParams(max_new_tokens=2)
     several = [Sequence(i, [1], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(3000)]
     assert_law(run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params))
@@ -72,17 +80,16 @@ def test_greedy_drafts() -> None:
     assert_law(found, law({}))
 
 
-def test_a_late_ban() -> None:
+@pytest.mark.parametrize("acceptance", ["speculative", "coupled"])
+def test_a_late_ban(acceptance: Literal["speculative", "coupled"]) -> None:
     """Positions are said twice: never with the same noise."""
     ban = (2, 1)
     want = outputs(TARGET.after, [1], SamplingParams(max_new_tokens=JOINT), constraint=LateBan(V, ban))
-    params = SamplingParams(max_new_tokens=JOINT)
-    for acceptance in ("speculative", "coupled"):
-        params = SamplingParams(max_new_tokens=JOINT, acceptance=acceptance)
-        several = [
-            Sequence(i, [1], params, seed=i, drafter="draft-model", constraint=LateBan(V, ban)) for i in range(3000)
-        ]
-        assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want, acceptance)
+    params = SamplingParams(max_new_tokens=JOINT, acceptance=acceptance)
+    several = [
+        Sequence(i, [1], params, seed=i, drafter="draft-model", constraint=LateBan(V, ban)) for i in range(2000)
+    ]
+    assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want)
 
 
 def test_samples_do_not_depend_on_each_other() -> None:

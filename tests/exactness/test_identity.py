@@ -276,7 +276,7 @@ def test_a_rollback_across_three_rounds() -> None:
         ban = LateBan(V, tuple(free[2:6]))
         sequence = greedy((0,), drafter, constraint=ban, max_new_tokens=12)
         engine = make_engine(TARGET, DRAFT, Fixed(0))
-        assert run(engine, [sequence]) == [reference((0,), 12, constraint=LateBan(V, ban.run))]
+        assert run(engine, [sequence], steps=50) == [reference((0,), 12, constraint=LateBan(V, ban.run))]
         assert ban.rollbacks
         assert min(turn.emitted for turn in sequence.rounds) == -3
         assert [sequence.attempts[p] for p in range(3, 7)] >= [1] * 4

@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
 START = 240  # so that wide passes cross the first quantum of 256
 
 
-@pytest.fixture(params=[1], ids=["one-thread"], scope="module")
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids="{}-threads".format, scope="module")
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -153,6 +153,16 @@ def test_a_shard_of_another_checkpoint_is_named(sharded: Path) -> None:
     assert second.name in refusal(sharded)
 
 
+def test_a_tensor_in_a_shard_where_the_index_does_not_list_it(sharded: Path) -> None:
+    """Which of two copies counts would depend on the order of the files."""
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    other = next(shard for shard in sorted(sharded.glob("*.safetensors")) if shard.name != index[Q])
+    save_file({**load_file(other), Q: torch.zeros(64, 64)}, other)
+    message = refusal(sharded)
+    assert Q in message
+    assert other.name in message
+
+
 def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     shard = next(iter(index["weight_map"].values()))

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .model import DRAFT
 from .optimiser import is_vector
 
 Weights = dict[str, Tensor]
+# Which layers of the four-layer target stand side by side in each layer of the draft.
+DRAFT_LAYERS = ((0, 2), (3, 1))
 PARTS = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
 
 
@@ -40,7 +44,10 @@ def deepen(weights: Weights, copies: Sequence[int]) -> Weights:
 
 
 def merge(weights: Weights, groups: Sequence[Sequence[int]]) -> Weights:
-    """One wide layer per group: its members side by side, with all their heads and MLP units."""
+    """One wide layer per group, with all its members' heads and MLP units side by side.
+
+    Only the first member of a group writes at first; the others read what they read before.
+    """
     merged = {name: weight.clone() for name, weight in weights.items() if not name.startswith("layers.")}
     for place, group in enumerate(groups):
         members = [{part: weights[f"layers.{layer}.{part}"] for part in PARTS} for layer in group]
@@ -51,8 +58,14 @@ def merge(weights: Weights, groups: Sequence[Sequence[int]]) -> Weights:
             merged[f"layers.{place}.{name}"] = torch.cat(rows)
             merged[f"layers.{place}.{norm}"] = torch.ones_like(members[0][norm])
         for name in ("out", "down"):
-            merged[f"layers.{place}.{name}"] = torch.cat([member[name] for member in members], dim=1)
+            columns = [member[name] * (1.0 if first else 0.0) for first, member in marked(members)]
+            merged[f"layers.{place}.{name}"] = torch.cat(columns, dim=1)
     return merged
+
+
+def marked(items: Sequence[Weights]) -> Iterator[tuple[bool, Weights]]:
+    """Each item and whether it is the first."""
+    return ((index == 0, item) for index, item in enumerate(items))
 
 
 def fresh_state(weights: Weights) -> dict[str, Any]:
@@ -66,22 +79,35 @@ def grow(checkpoint: dict[str, Any], copies: Sequence[int]) -> dict[str, Any]:
     """The checkpoint with which the next stage starts."""
     target, draft = checkpoint["states"]
     recipe = dict(checkpoint["recipe"])
-    if recipe["target"]["layers"] == recipe["draft"]["layers"]:
-        draft = fresh_state(widen(target["masters"], recipe["draft"]["mlp"]))
     recipe["target"] = dict(recipe["target"], layers=sum(copies))
     where = {"step": 0, "cursor": checkpoint["where"]["cursor"], "elapsed": 0.0}
     grown = fresh_state(deepen(target["masters"], copies))
     return {"states": [grown, draft], "where": where, "recipe": recipe}
 
 
+def start_draft(checkpoint: dict[str, Any], shallow: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of the draft's own stage: its layers come from the target when that had four."""
+    merged = fresh_state(merge(shallow["states"][0]["masters"], DRAFT_LAYERS))
+    recipe = dict(checkpoint["recipe"], draft=asdict(DRAFT))
+    where = {"step": 0, "cursor": checkpoint["where"]["cursor"], "elapsed": 0.0}
+    return {"states": [checkpoint["states"][0], merged], "where": where, "recipe": recipe}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Deepen the target.")
+    parser = argparse.ArgumentParser(description="Deepen the target, or make the draft.")
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--copies", type=int, nargs="+", required=True, help="of each layer")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--copies", type=int, nargs="+", help="of each layer")
+    what.add_argument("--shallow", type=Path, help="checkpoint of the four-layer stage, to make the draft of")
     options = parser.parse_args()
-    checkpoint = torch.load(options.checkpoints / "checkpoint.pt", weights_only=True)
-    grown = grow(checkpoint, options.copies)
+    found = read(options.checkpoints)
+    grown = grow(found, options.copies) if options.copies else start_draft(found, read(options.shallow))
     options.out.mkdir(parents=True, exist_ok=True)
     torch.save(grown, options.out / "checkpoint.pt.partial")
     os.replace(options.out / "checkpoint.pt.partial", options.out / "checkpoint.pt")

@@ -57,6 +57,7 @@ class Recipe:
     layer_dropout: float = 0.1  # probability of the deepest sub-layers
     exit_scale: float = 0.15
     draft_learns: bool = True
+    target_learns: bool = True  # False: it only teaches
     compiled: bool = True
 
 
@@ -231,11 +232,12 @@ class Trainer:
         for micro in range(self.worker.rank, blocks, self.worker.count):
             ids, labels = self.stream.take(self.cursor + micro, 1, length)
             tap = exit_layer(recipe, progress, micro) if recipe.exit_scale else None
-            hidden, tapped = self.target(ids, dropped(recipe, progress, micro), tap)
-            logits = self.target.head(hidden).flatten(0, 1)  # [N, V]
-            outputs = {"target": logits}
-            if tapped is not None:
-                outputs["tap"] = self.target.head(tapped).flatten(0, 1)
+            with torch.set_grad_enabled(recipe.target_learns):
+                left_out = dropped(recipe, progress, micro) if recipe.target_learns else frozenset()
+                hidden, tapped = self.target(ids, left_out, tap)
+                outputs = {"target": self.target.head(hidden).flatten(0, 1)}  # [N, V]
+                if tapped is not None:
+                    outputs["tap"] = self.target.head(tapped).flatten(0, 1)
             if recipe.draft_learns:
                 outputs["draft"] = self.draft.head(self.draft(ids)[0]).flatten(0, 1)
             with torch.no_grad():
@@ -243,7 +245,8 @@ class Trainer:
                 found = self.gradients(
                     plain["target"], plain.get("tap"), plain.get("draft"), labels.flatten(), weights
                 )
-            torch.autograd.backward(list(outputs.values()), [getattr(found, name) for name in outputs])
+            learning = {name: output for name, output in outputs.items() if output.requires_grad}
+            torch.autograd.backward(list(learning.values()), [getattr(found, name) for name in learning])
             total += found.figures
         return total
 
@@ -251,8 +254,9 @@ class Trainer:
         """One optimiser step; returns mean figures (nats, exit nats, overlap, agreement)."""
         figures = self.gather(progress)
         rank, scale = self.worker.rank, rate_scale(self.recipe, progress)
-        active = self.optimisers[: 2 if self.recipe.draft_learns else 1]
-        for index, optimiser in enumerate(active):
+        learns = (self.recipe.target_learns, self.recipe.draft_learns)
+        active = [(i, optimiser) for i, optimiser in enumerate(self.optimisers) if learns[i]]
+        for index, optimiser in active:
             grads = {}
             for name, weight in optimiser.parameters.items():
                 # A sub-layer that every pass left out has no gradient.
@@ -266,7 +270,7 @@ class Trainer:
             shared.figures[rank] = figures
             meet()
             figures = shared.figures.sum(0)
-            for index, optimiser in enumerate(active):
+            for index, optimiser in active:
                 inboxes = [gradients[index] for gradients in shared.gradients]
                 summed = {n: torch.stack([g[n] for g in inboxes]).sum(0) for n in optimiser.owned}
                 optimiser.step(summed, scale)
@@ -431,6 +435,8 @@ STAGES = {
         warmup_steps=5,
     ),
     "16": Recipe(warmup_steps=8, decay_from=0.05, long_from=0.88, layer_dropout=0.1, exit_scale=0.1),
+    # The finished target teaches; only the draft still learns.
+    "draft": Recipe(warmup_steps=1, decay_from=0.1, long_from=0.88, exit_scale=0.0, target_learns=False),
 }
 
 

@@ -19,7 +19,7 @@ from foredraft.model.layers import Product
 from foredraft.model.spec import ModelSpec
 
 BLOCK = 512  # output channels of a probing weight that differ; they repeat from there on
-AMPLITUDE = 1000.0  # of queries and keys: the rounding of their products must move a softmax
+AMPLITUDE = 1000.0  # of queries and keys, scaled: the rounding of their products must move a softmax
 
 
 class ProductProbe:
@@ -63,8 +63,9 @@ class AttentionProbe:
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
         positions = context + queries
         order = torch.randperm(dim, generator=random)
-        q = _normal((1, heads, queries * spec.groups, half), random) * (AMPLITUDE / spec.attention_scale)
-        k = _normal((1, heads, positions, half), random) * AMPLITUDE
+        amplitude = AMPLITUDE / spec.attention_scale**0.5  # shared out, for float16 ends at 65504
+        q = _normal((1, heads, queries * spec.groups, half), random) * amplitude
+        k = _normal((1, heads, positions, half), random) * amplitude
         v = _normal((1, heads, positions, dim), random)
         pairs = torch.randperm(context // 2 * 2, generator=random)
         k[:, :, pairs[::2]] = k[:, :, pairs[1::2]]

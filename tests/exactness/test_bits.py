@@ -1,0 +1,188 @@
+"""Real forwards: greedy ids, seeded ids and cache contents are the same bits, whoever drafts and shares the batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, reference_model
+
+import foredraft
+from foredraft import LLM, SamplingParams, demo
+from foredraft.decode.policy import Fixed, Heuristic
+from foredraft.decode.sequence import Sequence
+
+NEW, VOCABULARY, ROWS = 128, 97, 8
+LENGTHS = (1, 3, 23, 25, 70, 256, 257, 300)  # around a window of 24 and a prefill chunk of 256
+GAMMAS = (1, 3, 5, 7)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
+KINDS = ("none", "draft-model", "lookup")
+
+
+def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
+    """A target, and a draft model that is the target with some noise on its weights: weak, but not blind."""
+    # untied: a tiny random model with a tied head says one token for ever
+    model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    model.save_pretrained(folder / "target")
+    random_ = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.03 * weight.std().nan_to_num() * torch.randn(weight.shape, generator=random_)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="module", params=itertools.product(FAMILIES, ("bfloat16", "float32")), ids="-".join)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    family, dtype = request.param
+    target, draft = save_pair(tmp_path_factory.mktemp(family), family)
+    return foredraft.load(target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
+
+
+def prompts_of(count: int, vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
+    """Random prompts with some of it said twice, so that a lookup finds something."""
+    dice = random.Random(seed)
+    made = []
+    for _, length in zip(range(count), itertools.cycle(LENGTHS), strict=False):
+        half = [dice.randrange(3, vocabulary) for _ in range((length + 1) // 2)]
+        made.append((half + half)[:length])
+    return made
+
+
+PROMPTS = prompts_of(len(LENGTHS))
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[list[int]]:
+    """Each prompt alone, one token a pass."""
+    return [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b), None)
+
+
+def assert_same(llm: LLM, kinds: list[str], want: list[list[int]], prompts: list[list[int]] | None = None) -> None:
+    outputs = llm.generate(prompts or PROMPTS, [replace(GREEDY, speculation=kind) for kind in kinds])
+    for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
+        where = first_difference(output.token_ids, wanted)
+        assert where is None, f"prompt {index} under {kind} differs from token {where} on"
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_greedy_ids_in_a_batch(llm: LLM, plain: list[list[int]], gamma: int) -> None:
+    llm.engine.policy = Fixed(gamma)
+    assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(len(PROMPTS))], plain)
+
+
+def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
+    llm.engine.policy = Heuristic(7)
+    for index, kind in ((1, "draft-model"), (4, "lookup"), (7, "draft-model")):
+        assert_same(llm, [kind], plain[index : index + 1], PROMPTS[index : index + 1])
+    assert_same(llm, ["none"] * len(PROMPTS), plain)
+    assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], plain)
+
+
+def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
+    """Or the tests above would say little."""
+    llm.engine.policy = Fixed(3)
+    for output in llm.generate(PROMPTS[3:5], replace(GREEDY, speculation="draft-model")):
+        rate = output.stats.acceptance_rate
+        assert rate is not None
+        assert 0.1 < rate < 0.95
+        assert len(output.token_ids) == NEW
+        assert len(set(output.token_ids)) > 20
+
+
+def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
+    llm.engine.policy = Fixed(4)
+    wishes = [
+        SamplingParams(temperature=0.7, seed=1, max_new_tokens=48, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.8, seed=2, max_new_tokens=48, ignore_eos=True),
+        SamplingParams(temperature=1.3, top_k=5, seed=3, max_new_tokens=48, ignore_eos=True),
+        SamplingParams(temperature=0.9, min_p=0.1, seed=4, max_new_tokens=48, ignore_eos=True),
+    ]
+    prompts = [PROMPTS[i] for i in (1, 4, 7, 3)]
+    alone = [
+        llm.generate([p], replace(w, speculation="none"))[0].token_ids for p, w in zip(prompts, wishes, strict=True)
+    ]
+    for kind in KINDS:
+        together = llm.generate(prompts, [replace(w, speculation=kind) for w in wishes])
+        assert [output.token_ids for output in together] == alone
+    siblings = llm.generate([prompts[1]], replace(wishes[1], speculation="draft-model"), n=3)
+    assert siblings[0].token_ids == alone[1]
+    assert len({tuple(output.token_ids) for output in siblings}) == 3
+
+
+def steps_of(llm: LLM, prompt: list[int], drafter: str | None, count: int) -> Iterator[Sequence]:
+    """A greedy request, held after `count` new tokens or a few more: its row is still there to look at."""
+    sequence = Sequence(-1, prompt, replace(GREEDY, max_new_tokens=count + 20), 0, drafter=drafter)
+    llm.engine.submit(sequence)
+    try:
+        while len(sequence.new_ids) < count:
+            llm.engine.step()
+        yield sequence
+    finally:
+        llm.engine.cancel(sequence)
+
+
+def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
+    """[layers, k|v, heads, length, D]"""
+    cache = llm.engine.cache
+    assert cache.lengths[sequence.row] == len(sequence.tokens) - 1
+    return cache.data[:, :, sequence.row, :, :length].clone()
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[4], PROMPTS[7]], ids=len)
+@pytest.mark.parametrize("drafter", KINDS[1:])
+def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) -> None:
+    """The very bits that plain decoding leaves behind, and a fresh prefill of the text within rounding."""
+    llm.engine.policy = Fixed(5)
+    count = 40
+    length = len(prompt) + count - 1
+    for sequence in steps_of(llm, prompt, drafter, count):
+        tokens, cached = list(sequence.tokens), row_of(llm, sequence, length)
+        assert any(turn.accepted < turn.drafted for turn in sequence.rounds)
+    for sequence in steps_of(llm, prompt, None, count):
+        assert sequence.tokens[: length + 1] == tokens[: length + 1]
+        assert torch.equal(row_of(llm, sequence, length), cached)
+    if llm.engine.cache.data.dtype == torch.float32:
+        for sequence in steps_of(llm, tokens[: length + 1], None, 1):
+            torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
+
+
+def test_a_sibling_that_copied_the_prompt_says_the_same(llm: LLM, plain: list[list[int]]) -> None:
+    llm.engine.policy = Fixed(3)
+    for index in (4, 7):
+        outputs = llm.generate([PROMPTS[index]], replace(GREEDY, max_new_tokens=32), n=ROWS + 3)
+        assert [output.token_ids for output in outputs] == [plain[index][:32]] * (ROWS + 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_two_hundred_prompts(llm: LLM, gamma: int) -> None:
+    prompts = prompts_of(200, seed=1)
+    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, speculation="none"))]
+    llm.engine.policy = Fixed(gamma)
+    for kinds in (["draft-model"] * 200, ["lookup"] * 200, [KINDS[i % 3] for i in range(200)]):
+        assert_same(llm, kinds, want, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_hundred_prompts_of_the_demo(dtype: str) -> None:
+    if not demo.target_path().is_dir():
+        pytest.skip("the demo pair is not in this tree")
+    llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
+    prompts = prompts_of(200, llm.spec.vocab_size, seed=2)
+    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, speculation="none"))]
+    for gamma in GAMMAS:
+        llm.engine.policy = Fixed(gamma)
+        assert_same(llm, [KINDS[1 + i % 2] for i in range(200)], want, prompts)
