@@ -105,8 +105,7 @@ def load(
 
     report = progress or _silent
     folders = [resolve(str(path))]
-    if drafter == "draft-model":
-        assert draft is not None
+    if draft is not None:  # whoever drafts by default: a request may name it
         folders.append(resolve(str(draft)))
     runners: list[Runner] = []
     for folder in folders:

@@ -255,6 +255,7 @@ class LLM:
                     self._turn.notify_all()
 
     def _step(self) -> None:
+        reading = self.engine.scheduler.prefilling
         try:
             self.engine.step()
         except Exception as error:
@@ -262,9 +263,11 @@ class LLM:
             for sequence in list(self.engine.rows.sequences):
                 self.engine.fail(sequence, f"{type(error).__name__}: {error}")
             raise
-        reading = self.engine.scheduler.prefilling
+        reading = reading or self.engine.scheduler.prefilling
         if self._progress is not None and reading is not None:
-            self._progress("prefill", self.engine.cache.lengths[reading.row], len(reading.prompt) - 1)
+            total = len(reading.prompt) - 1
+            done = self.engine.cache.lengths[reading.row] if reading.state is State.PREFILLING else total
+            self._progress("prefill", done, total)
 
     def _output(self, sequence: Sequence) -> Output:
         ids = sequence.new_ids

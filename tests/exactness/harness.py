@@ -33,7 +33,9 @@ class CheckedEngine(Engine):
         return done
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
-        assert all(length <= budget for length, budget in zip(draft.lengths.tolist(), inputs.budgets, strict=True))
+        assert all(
+            length <= budget for length, budget in zip(draft.lengths.tolist(), inputs.budgets, strict=True)
+        )
         if isinstance(self.noise, ForkingNoise):
             self.noise.lengths = draft.lengths.tolist()
         return super()._verify(inputs, draft)
@@ -55,7 +57,9 @@ class CheckedEngine(Engine):
                 for cache in self.drafters[sequence.drafter].caches:
                     assert cache.lengths[row] <= length
                     _check_row(cache, row, sequence.tokens[: cache.lengths[row]])
-        assert all(cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows))
+        assert all(
+            cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows)
+        )
         assert not self.target.poisoned, "the target read a position that nobody wrote"  # type: ignore[attr-defined]
 
 
@@ -102,7 +106,11 @@ _ids = itertools.count()
 
 def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options: Any) -> Sequence:
     """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
-    own = {name: options.pop(name) for name in ("seed", "sample", "eos", "constraint", "group") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("seed", "sample", "eos", "constraint", "group")
+        if name in options
+    }
     seed = own.pop("seed", None)
     params = SamplingParams(seed=seed, **options)
     number = next(_ids)

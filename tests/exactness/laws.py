@@ -20,7 +20,9 @@ Law = dict[tuple[int, ...], float]
 TOO_CLOSE = 1e-5  # a cut nearer than this to a probability would hang on float32 rounding
 
 
-def transformed(logits: list[float], params: SamplingParams, allowed: list[bool] | None = None) -> list[float]:
+def transformed(
+    logits: list[float], params: SamplingParams, allowed: list[bool] | None = None
+) -> list[float]:
     """Probabilities after every transform."""
     tokens = [t for t in range(len(logits)) if (allowed is None or allowed[t]) and logits[t] > -math.inf]
     highest = max(logits[t] for t in tokens)
@@ -88,6 +90,8 @@ def greedy(
     logits: Logits, prompt: list[int], count: int, *, eos: Collection[int] = (), constraint: Any = None
 ) -> list[int]:
     """The output at temperature 0."""
-    law = outputs(logits, prompt, SamplingParams(temperature=0, max_new_tokens=count), eos=eos, constraint=constraint)
+    law = outputs(
+        logits, prompt, SamplingParams(temperature=0, max_new_tokens=count), eos=eos, constraint=constraint
+    )
     (output,) = law
     return list(output)

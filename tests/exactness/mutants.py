@@ -6,7 +6,6 @@ plant it anew, do not drop it.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -89,12 +88,18 @@ def law_of_mixed_rows() -> None:
 
 
 def law_under_constraints() -> None:
-    cases = [enumeration.case("as it is", d, c) for d in ("draft-model", "script") for c in ("no repeat", "late ban")]
+    cases = [
+        enumeration.case("as it is", d, c)
+        for d in ("draft-model", "script")
+        for c in ("no repeat", "late ban")
+    ]
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
 
 
 def law_under_a_mask() -> None:
-    enumeration.enumerate_and_compare([enumeration.case("as it is", "draft-model", "no repeat")], lambda: Fixed(2))
+    enumeration.enumerate_and_compare(
+        [enumeration.case("as it is", "draft-model", "no repeat")], lambda: Fixed(2)
+    )
 
 
 def law_of_ties() -> None:
@@ -177,7 +182,10 @@ def greedy_bans() -> None:
 
 def seeded_text() -> None:
     wishes = [coupled.requests("draft-model")[i] for i in range(0, 12, 3)]
-    alone = [coupled.run(coupled.make_engine(coupled.TARGET, rows=1), [coupled.requests(None)[i]])[0] for i in range(0, 12, 3)]
+    alone = [
+        coupled.run(coupled.make_engine(coupled.TARGET, rows=1), [coupled.requests(None)[i]])[0]
+        for i in range(0, 12, 3)
+    ]
     assert coupled.run(coupled.make_engine(coupled.TARGET, coupled.DRAFT, Fixed(3)), wishes) == alone
 
 
@@ -197,7 +205,11 @@ USABLE = "where[:, None, None] & (residual.sum(-1, keepdim=True) > 0)"
 
 MUTANTS = [
     Mutant("residual missing", ((MINUS, USABLE, "where[:, None, None] & False"),), law_of_sampled_drafts),
-    Mutant("residual missing, sampled", ((MINUS, USABLE, "where[:, None, None] & False"),), samples_of_draft_model),
+    Mutant(
+        "residual missing, sampled",
+        ((MINUS, USABLE, "where[:, None, None] & False"),),
+        samples_of_draft_model,
+    ),
     Mutant("epsilon in the residual", ((MINUS, ".clamp_min(0.0)", ".clamp_min(1e-10)"),), law_of_cut_drafts),
     Mutant(
         "epsilon in the residual, by hand",
@@ -276,7 +288,13 @@ MUTANTS = [
     ),
     Mutant(
         "a drawn token of low confidence dropped",
-        ((STEP_THROUGH, "lengths += alive", "alive = alive & (q.at(token)[:, 0] > 0.4)\n        lengths += alive"),),
+        (
+            (
+                STEP_THROUGH,
+                "lengths += alive",
+                "alive = alive & (q.at(token)[:, 0] > 0.4)\n        lengths += alive",
+            ),
+        ),
         law_of_sampled_drafts,
     ),
     Mutant(
@@ -326,13 +344,23 @@ MUTANTS = [
     ),
     Mutant(
         "EOS inside a run ignored",
-        ((sequence.Sequence.extend, "if token in self.eos", "if count == len(tokens) and token in self.eos"),),
+        (
+            (
+                sequence.Sequence.extend,
+                "if token in self.eos",
+                "if count == len(tokens) and token in self.eos",
+            ),
+        ),
         ends,
     ),
     Mutant(
         "the limit inside a run ignored",
         (
-            (sequence.Sequence.extend, "if self.remaining == 0:", "if count == len(tokens) and self.remaining <= 0:"),
+            (
+                sequence.Sequence.extend,
+                "if self.remaining == 0:",
+                "if count == len(tokens) and self.remaining <= 0:",
+            ),
             (Engine._budget, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
         ),
         limits,
@@ -429,17 +457,35 @@ MUTANTS = [
     ),
     Mutant(
         "one row's cut in another's last bit",
-        ((sampling._transformed, "torch.where(table.cut[:, None, None], probs / probs.sum(-1, keepdim=True), probs)", "probs / probs.sum(-1, keepdim=True)"),),
+        (
+            (
+                sampling._transformed,
+                "torch.where(table.cut[:, None, None], probs / probs.sum(-1, keepdim=True), probs)",
+                "probs / probs.sum(-1, keepdim=True)",
+            ),
+        ),
         bits_of_a_row,
     ),
     Mutant(
         "ties at a top-k cut dropped",
-        ((sampling._transformed, "(x < largest.gather(-1, k - 1))", "(x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)"),),
+        (
+            (
+                sampling._transformed,
+                "(x < largest.gather(-1, k - 1))",
+                "(x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
+            ),
+        ),
         law_of_ties,
     ),
     Mutant(
         "p not masked along the draft",
-        ((Engine._masks, "masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])", "masks.append(free)"),),
+        (
+            (
+                Engine._masks,
+                "masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])",
+                "masks.append(free)",
+            ),
+        ),
         law_under_a_mask,
     ),
     Mutant(
@@ -449,7 +495,13 @@ MUTANTS = [
     ),
     Mutant(
         "a ban's rollback not told to the drafter",
-        ((COMMIT, "drafter.rewind(sequence)", "if outcome.emitted >= 0:\n                    drafter.rewind(sequence)"),),
+        (
+            (
+                COMMIT,
+                "drafter.rewind(sequence)",
+                "if outcome.emitted >= 0:\n                    drafter.rewind(sequence)",
+            ),
+        ),
         greedy_bans,
     ),
     Mutant(

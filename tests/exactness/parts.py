@@ -143,7 +143,9 @@ def arbitrary(vocabulary: int) -> Callable[[Sequence, int], list[int]]:
     return script
 
 
-def foreseeing(outputs: Mapping[int, list[int]], right: int, vocabulary: int) -> Callable[[Sequence, int], list[int]]:
+def foreseeing(
+    outputs: Mapping[int, list[int]], right: int, vocabulary: int
+) -> Callable[[Sequence, int], list[int]]:
     """Knows each request's output (by id): its next `right` tokens, then wrong ones."""
 
     def script(sequence: Sequence, budget: int) -> list[int]:

@@ -88,7 +88,13 @@ class Tabular:
     """fatal: contexts that begin with this token and are `patience` long or longer yield NaN."""
 
     def __init__(
-        self, table: Table, *, chunk: int = 4, max_queries: int = 12, fatal: int | None = None, patience: int = 6
+        self,
+        table: Table,
+        *,
+        chunk: int = 4,
+        max_queries: int = 12,
+        fatal: int | None = None,
+        patience: int = 6,
     ) -> None:
         self.table, self.vocabulary = table, table.vocabulary
         self.chunk, self.max_queries = chunk, max_queries

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, reference_model
 
 import foredraft
+from checkpoints import FAMILIES, reference_model
 from foredraft import LLM, SamplingParams, demo
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
@@ -67,7 +67,9 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b), None)
 
 
-def assert_same(llm: LLM, kinds: list[str], want: list[list[int]], prompts: list[list[int]] | None = None) -> None:
+def assert_same(
+    llm: LLM, kinds: list[str], want: list[list[int]], prompts: list[list[int]] | None = None
+) -> None:
     outputs = llm.generate(prompts or PROMPTS, [replace(GREEDY, speculation=kind) for kind in kinds])
     for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
         where = first_difference(output.token_ids, wanted)
@@ -109,7 +111,8 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
     ]
     prompts = [PROMPTS[i] for i in (1, 4, 7, 3)]
     alone = [
-        llm.generate([p], replace(w, speculation="none"))[0].token_ids for p, w in zip(prompts, wishes, strict=True)
+        llm.generate([p], replace(w, speculation="none"))[0].token_ids
+        for p, w in zip(prompts, wishes, strict=True)
     ]
     for kind in KINDS:
         together = llm.generate(prompts, [replace(w, speculation=kind) for w in wishes])
@@ -120,15 +123,21 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
 
 
 def steps_of(llm: LLM, prompt: list[int], drafter: str | None, count: int) -> Iterator[Sequence]:
-    """A greedy request, held after `count` new tokens or a few more: its row is still there to look at."""
-    sequence = Sequence(-1, prompt, replace(GREEDY, max_new_tokens=count + 20), 0, drafter=drafter)
-    llm.engine.submit(sequence)
+    """A greedy request, held after `count` new tokens or a few more: its row is still there to look at.
+
+    With a drafter it has neighbours, without one it is alone."""
+    params = replace(GREEDY, max_new_tokens=count + 20)
+    sequence = Sequence(-1, prompt, params, 0, drafter=drafter)
+    neighbours = [Sequence(-2 - i, PROMPTS[i], params, 0, drafter=drafter) for i in (0, 2, 3) if drafter]
+    for one in [*neighbours[:2], sequence, *neighbours[2:]]:
+        llm.engine.submit(one)
     try:
         while len(sequence.new_ids) < count:
             llm.engine.step()
         yield sequence
     finally:
-        llm.engine.cancel(sequence)
+        for one in [sequence, *neighbours]:
+            llm.engine.cancel(one)
 
 
 def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:

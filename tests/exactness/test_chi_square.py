@@ -36,7 +36,10 @@ def sample(
     for kind, (drafter, options) in enumerate(rows):
         params = SamplingParams(max_new_tokens=new, **{"acceptance": "speculative", **options})
         kinds.append(
-            [Sequence(kind * n + i, [1, 0], params, 7 + kind, i, drafter=drafter, group=kind) for i in range(n)]
+            [
+                Sequence(kind * n + i, [1, 0], params, 7 + kind, i, drafter=drafter, group=kind)
+                for i in range(n)
+            ]
         )
     shuffled = [sequence for some in zip(*kinds, strict=True) for sequence in some]
     run(make_engine(TARGET, DRAFT, policy, rows=42, **more), shuffled)
@@ -62,7 +65,9 @@ def test_a_policy_that_looks_at_rejected_tokens() -> None:
     """Whether it drafts hangs on noise of positions that are said anew: that noise must be gone by then."""
     target, draft = Table(V, 74, scale=0.5), Table(V, 174, scale=2.0)
     params = SamplingParams(max_new_tokens=6)
-    several = [Sequence(i, [1, 0], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(5000)]
+    several = [
+        Sequence(i, [1, 0], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(5000)
+    ]
     found = run(make_engine(target, draft, Fickle(4), rows=48), several)
     assert_law([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
 
@@ -71,8 +76,12 @@ def test_two_tokens_of_a_weak_drafter() -> None:
     """Rejected often, with residuals of several tokens."""
     target, draft = Table(4, 43, scale=0.5), Table(4, 44, scale=1.5)
     params = SamplingParams(max_new_tokens=2)
-    several = [Sequence(i, [1], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(3000)]
-    assert_law(run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params))
+    several = [
+        Sequence(i, [1], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(3000)
+    ]
+    assert_law(
+        run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params)
+    )
 
 
 def test_greedy_drafts() -> None:
@@ -87,7 +96,8 @@ def test_a_late_ban(acceptance: Literal["speculative", "coupled"]) -> None:
     want = outputs(TARGET.after, [1], SamplingParams(max_new_tokens=JOINT), constraint=LateBan(V, ban))
     params = SamplingParams(max_new_tokens=JOINT, acceptance=acceptance)
     several = [
-        Sequence(i, [1], params, seed=i, drafter="draft-model", constraint=LateBan(V, ban)) for i in range(2000)
+        Sequence(i, [1], params, seed=i, drafter="draft-model", constraint=LateBan(V, ban))
+        for i in range(2000)
     ]
     assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want)
 

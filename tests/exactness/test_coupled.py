@@ -55,7 +55,9 @@ def test_neighbours_of_the_other_rule_change_nothing(alone: list[list[int]]) -> 
     """Rows of both rules in one batch, and all drafters."""
     engine = make_engine(TARGET, DRAFT, RandomBudgets(4), rows=6)
     wishes = requests("tapping")
-    others = [request((1, 2), d, acceptance="speculative", max_new_tokens=NEW, top_p=0.9) for d in DRAFTERS * 4]
+    others = [
+        request((1, 2), d, acceptance="speculative", max_new_tokens=NEW, top_p=0.9) for d in DRAFTERS * 4
+    ]
     mixed = [s for pair in zip(wishes, others, strict=False) for s in pair] + wishes[len(others) :]
     run(engine, mixed)
     assert [s.new_ids for s in wishes] == alone
@@ -105,7 +107,9 @@ def test_a_coupled_drafter_matches_more_than_one_that_is_not() -> None:
     """What sharing the noise is for."""
 
     def accepted(acceptance: str) -> float:
-        group = [request((0,), "draft-model", acceptance=acceptance, max_new_tokens=2, seed=i) for i in range(1500)]
+        group = [
+            request((0,), "draft-model", acceptance=acceptance, max_new_tokens=2, seed=i) for i in range(1500)
+        ]
         run(make_engine(TARGET, DRAFT, Fixed(1), rows=64), group)
         return sum(turn.accepted for s in group for turn in s.rounds) / len(group)
 

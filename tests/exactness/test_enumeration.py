@@ -54,11 +54,15 @@ WORLDS = {
 }
 
 
-def case(
-    transform: str, drafter: str | None, constraint: str = "free", *, new: int = 3, **more: Any
-) -> Case:
+def case(transform: str, drafter: str | None, constraint: str = "free", *, new: int = 3, **more: Any) -> Case:
     params = SamplingParams(max_new_tokens=new, acceptance="speculative", **TRANSFORMS[transform])
-    return Case(f"{transform}, {drafter}, {constraint}", params, drafter=drafter, constraint=CONSTRAINTS[constraint], **more)
+    return Case(
+        f"{transform}, {drafter}, {constraint}",
+        params,
+        drafter=drafter,
+        constraint=CONSTRAINTS[constraint],
+        **more,
+    )
 
 
 def compare(cases: list[Case], found: list[Found], target: Table) -> None:
@@ -122,7 +126,11 @@ def test_worlds(world: str, transform: str) -> None:
 @pytest.mark.parametrize("constraint", ["no repeat", "late ban"])
 def test_constraints(policy: str, constraint: str) -> None:
     cases = [case("as it is", drafter, constraint) for drafter in DRAFTERS]
-    cases += [case("top-k", "draft-model", constraint), case("greedy", "tapping", constraint), case("hot", "script")]
+    cases += [
+        case("top-k", "draft-model", constraint),
+        case("greedy", "tapping", constraint),
+        case("hot", "script"),
+    ]
     enumerate_and_compare(cases, POLICIES[policy])
 
 
@@ -147,12 +155,17 @@ def test_prompts_with_a_prefill_and_siblings() -> None:
     """Idle rows, donors and successors: the prompt is longer than a chunk."""
     prompt = (0, 2, 1, 1, 0, 2, 0)
     cases = [case("as it is", drafter, prompt=prompt, new=2) for drafter in DRAFTERS]
-    cases += [case("cold", "tapping", prompt=prompt[:3], new=2), case("hot", "lookup", prompt=prompt[2:], new=3)]
+    cases += [
+        case("cold", "tapping", prompt=prompt[:3], new=2),
+        case("hot", "lookup", prompt=prompt[2:], new=3),
+    ]
     enumerate_and_compare(cases, POLICIES["random"], rows=7)
 
 
 def test_a_forgetful_stepper() -> None:
-    enumerate_and_compare([case("as it is", "tapping"), case("hot", "script")], POLICIES["fixed-2"], forgetful=True)
+    enumerate_and_compare(
+        [case("as it is", "tapping"), case("hot", "script")], POLICIES["fixed-2"], forgetful=True
+    )
 
 
 @pytest.mark.slow

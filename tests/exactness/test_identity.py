@@ -17,8 +17,24 @@ from foredraft.decode.sequence import Finish, Origin, Sequence, State
 V = 5
 TARGET, DRAFT = Table(V, 11), Table(V, 12)
 NEW = 24
-PROMPTS = ((0,), (1, 2), (3, 1, 4), (2, 2, 2, 2), (4, 0, 1, 2, 3), (0, 1, 2, 3, 4, 0, 1, 2, 3), tuple([1, 3] * 7))
-POLICIES: list[Policy] = [Fixed(1), Fixed(3), Fixed(7), Heuristic(6), StopUnsure(5), RandomBudgets(6), Fickle(3)]
+PROMPTS = (
+    (0,),
+    (1, 2),
+    (3, 1, 4),
+    (2, 2, 2, 2),
+    (4, 0, 1, 2, 3),
+    (0, 1, 2, 3, 4, 0, 1, 2, 3),
+    tuple([1, 3] * 7),
+)
+POLICIES: list[Policy] = [
+    Fixed(1),
+    Fixed(3),
+    Fixed(7),
+    Heuristic(6),
+    StopUnsure(5),
+    RandomBudgets(6),
+    Fickle(3),
+]
 
 
 def reference(prompt: Any, count: int = NEW, target: Table = TARGET, **more: Any) -> list[int]:
@@ -159,7 +175,9 @@ def test_idle_rows_beside_running_ones() -> None:
 def test_siblings_come_in_waves(drafter: str | None, rows: int, samples: int) -> None:
     engine = make_engine(TARGET, DRAFT, Fixed(2), rows=rows)
     prompt = (4, 0, 1, 2, 3, 1)
-    group = [greedy(prompt, drafter, group=1, sample=i, seed=5, max_new_tokens=5 + i % 3) for i in range(samples)]
+    group = [
+        greedy(prompt, drafter, group=1, sample=i, seed=5, max_new_tokens=5 + i % 3) for i in range(samples)
+    ]
     before, after = greedy((1, 2), drafter), greedy((2, 2), drafter)
     outputs = run(engine, [before, *group, after])
     assert outputs[1:-1] == [reference(prompt, s.params.max_new_tokens) for s in group]
@@ -214,7 +232,9 @@ def test_several_rows_break_and_end_in_one_round(broken: tuple[bool, ...]) -> No
         engine.submit(sequence)
     while not engine.scheduler.idle:
         engine.step()
-    assert all(s.finish is (Finish.ERROR if bad else Finish.EOS) for s, bad in zip(first, broken, strict=True))
+    assert all(
+        s.finish is (Finish.ERROR if bad else Finish.EOS) for s, bad in zip(first, broken, strict=True)
+    )
     after = [greedy((3, 1, 0, 2, 1, 3, 0), d, max_new_tokens=6) for d in DRAFTERS]
     assert run(engine, after) == [reference(s.prompt, 6) for s in after]
 

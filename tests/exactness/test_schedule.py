@@ -168,7 +168,9 @@ def test_arrivals_in_the_middle_of_everything() -> None:
     for _ in range(250):
         if dice.random() < 0.3 and len(sequences) < 60:
             prompt = [dice.randrange(V) for _ in range(dice.randint(1, 9))]
-            sequences.append(request(prompt, dice.choice(DRAFTERS), temperature=0, max_new_tokens=dice.randint(1, 12)))
+            sequences.append(
+                request(prompt, dice.choice(DRAFTERS), temperature=0, max_new_tokens=dice.randint(1, 12))
+            )
             engine.submit(sequences[-1])
         if dice.random() < 0.05 and sequences:
             engine.cancel(dice.choice(sequences))

@@ -46,7 +46,9 @@ Q = [[0.2, 0.2, 0.6], [0.1, 0.1, 0.8]]
 def test_a_coin_below_p_over_q_keeps_the_token() -> None:
     below, above = 0.2 / 0.6 - 1e-6, 0.2 / 0.6 + 1e-6
     for coin, kept in ((below, 1), (above, 0)):
-        verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), Coins([[coin, 0.999999, 0]]))  # type: ignore[arg-type]
+        verdict = speculative(
+            draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), Coins([[coin, 0.999999, 0]])
+        )  # type: ignore[arg-type]
         assert verdict.accepted.tolist() == [2 * kept]  # p(1) > q(1): no coin rejects the second
 
 
@@ -73,7 +75,10 @@ def test_an_impossible_token_is_rejected_whatever_the_coin() -> None:
     """u = 0, and q of any size: u q <= p would keep it."""
     for q in ([[[1.0, 0.0, 0.0]]], [[[1e-38, 0.5, 0.5]]], [[[0.0, 0.5, 0.5]]], None):
         verdict = speculative(
-            draft([[0]], [1], q), Law(torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])), keys(1, 2), Coins([[0.0, 0.0]])  # type: ignore[arg-type]
+            draft([[0]], [1], q),
+            Law(torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])),
+            keys(1, 2),
+            Coins([[0.0, 0.0]]),  # type: ignore[arg-type]
         )
         assert verdict.accepted.tolist() == [0]
         assert verdict.next_token.tolist() == [1]
@@ -85,7 +90,9 @@ def test_padding_is_never_accepted() -> None:
     for q in (None, [[[1.0, 0.0, 0.0]] * 2] * 2, [[[0.0, 0.5, 0.5]] * 2] * 2):
         made = draft([[0, 0], [0, 0]], [1, 0], q)
         assert speculative(made, p, keys(2, 3), Coins([[0.0] * 3] * 2)).accepted.tolist() == [1, 0]  # type: ignore[arg-type]
-        assert coupled(made, Law(ids=torch.zeros(2, 3, dtype=torch.int64)), keys(2, 3), Noise()).accepted.tolist() == [1, 0]
+        assert coupled(
+            made, Law(ids=torch.zeros(2, 3, dtype=torch.int64)), keys(2, 3), Noise()
+        ).accepted.tolist() == [1, 0]
 
 
 def test_nothing_after_a_rejection_is_accepted() -> None:

@@ -18,7 +18,11 @@ def keys(
     seeds: Any, positions: Any = 0, *, sample: int = 0, attempt: int | None = None, turn: int = 0
 ) -> NoiseKeys:
     base = torch.tensor([seed_key(seed, sample) for seed in seeds])
-    position = torch.as_tensor(positions).expand(len(base), -1) if torch.as_tensor(positions).dim() else torch.full((len(base), 1), positions)
+    position = (
+        torch.as_tensor(positions).expand(len(base), -1)
+        if torch.as_tensor(positions).dim()
+        else torch.full((len(base), 1), positions)
+    )
     tries = None if attempt is None else torch.full_like(position, attempt)
     return NoiseKeys(base, position, tries, torch.full((len(base),), turn))
 
@@ -32,7 +36,9 @@ def test_coins_are_uniform() -> None:
     assert abs(float(torch.corrcoef(torch.stack([along[1:], along[:-1]]))[0, 1])) < 0.08
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.1, 0.0, 0.7, 0.2], [5.0, 1.0], [1e-30, 1e-30], [1e-40, 3e-40]])
+@pytest.mark.parametrize(
+    "weights", [[1.0, 1.0, 1.0], [0.1, 0.0, 0.7, 0.2], [5.0, 1.0], [1e-30, 1e-30], [1e-40, 3e-40]]
+)
 def test_picks_have_the_law_of_their_weights(weights: list[float]) -> None:
     n = 4000
     w = torch.tensor(weights)
@@ -67,8 +73,12 @@ def test_every_field_of_a_key_matters() -> None:
 
 def test_coupled_noise_belongs_to_the_position() -> None:
     w = torch.ones(50, 1, 4)
-    assert torch.equal(NOISE.pick(w, keys(range(50)), COUPLED), NOISE.pick(w, keys(range(50), turn=9), COUPLED))
-    assert not torch.equal(NOISE.pick(w, keys(range(50)), DRAFT), NOISE.pick(w, keys(range(50), turn=9), DRAFT))
+    assert torch.equal(
+        NOISE.pick(w, keys(range(50)), COUPLED), NOISE.pick(w, keys(range(50), turn=9), COUPLED)
+    )
+    assert not torch.equal(
+        NOISE.pick(w, keys(range(50)), DRAFT), NOISE.pick(w, keys(range(50), turn=9), DRAFT)
+    )
 
 
 def test_no_attempts_are_attempt_zero() -> None:
@@ -124,4 +134,8 @@ def test_seed_keys_are_signed_words(seed: int) -> None:
     assert seed_key(seed, 1) != seed_key(seed + 1, 0)
 
 
-KNOWN: dict[str, Any] = {'key': -6411193824288604561, 'coins': [0.811505937459727, 0.5867669364816912, 0.015670368793155087], 'picks': [689, 880, 728, 252, 31, 250]}
+KNOWN: dict[str, Any] = {
+    "key": -6411193824288604561,
+    "coins": [0.811505937459727, 0.5867669364816912, 0.015670368793155087],
+    "picks": [689, 880, 728, 252, 31, 250],
+}

@@ -108,14 +108,14 @@ class Engine:
         self._leave(sequence, Finish.ERROR, error)
 
     def step(self) -> list[Sequence]:
-        """One chunk of prefill (all of it while nobody decodes), then one round; who was in it."""
+        """One chunk of prefill and one round, or the chunk alone while nobody decodes; who was in it."""
         self._start(self.scheduler.admit())
-        while (sequence := self.scheduler.prefilling) is not None:
-            busy = self.scheduler.running
+        busy = self.scheduler.running
+        if (sequence := self.scheduler.prefilling) is not None:
             self._prefill(sequence)
             self._start(self.scheduler.admit())
-            if busy:
-                break
+        if not busy and self.scheduler.prefilling is not None:
+            return []
         return self.round() if self.scheduler.running else []
 
     @torch.inference_mode()

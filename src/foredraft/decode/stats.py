@@ -1,6 +1,6 @@
 """Stats: folds rounds into figures.
 
-The words are DESIGN's: *acceptance rate* = accepted / drafted, for people; *alpha* = accepted /
+The words are those of docs/architecture.md: *acceptance rate* = accepted / drafted, for people; *alpha* = accepted /
 (accepted + rounds that a rejection ended), the constant-rate model's parameter: P(a drafted token is
 accepted | all before it in its draft were); *mean accepted length* tau = tokens emitted per round, the
 correction or bonus token included.

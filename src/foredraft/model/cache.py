@@ -1,7 +1,7 @@
 """Keys and values of every sequence: rows x positions, addressed by absolute position.
 
 Contract: rollback is setting a length, on models with sliding windows too, because windows live in the mask
-(DESIGN, invariant 6). What lies past a length is finite garbage: the store starts zeroed and only finite
+(docs/architecture.md). What lies past a length is finite garbage: the store starts zeroed and only finite
 values are written. The owner of the sequences sets `lengths`, at commit only; nothing here or in a forward
 does.
 

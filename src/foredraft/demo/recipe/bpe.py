@@ -20,6 +20,7 @@ from .corpus import read_sources
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096
+START = 0  # the id of END_OF_TEXT
 # Line breaks with the indentation that follows; words with one leading mark or blank (".append",
 # " return"); up to three digits; runs of marks with one leading blank; any other blanks.
 PIECES = r"\n[\n ]*|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+|\s+"
@@ -47,7 +48,7 @@ def build(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
 
 def encode_files(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
     """One stream: every file preceded by the end-of-text mark, which so doubles as a start mark."""
-    start = tokenizer.token_to_id(END_OF_TEXT)
+    start = START
     stream: list[int] = []
     for text in texts:
         stream.append(start)

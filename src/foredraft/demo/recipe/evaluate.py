@@ -52,10 +52,16 @@ class Tally(NamedTuple):
     draft_nats: float = 0.0
     agreement: float = 0.0
     overlap: float = 0.0
-    positions: int = 0
+    positions: float = 0.0
 
     def add(self, other: Tally) -> Tally:
-        return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Tally(
+            self.target_nats + other.target_nats,
+            self.draft_nats + other.draft_nats,
+            self.agreement + other.agreement,
+            self.overlap + other.overlap,
+            self.positions + other.positions,
+        )
 
     def alphas(self) -> dict[str, float]:
         return {
@@ -70,13 +76,13 @@ def compare(pair: Pair, ids: Tensor, keep: Tensor | None = None) -> Tally:
     p, q = (model(ids).logits[:, :-1].float().log_softmax(-1) for model in pair)  # [B, T-1, V]
     labels = ids[:, 1:].unsqueeze(-1)
     weight = torch.ones(labels.shape[:2]) if keep is None else keep[:, 1:].float()
-    columns = (
-        -p.gather(-1, labels).squeeze(-1),
-        -q.gather(-1, labels).squeeze(-1),
-        (p.argmax(-1) == q.argmax(-1)).float(),
-        torch.minimum(p, q).exp().sum(-1),
+    return Tally(
+        target_nats=float((-p.gather(-1, labels).squeeze(-1) * weight).sum()),
+        draft_nats=float((-q.gather(-1, labels).squeeze(-1) * weight).sum()),
+        agreement=float(((p.argmax(-1) == q.argmax(-1)) * weight).sum()),
+        overlap=float((torch.minimum(p, q).exp().sum(-1) * weight).sum()),
+        positions=float(weight.sum()),
     )
-    return Tally(*((column * weight).sum().item() for column in columns), int(weight.sum()))
 
 
 def judge_text(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer, windows: int = 2) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def judge_text(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer, windows: 
         bits
         | {
             "target_nats_per_token": round(total.target_nats / total.positions, 4),
-            "tokens": total.positions,
+            "tokens": int(total.positions),
             "bytes": size,
         }
         | total.alphas()

@@ -1,19 +1,19 @@
-"""Deepen the target between two stages of training; make the draft at the first growth.
+"""Deepen the target between two stages of training, and make the draft out of a shallow stage.
 
-Contract: a layer becomes several copies of itself whose branches each write their part of what it wrote,
-so that the grown model computes nearly what the shallow one did: one step of the residual stream as
-several smaller ones (compare stacking, arXiv:2405.15319). At the first growth the shallow model itself
-becomes the draft, its MLPs widened by units that write nothing yet. Moments start at zero; the place in
-the data is kept.
+Contract: `deepen` repeats layers; a repeated layer reads what its original reads and writes nothing yet,
+so the grown model computes what the shallow one did (compare stacking, arXiv:2405.15319). `start_draft`
+takes two layers of the four-layer target, each widened by the heads and units of another that write
+nothing yet. Moments start at zero; the place in the data is kept.
 
     python -m foredraft.demo.recipe.grow --checkpoints DIR --out DIR --copies 2 2
+    python -m foredraft.demo.recipe.grow --checkpoints DIR --out DIR --shallow DIR
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ PARTS = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
 
 
 def deepen(weights: Weights, copies: Sequence[int]) -> Weights:
-    """Layer i becomes `copies[i]` layers, each writing its part."""
+    """Layer i becomes `copies[i]` layers, of which the first writes."""
     grown = {name: weight.clone() for name, weight in weights.items() if not name.startswith("layers.")}
     place = 0
     for index, count in enumerate(copies):
@@ -58,14 +58,9 @@ def merge(weights: Weights, groups: Sequence[Sequence[int]]) -> Weights:
             merged[f"layers.{place}.{name}"] = torch.cat(rows)
             merged[f"layers.{place}.{norm}"] = torch.ones_like(members[0][norm])
         for name in ("out", "down"):
-            columns = [member[name] * (1.0 if first else 0.0) for first, member in marked(members)]
-            merged[f"layers.{place}.{name}"] = torch.cat(columns, dim=1)
+            silent = [torch.zeros_like(member[name]) for member in members[1:]]
+            merged[f"layers.{place}.{name}"] = torch.cat([members[0][name], *silent], dim=1)
     return merged
-
-
-def marked(items: Sequence[Weights]) -> Iterator[tuple[bool, Weights]]:
-    """Each item and whether it is the first."""
-    return ((index == 0, item) for index, item in enumerate(items))
 
 
 def fresh_state(weights: Weights) -> dict[str, Any]:

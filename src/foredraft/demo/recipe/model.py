@@ -160,7 +160,8 @@ class Decoder(nn.Module):
         Sub-layer 2l is the attention of layer l and 2l + 1 its MLP; those in `skip` are left out.
         """
         length, dtype, eps = ids.shape[1], self.embed.dtype, self.shape.norm_eps
-        rotary = Rotary(*(table[:length].to(dtype) for table in (self.cos, self.sin)), self.mask.to(dtype))
+        cos, sin = self.cos[:length].to(dtype), self.sin[:length].to(dtype)
+        rotary = Rotary(cos, sin, self.mask.to(dtype))
         x, tapped = F.embedding(ids, self.embed), None  # [B, T, C]
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from .model import DRAFT, TARGET, Decoder, ModelShape
 from .optimiser import Optimiser, Rates, Worker
@@ -391,7 +392,7 @@ def train(run: Run, report: Report = lambda row: None) -> Trainer:
     shared, barrier = trainer.share(), torch.multiprocessing.get_context("spawn").Barrier(run.workers)
     updates = tuple(optimiser.steps for optimiser in trainer.optimisers)
     where = Where(trainer.step, trainer.cursor, trainer.elapsed, updates)
-    torch.multiprocessing.spawn(start_worker, (run, shared, barrier, where), nprocs=run.workers)
+    spawn(start_worker, (run, shared, barrier, where), nprocs=run.workers)
     trainer.resume(run.checkpoints)
     return trainer
 

@@ -2,7 +2,7 @@
 
 Contract: found, never assumed. A product's kernel is chosen by its row count and an attention's by its query
 count and length, so the same position can come out different in its last bits from a pass of another shape
-(DESIGN, section 6). The self-check runs the model's operators at many shapes, on probes that cancel
+(docs/losslessness.md). The self-check runs the model's operators at many shapes, on probes that cancel
 (`probes`), compares with one reference shape bit for bit, and keeps the shapes that agree; two layers of the
 real decoder confirm them. Passes are then padded, and products cut, to kept shapes.
 """
