@@ -307,9 +307,12 @@ class Fickle:
         return drafts
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> None:
-        if q.probs is not None and position == self.max_draft - 2:
-            for sequence, sure in zip(sequences, (q.probs[:, 0].amax(-1) > self.least).tolist(), strict=True):
-                sequence.policy_state[0] = sure
+        if q.probs is None or position != self.max_draft - 2:
+            return
+        for sequence, top in zip(sequences, q.probs[:, 0].amax(-1).tolist(), strict=True):
+            # only what it is told whatever the others do: a whole draft, of a row that is not idle
+            if sequence.remaining > self.max_draft and top < 1:
+                sequence.policy_state[0] = top > self.least
 
     def learn(self, sequence: Sequence, outcome: Round) -> None:
         return None

@@ -91,7 +91,7 @@ def enumerate_and_compare(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_drafter_under_every_policy(policy: str) -> None:
-    cases = [case("as it is", drafter) for drafter in DRAFTERS]
+    cases = [case("as it is", drafter, new=4) for drafter in DRAFTERS]
     found = enumerate_and_compare(cases, POLICIES[policy])
     for one, got in zip(cases, found, strict=True):
         assert (got.drafted > 0) == (one.drafter is not None)
@@ -175,5 +175,5 @@ def test_a_forgetful_stepper() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_with_everything(policy: str, world: str, constraint: str, greedy_drafts: bool) -> None:
-    cases = [case(t, d, constraint) for t in TRANSFORMS for d in DRAFTERS]
+    cases = [case(t, d, constraint, new=4) for t in TRANSFORMS for d in DRAFTERS]
     enumerate_and_compare(cases, POLICIES[policy], world, greedy_drafts=greedy_drafts)

@@ -1,9 +1,9 @@
 """Stats: folds rounds into figures.
 
-The words are those of docs/architecture.md: *acceptance rate* = accepted / drafted, for people; *alpha* = accepted /
-(accepted + rounds that a rejection ended), the constant-rate model's parameter: P(a drafted token is
-accepted | all before it in its draft were); *mean accepted length* tau = tokens emitted per round, the
-correction or bonus token included.
+Words as in docs/architecture.md: *acceptance rate* = accepted / drafted, for people; *alpha* =
+accepted / (accepted + rounds that a rejection ended), the constant-rate model's parameter: P(a drafted
+token is accepted | all before it in its draft were); *mean accepted length* tau = tokens emitted per
+round, the correction or bonus token included.
 """
 
 from __future__ import annotations

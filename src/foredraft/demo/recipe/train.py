@@ -418,8 +418,8 @@ class BySteps:
         return trainer.step / self.steps
 
 
-# Three stages of growing depth (`grow.py` takes one to the next): at a small budget a shallow model
-# learns far more per second, and a deep one grown from it keeps what it learned.
+# Stages of growing depth, then the draft's own (`grow.py` leads from one to the next): at a small budget
+# a shallow model learns far more per second, and a deep one grown from it keeps what it learned.
 STAGES = {
     "2": Recipe(
         target=replace(TARGET, layers=2),
@@ -435,7 +435,7 @@ STAGES = {
         draft_learns=False,
         warmup_steps=5,
     ),
-    "16": Recipe(warmup_steps=8, decay_from=0.05, long_from=0.88, layer_dropout=0.1, exit_scale=0.1),
+    "16": Recipe(warmup_steps=8, decay_from=0.05, long_from=0.88, exit_scale=0.1, draft_learns=False),
     # The finished target teaches; only the draft still learns.
     "draft": Recipe(warmup_steps=1, decay_from=0.1, long_from=0.88, exit_scale=0.0, target_learns=False),
 }

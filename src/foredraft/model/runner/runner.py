@@ -2,8 +2,8 @@
 
 Contract: `forward` computes the same bits for a column whatever its neighbours in the batch and in the pass,
 as long as `exact` is left on, `deterministic` too, and the self-check at loading found agreeing shapes
-(docs/losslessness.md). It writes keys and values at absolute positions and leaves `cache.lengths` alone. Callers
-see no padding: not of the queries, not of the rows, not of the attended length.
+(docs/losslessness.md). It writes keys and values at absolute positions and leaves `cache.lengths` alone.
+Callers see no padding: not of the queries, not of the rows, not of the attended length.
 """
 
 from __future__ import annotations
