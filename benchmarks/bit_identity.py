@@ -1,8 +1,10 @@
 """Greedy output of every method against plain decoding, token by token.
 
-For each prompt: plain decoding at batch 1 is the reference; the draft model at several draft lengths,
-lookup, and both at batch 8 with mixed neighbours must give the same ids. Any divergence is reported with
-its position. Exit code 1 if there is one.
+For each prompt: plain decoding at batch 1 is the reference; the draft model, lookup, and both at batch 8
+with mixed neighbours must give the same ids. Three targets: the demo pair on held-out code, and random
+Llama and Gemma-2 checkpoints (grouped queries, a sliding window that the text crosses), on which ties are
+common; their drafts are the target with some noise on its weights. Any divergence is reported with its
+position. One process per core, each with its share of the prompts. Exit code 1 if anything diverges.
 
     python benchmarks/bit_identity.py --prompts 200 --new-tokens 128
 """
@@ -10,14 +12,63 @@ its position. Exit code 1 if there is one.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import random
 import sys
+import tempfile
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from workload import heldout, machine, write
 
 import foredraft
 from foredraft import LLM, SamplingParams
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,  # a random tied head says one token for ever
+    "initializer_range": 0.1,
+}
+RANDOM = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {**SIZES, "sliding_window": 64}),
+}
+
+
+def save_random(folder: Path, family: str) -> dict[str, Any]:
+    """A random target and a weak draft of it; what `foredraft.load` needs to find them."""
+    config, model_class, sizes = RANDOM[family]
+    torch.manual_seed(0)
+    model = model_class(config(**sizes)).to(torch.bfloat16)
+    model.save_pretrained(folder / "target")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * weight.std().nan_to_num() * torch.randn_like(weight)
+    model.save_pretrained(folder / "draft")
+    return {"path": folder / "target", "draft": folder / "draft"}
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    """Of 1 to 300 tokens, half of each said twice, so that a lookup finds something."""
+    dice = random.Random(0)
+    prompts: list[list[int]] = []
+    for index in range(count):
+        length = dice.choice((1, 3, 40, 63, 64, 65, 200, 256, 257, 300)) if index else 1
+        half = [dice.randrange(3, SIZES["vocab_size"]) for _ in range((length + 1) // 2)]
+        prompts.append((half + half)[:length])
+    return prompts
 
 
 def divergence(a: list[int], b: list[int]) -> int | None:
@@ -28,44 +79,49 @@ def divergence(a: list[int], b: list[int]) -> int | None:
 
 def decode(llm: LLM, prompts: list[Any], speculation: list[str], tokens: int) -> list[list[int]]:
     """speculation: the drafters that the prompts take in turn."""
+    base = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     params = [
-        SamplingParams(
-            temperature=0,
-            max_new_tokens=tokens,
-            ignore_eos=True,
-            speculation=speculation[i % len(speculation)],
-        )
-        for i in range(len(prompts))
+        SamplingParams.of(**base, speculation=speculation[i % len(speculation)]) for i in range(len(prompts))
     ]
     if llm.engine.rows.capacity > 1:
         return [o.token_ids for o in llm.generate(prompts, params)]
     return [llm.generate(p, own)[0].token_ids for p, own in zip(prompts, params, strict=True)]
 
 
-def check(load: dict[str, Any], prompts: list[Any], tokens: int) -> dict[str, Any]:
-    alone = foredraft.load(**load, max_batch=1)
+def check(prompts: list[Any], load: dict[str, Any], tokens: int) -> dict[str, dict[int, int]]:
+    """By case, the prompts that diverged and where."""
+    torch.set_num_threads(1)
+    alone, eight = (foredraft.load(**load, max_batch=rows) for rows in (1, 8))
     reference = decode(alone, prompts, ["none"], tokens)
     cases = {
         "draft-model, batch 1": (alone, ["draft-model"]),
         "lookup, batch 1": (alone, ["lookup"]),
-    }
-    eight = foredraft.load(**load, max_batch=8)
-    cases |= {
         "plain, batch 8": (eight, ["none"]),
         "draft-model, batch 8": (eight, ["draft-model"]),
         "lookup, batch 8": (eight, ["lookup"]),
         "mixed, batch 8": (eight, ["draft-model", "lookup", "none"]),
     }
-    result: dict[str, Any] = {"prompts": len(prompts), "tokens_each": tokens}
+    diverged: dict[str, dict[int, int]] = {}
     for name, (llm, speculation) in cases.items():
-        start = time.perf_counter()
-        found = [
-            divergence(a, b)
-            for a, b in zip(reference, decode(llm, prompts, speculation, tokens), strict=True)
-        ]
-        diverged = {i: at for i, at in enumerate(found) if at is not None}
-        result[name] = {"diverged": diverged, "seconds": round(time.perf_counter() - start, 1)}
-    return result
+        pairs = zip(reference, decode(llm, prompts, speculation, tokens), strict=True)
+        found = [divergence(a, b) for a, b in pairs]
+        diverged[name] = {i: at for i, at in enumerate(found) if at is not None}
+    return diverged
+
+
+def check_all(prompts: list[Any], load: dict[str, Any], tokens: int, processes: int) -> dict[str, Any]:
+    """`check` on every process's share of the prompts."""
+    start = time.perf_counter()
+    shares = [prompts[rank::processes] for rank in range(processes)]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool:
+        parts = pool.map(partial(check, load=load, tokens=tokens), shares)
+    result: dict[str, Any] = {"prompts": len(prompts), "tokens_each": tokens}
+    result["diverged"] = {
+        name: {i * processes + rank: at for rank, part in enumerate(parts) for i, at in part[name].items()}
+        for name in parts[0]
+    }
+    return result | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 def main() -> None:
@@ -74,16 +130,18 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-draft", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    result: dict[str, Any] = {"what": vars(options), "machine": machine()}
     load = {"dtype": options.dtype, "device": "cpu", "max_draft": options.max_draft}
-    result = {
-        "what": vars(options),
-        "machine": machine(),
-        "demo": check(load, heldout(options.prompts), options.new_tokens),
-    }
-    result["identical"] = all(
-        not case["diverged"] for case in result["demo"].values() if isinstance(case, dict)
-    )
+    every = partial(check_all, tokens=options.new_tokens, processes=options.processes)
+    with tempfile.TemporaryDirectory() as folder:
+        for family in RANDOM:
+            pair = save_random(Path(folder) / family, family)
+            result[family] = every(random_prompts(options.prompts), load=load | pair)
+    result["demo"] = every(heldout(options.prompts), load=load)
+    targets = ("demo", *RANDOM)
+    result["identical"] = not any(where for name in targets for where in result[name]["diverged"].values())
     write(f"bit_identity_{options.dtype}", result)
     sys.exit(0 if result["identical"] else 1)
 

@@ -136,6 +136,13 @@ class LLM:
         (sequence,) = self._sequences(self._encode(prompt)[0], params or SamplingParams(), 1, truncate)
         return self._pieces(sequence)
 
+    def cancel_all(self) -> None:
+        """End every request, running or waiting, after the round in progress; each keeps what it has."""
+        engine = self.engine
+        with self._turn:
+            coming = [sequence for _, sequence in self._inbox]
+            self._tell(engine.cancel, [*coming, *engine.scheduler.waiting, *engine.rows.sequences])
+
     def _pieces(self, sequence: Sequence) -> Iterator[Piece]:
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
         shown = 0

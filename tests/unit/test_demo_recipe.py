@@ -196,12 +196,26 @@ class TestGrowth:
         deep.load_state_dict(grow.deepen(dict(shallow.named_parameters()), [2, 3]))
         torch.testing.assert_close(shallow(self.IDS)[0], deep(self.IDS)[0])
 
-    def test_a_merged_draft_computes_what_its_first_members_do(self) -> None:
+    def test_a_draft_of_some_layers_computes_what_the_target_without_the_others_does(self) -> None:
         four = random_decoder(replace(TINY, layers=4))
-        draft = Decoder(replace(TINY, heads=2 * TINY.heads, mlp=2 * TINY.mlp))
-        draft.load_state_dict(grow.merge(dict(four.named_parameters()), grow.DRAFT_LAYERS))
+        draft = Decoder(TINY)
+        draft.load_state_dict(grow.keep(dict(four.named_parameters()), [0, 3]))
         others = {2 * layer + part for layer in (1, 2) for part in (0, 1)}
-        torch.testing.assert_close(four(self.IDS, others)[0], draft(self.IDS)[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(four(self.IDS, others)[0], draft(self.IDS)[0])
+
+    def test_the_next_stage_starts_where_the_last_one_ended(self, tokens: Path, tmp_path: Path) -> None:
+        run = train.Run(RECIPE, tokens, tmp_path, BrokenOff(2, 6))
+        train.train(run)
+        found = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        grown = grow.grow(found, [1, 2], [1])
+        assert grown["where"] == {"step": 0, "cursor": 2, "elapsed": 0.0}
+        torch.save(grown, tmp_path / "checkpoint.pt")
+        recipe = replace(RECIPE, target=replace(TINY, layers=3), draft=replace(TINY, layers=1))
+        trainer = train.Trainer(recipe, np.load(tokens))
+        assert trainer.resume(tmp_path)
+        assert trainer.target.shape.layers == 3
+        same = grow.grow(found)["states"]
+        assert all(torch.equal(same[1]["first"][n], m) for n, m in found["states"][1]["first"].items())
 
 
 class TestCompletions:

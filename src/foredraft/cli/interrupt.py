@@ -36,6 +36,4 @@ class Interrupt:
         if self.came:
             raise KeyboardInterrupt
         self.came = True
-        engine = self.llm.engine
-        for sequence in [*engine.scheduler.waiting, *engine.rows.sequences]:
-            engine.cancel(sequence)
+        self.llm.cancel_all()

@@ -35,7 +35,7 @@ class ModelShape:
 
 
 TARGET = ModelShape()
-DRAFT = ModelShape(layers=2, heads=10, mlp=1728)
+DRAFT = ModelShape(layers=2)
 
 
 CHUNK = 256  # queries per attention product

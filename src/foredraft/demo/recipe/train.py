@@ -418,8 +418,8 @@ class BySteps:
         return trainer.step / self.steps
 
 
-# Stages of growing depth, then the draft's own (`grow.py` leads from one to the next): at a small budget
-# a shallow model learns far more per second, and a deep one grown from it keeps what it learned.
+# Stages of growing depth, then the draft's own (`grow.py` leads from one to the next and starts the draft): at
+# a small budget a shallow model learns far more per second, and a deep one grown from it keeps what it learned.
 STAGES = {
     "2": Recipe(
         target=replace(TARGET, layers=2),
@@ -435,9 +435,15 @@ STAGES = {
         draft_learns=False,
         warmup_steps=5,
     ),
-    "16": Recipe(warmup_steps=8, decay_from=0.05, long_from=0.88, exit_scale=0.1, draft_learns=False),
+    "16": Recipe(warmup_steps=8, decay_from=0.05, long_from=0.88, exit_scale=0.1),
     # The finished target teaches; only the draft still learns.
-    "draft": Recipe(warmup_steps=1, decay_from=0.1, long_from=0.88, exit_scale=0.0, target_learns=False),
+    "draft": Recipe(
+        rates=Rates(matrix=1.5e-3, vector=1.5e-3),
+        decay_from=0.0,
+        long_from=0.88,
+        exit_scale=0.0,
+        target_learns=False,
+    ),
 }
 
 
@@ -448,8 +454,11 @@ def main() -> None:
     parser.add_argument("--deadline", type=datetime.fromisoformat, required=True, help="UTC, ISO 8601")
     parser.add_argument("--stage", choices=STAGES, required=True)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--ordinary", action="store_true", help="no layer dropout, no early-exit loss")
     options = parser.parse_args()
     recipe = STAGES[options.stage]
+    if options.ordinary:
+        recipe = replace(recipe, layer_dropout=0.0, exit_scale=0.0)
     run = Run(
         recipe,
         tokens=options.corpus / "train.npy",
