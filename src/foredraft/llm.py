@@ -1,22 +1,25 @@
 """LLM: prompts in, outputs or a stream of pieces out; safe to use from several threads.
 
 Requests of all threads share one engine and one running batch. Whichever thread finds nobody stepping
-the engine steps it, for everyone; the others wait for their own request. An interrupt (Ctrl-C) waits
-for the round to end, so no state is left half-written.
+the engine steps it, for everyone; the others wait for their own request. What a thread wants to see of
+its request is looked at between two steps only, by whoever took the last one. An interrupt (Ctrl-C)
+waits for the round to end, so no state is left half-written.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from foredraft.decode.engine import Engine
 from foredraft.decode.sampling import SamplingParams
@@ -29,6 +32,9 @@ from foredraft.model.tokenizer import Tokenizer
 __all__ = ["LLM", "Output", "Piece", "Prompts"]
 
 Prompts = str | Seq[str] | Seq[int] | Seq[Seq[int]]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class Output:
     text: None without a tokenizer. token_ids: the new ones only; origins: who wrote each.
     finish_reason: "eos", "length", "cancelled" or "error", and then `error` says what happened.
     seed: the request's, or the fresh one that it got; `sample` is the sample's index under that seed.
+    lossless: the text has the model's own law, as docs/losslessness.md says it; deterministic: and its bits do
+    not depend on who drafts and who shares the batch.
     """
 
     text: str | None
@@ -50,6 +58,7 @@ class Output:
     stats: Stats
     error: str | None = None
     lossless: bool = True
+    deterministic: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class LLM:
 
     default_drafter: who drafts for requests that name none; None = plain decoding.
     max_length: prompt and new tokens together that a request may take.
+    lossless: whether outputs of each drafter have the model's own law; those not named do.
+    deterministic: whether the target's passes keep to exact shapes.
     """
 
     def __init__(
@@ -77,15 +88,19 @@ class LLM:
         *,
         default_drafter: str | None,
         max_length: int,
+        lossless: Mapping[str, bool] | None = None,
+        deterministic: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.engine, self.spec, self.tokenizer = engine, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
+        self._lossless, self.deterministic = dict(lossless or {}), deterministic
         self._progress = progress
         self._ids = itertools.count()
         self._turn = threading.Condition()
         self._stepping = False
         self._inbox: list[tuple[Callable[[Sequence], None], Sequence]] = []
+        self._waiting: list[_Wish[Any]] = []
 
     def generate(
         self,
@@ -100,7 +115,9 @@ class LLM:
         prompts: text, token ids, or a list of either. params: one for all, or one per prompt.
         truncate: "left" drops the oldest tokens of a prompt that is too long, instead of refusing it.
         Raises RequestError before anything runs if a prompt or an option cannot be served. A request that
-        fails while running (logits that are not finite) is reported in its Output; the others go on.
+        fails while running (logits that are not finite, a pass that broke off) is reported in its Output;
+        the others go on. A KeyboardInterrupt ends the requests and is raised again; `cancel_all` and
+        `stream` are the ways to keep what was generated.
         """
         encoded = self._encode(prompts)
         if n < 1:
@@ -113,13 +130,19 @@ class LLM:
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
             sequences += self._sequences(ids, own, n, truncate)
-        self._tell(self.engine.submit, sequences)
+
+        def outputs() -> list[Output] | None:
+            if any(s.state is not State.FINISHED for s in reversed(sequences)):
+                return None
+            return [self._output(s) for s in sequences]
+
         try:
-            self._drive(lambda: all(s.state is State.FINISHED for s in sequences))
+            self._submit(sequences)
+            return self._drive(outputs)
         except BaseException:
-            self._tell(self.engine.cancel, [s for s in sequences if s.state is not State.FINISHED])
+            # those that wait go first: a row that a sibling leaves would pass to them
+            self._tell(self.engine.cancel, sequences[::-1])
             raise
-        return [self._output(s) for s in sequences]
 
     def stream(
         self,
@@ -133,7 +156,10 @@ class LLM:
         The last piece carries the Output. Raises as `generate` does, at the call; the request itself
         begins with the first `next`.
         """
-        (sequence,) = self._sequences(self._encode(prompt)[0], params or SamplingParams(), 1, truncate)
+        encoded = self._encode(prompt)
+        if len(encoded) != 1:
+            raise RequestError(f"stream takes one prompt, not {len(encoded)}; use generate for several")
+        (sequence,) = self._sequences(encoded[0], params or SamplingParams(), 1, truncate)
         return self._pieces(sequence)
 
     def cancel_all(self) -> None:
@@ -144,50 +170,60 @@ class LLM:
             self._tell(engine.cancel, [*coming, *engine.scheduler.waiting, *engine.rows.sequences])
 
     def _pieces(self, sequence: Sequence) -> Iterator[Piece]:
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(after=sequence.prompt)
         shown = 0
-        self._tell(self.engine.submit, [sequence])
+
+        def news() -> tuple[list[int], list[str], Output | None] | None:
+            settled = sequence.settled
+            output = self._output(sequence) if sequence.state is State.FINISHED else None
+            if output is None and settled <= shown:
+                return None
+            origins = [str(origin) for origin in sequence.origins[shown:settled]]
+            return sequence.new_ids[shown:settled], origins, output
+
         try:
+            self._submit([sequence])
             while True:
-
-                def news(shown: int = shown) -> bool:
-                    return sequence.state is State.FINISHED or sequence.settled > shown
-
-                self._drive(news)
-                over = sequence.state is State.FINISHED
-                settled = sequence.settled
-                ids, origins = sequence.new_ids[shown:settled], sequence.origins[shown:settled]
-                shown = settled
+                ids, origins, output = self._drive(news)
+                shown += len(ids)
                 text = None
                 if detokenizer is not None:
-                    text = detokenizer.push(ids) + (detokenizer.flush() if over else "")
-                yield Piece(text, ids, [str(o) for o in origins], self._output(sequence) if over else None)
-                if over:
+                    text = detokenizer.push(ids) + (detokenizer.flush() if output is not None else "")
+                yield Piece(text, ids, origins, output)
+                if output is not None:
                     return
         finally:
-            if sequence.state is not State.FINISHED:
-                self._tell(self.engine.cancel, [sequence])
-                self._drive(lambda: sequence.state is State.FINISHED)
+            # no waiting here: an iterator that was dropped may be closed in the middle of a step
+            self._tell(self.engine.cancel, [sequence])
 
     def _encode(self, prompts: Prompts) -> list[list[int]]:
         """Any accepted form -> ids of each prompt."""
         if isinstance(prompts, str):
-            texts: list[str | list[int]] = [prompts]
-        elif all(isinstance(p, int) for p in prompts):
-            texts = [list(prompts)]  # type: ignore[arg-type]
-        else:
-            texts = [p if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[arg-type]
-        encoded: list[list[int]] = []
-        for text in texts:
-            if isinstance(text, str):
-                if self.tokenizer is None:
-                    raise RequestError("this model's folder has no tokenizer.json; give token ids, not text")
-                if not text:
-                    raise RequestError("the prompt is empty; give at least one character")
-                encoded.append(self.tokenizer.encode(text))
-            else:
-                encoded.append(text)
+            return [self._encode_text(prompts)]
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"the prompt is {prompts!r}; give text, token ids, or a list of either")
+        items: list[Any] = list(prompts)
+        if all(_token_id(item) is not None for item in items):
+            return [_token_ids(items)]
+        encoded = []
+        for item in items:
+            if not isinstance(item, str | Iterable):
+                raise RequestError(f"a prompt in the list is {item!r}; give text or a list of token ids")
+            encoded.append(self._encode_text(item) if isinstance(item, str) else _token_ids(item))
         return encoded
+
+    def _encode_text(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model's folder has no tokenizer.json; give token ids, not text")
+        if not text:
+            raise RequestError("the prompt is empty; give at least one character")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid Unicode at character {error.start}; give it as UTF-8"
+            ) from None
+        return self.tokenizer.encode(text)
 
     def _sequences(
         self, prompt: list[int], params: SamplingParams, n: int, truncate: Literal["left"] | None
@@ -202,17 +238,9 @@ class LLM:
                 )
         if truncate not in (None, "left"):
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
-        room = self.max_length - params.max_new_tokens
-        if len(prompt) > room and truncate == "left" and room >= 1:
-            prompt = prompt[-room:]
-        if len(prompt) > room:
-            raise RequestError(
-                f"the prompt's {len(prompt)} tokens and max_new_tokens {params.max_new_tokens} exceed the"
-                f" {self.max_length} positions there is room for; shorten one, raise max_length up to the"
-                f" model's {self.spec.max_positions}, or truncate='left'"
-            )
+        prompt = self._fitting(prompt, params.max_new_tokens, truncate)
         drafter = self._drafter(params.speculation)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self._ids) for _ in range(n)]
         group = ids[0] if n > 1 else None
         eos = frozenset(self.spec.eos_token_ids)
@@ -220,6 +248,24 @@ class LLM:
             Sequence(i, prompt, params, seed, sample, eos, drafter, group=group)
             for sample, i in enumerate(ids)
         ]
+
+    def _fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
+        """The prompt, cut on the left if asked for; a leading BOS stays, since models fail without."""
+        room = self.max_length - new
+        kept = prompt[:1] if prompt[0] == self.spec.bos_token_id else []
+        if len(prompt) <= room:
+            return prompt
+        if truncate == "left" and room > len(kept):
+            return [*kept, *prompt[len(prompt) - room + len(kept) :]]
+        ways = ["lower max_new_tokens"]
+        if room > len(kept):
+            ways = ["shorten the prompt", *ways, *(["truncate='left'"] if truncate is None else [])]
+        if self.max_length < self.spec.max_positions:
+            ways.append(f"raise max_length up to the model's {self.spec.max_positions}")
+        raise RequestError(
+            f"the prompt's {len(prompt)} tokens and max_new_tokens {new} exceed the {self.max_length}"
+            f" positions there is room for; {', or '.join(ways)}"
+        )
 
     def _drafter(self, speculation: str | None) -> str | None:
         if speculation is None:
@@ -243,33 +289,57 @@ class LLM:
         for what, sequence in inbox:
             what(sequence)
 
-    def _drive(self, done: Callable[[], bool]) -> None:
-        """Step the engine, or wait while another thread does, until `done`."""
-        while True:
-            with self._turn:
-                while not done() and self._stepping:
-                    self._turn.wait()
-                if done():
-                    return
-                self._stepping = True
-            try:
-                with _interrupts_held():
-                    self._step()
-            finally:
+    def _submit(self, sequences: list[Sequence]) -> None:
+        with _interrupts_held():
+            self._tell(self.engine.submit, sequences)
+
+    def _drive(self, look: Callable[[], T | None]) -> T:
+        """Step the engine, or wait while another thread does, until `look` finds something.
+
+        `look` is called between two steps only, by whichever thread took the last one.
+        """
+        wish = _Wish(look)
+        with self._turn:
+            self._waiting.append(wish)
+        try:
+            while True:
                 with self._turn:
-                    self._stepping = False
-                    self._read_inbox()
-                    self._turn.notify_all()
+                    while self._stepping and wish.found is None:
+                        self._turn.wait()
+                with _interrupts_held():
+                    with self._turn:
+                        if not self._stepping:
+                            wish.see()
+                        if wish.found is not None:
+                            return wish.found
+                        if self._stepping:
+                            continue
+                        self._stepping = True
+                    self._step()
+        finally:
+            with self._turn:
+                self._waiting.remove(wish)
 
     def _step(self) -> None:
+        """One step for everyone; then everyone's news."""
         reading = self.engine.scheduler.prefilling
         try:
             self.engine.step()
         except Exception as error:
             # The batch cannot go on (out of memory, a broken operator): its requests fail by name.
-            for sequence in list(self.engine.rows.sequences):
-                self.engine.fail(sequence, f"{type(error).__name__}: {error}")
-            raise
+            if not self.engine.rows.sequences:
+                raise
+            logger.exception("a pass broke off; the requests in it end with an error")
+            self.engine.fail_batch(f"{type(error).__name__}: {error}")
+        finally:
+            with self._turn:
+                self._stepping = False
+                try:
+                    self._read_inbox()
+                    for wish in self._waiting:
+                        wish.see()
+                finally:
+                    self._turn.notify_all()
         reading = reading or self.engine.scheduler.prefilling
         if self._progress is not None and reading is not None:
             total = len(reading.prompt) - 1
@@ -280,7 +350,7 @@ class LLM:
         ids = sequence.new_ids
         assert sequence.finish is not None
         return Output(
-            text=None if self.tokenizer is None else self.tokenizer.decode(ids),
+            text=None if self.tokenizer is None else self.tokenizer.decode(ids, after=sequence.prompt),
             token_ids=ids,
             origins=[str(origin) for origin in sequence.origins],
             finish_reason=str(sequence.finish),
@@ -289,7 +359,41 @@ class LLM:
             prompt_tokens=len(sequence.prompt),
             stats=Stats.of(sequence.rounds, max(0.0, sequence.ended - sequence.started)),
             error=sequence.error,
+            lossless=self._lossless.get(self._drafter(sequence.params.speculation) or "none", True),
+            deterministic=self.deterministic,
         )
+
+
+@dataclass(slots=True, eq=False)
+class _Wish(Generic[T]):
+    """What a thread waits for."""
+
+    look: Callable[[], T | None]
+    found: T | None = None
+
+    def see(self) -> None:
+        if self.found is None:
+            self.found = self.look()
+
+
+def _token_id(item: Any) -> int | None:
+    """An integer of any library as an int; None for anything else, bool included."""
+    if isinstance(item, bool | str):
+        return None
+    try:
+        return operator.index(item)
+    except TypeError:
+        return None
+
+
+def _token_ids(items: Iterable[Any]) -> list[int]:
+    ids: list[int] = []
+    for item in items:
+        token = _token_id(item)
+        if token is None:
+            raise RequestError(f"token id {item!r} is not a whole number; give integers")
+        ids.append(token)
+    return ids
 
 
 @contextmanager

@@ -1,22 +1,9 @@
-"""Planted defects, each with a check that must fail under it and passes without.
-
-A defect is an edit of a function's source, compiled into the function in place, so that every name that
-was imported from anywhere runs it. Where the library's code has changed under a defect, planting fails:
-plant it anew, do not drop it.
-"""
+"""Planted defects of the round, each with a check that must fail under it and passes without."""
 
 from __future__ import annotations
-import __future__
 
-import ast
-import inspect
 import sys
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import pytest
 import test_chi_square as chi_square
@@ -30,39 +17,11 @@ from foredraft.decode import accept, draft, law, noise, rows, sampling, sequence
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed
 from foredraft.drafters import draft_model, lookup
+from planting import Mutant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import test_decode_accept as accept_unit
 import test_decode_sampling as sampling_unit
-
-Edit = tuple[Any, str, str]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    edits: tuple[Edit, ...]
-    check: Callable[[], object]
-
-    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for function, old, new in self.edits:
-            plain = inspect.unwrap(function)
-            monkeypatch.setattr(plain, "__code__", _edited(plain, old, new).__code__)
-
-
-def _edited(function: FunctionType, old: str, new: str) -> FunctionType:
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} no longer holds {old!r}"
-    tree = ast.parse(source.replace(old, new))
-    (definition,) = tree.body
-    assert isinstance(definition, ast.FunctionDef)
-    definition.decorator_list = []
-    made: dict[str, Any] = {}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(tree, f"<mutant of {function.__qualname__}>", "exec", flags), function.__globals__, made)
-    compiled: FunctionType = made[definition.name]
-    return compiled
-
 
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
 
@@ -160,7 +119,44 @@ def several_broken_rows() -> None:
 
 
 def failed_batch() -> None:
-    identity.test_a_failed_batch_leaves_clean_rows()
+    identity.test_a_failed_batch_leaves_clean_rows(pytest.MonkeyPatch())
+
+
+def cancelled_prompt() -> None:
+    identity.test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind()
+
+
+def moved_prompt() -> None:
+    identity.test_a_row_that_moves_before_its_first_round_leaves_nothing_behind()
+
+
+def broken_drafts() -> None:
+    identity.test_a_draft_that_breaks_the_pass_costs_only_the_draft("script")
+
+
+def broken_drafter() -> None:
+    identity.test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone()
+
+
+def mixed_drafters() -> None:
+    sequences = [identity.greedy((1, 2), drafter) for drafter in identity.DRAFTERS]
+    engine = identity.make_engine(identity.TARGET, identity.DRAFT, Fixed(3), rows=8)
+    identity.run(engine, sequences)
+    drafted = [sum(turn.drafted for turn in s.rounds) for s in sequences]
+    assert [count > 0 for count in drafted] == [s.drafter is not None for s in sequences]
+
+
+def law_of_mixed_drafters() -> None:
+    cases = [enumeration.case("as it is", d, new=2) for d in ("draft-model", "tapping")]
+    enumeration.enumerate_and_compare(cases, lambda: Fixed(1), rows=2)
+
+
+def shared_noise() -> None:
+    """Sampled drafts of the target itself, coupled: whoever draws with the right key is never rejected."""
+    sequences = [identity.request(p, "draft-model", seed=3, max_new_tokens=20) for p in identity.PROMPTS]
+    engine = identity.make_engine(identity.TARGET, identity.TARGET, Fixed(4), rows=3)
+    identity.run(engine, sequences)
+    assert all(turn.accepted == turn.drafted for s in sequences for turn in s.rounds)
 
 
 def cancelled() -> None:
@@ -299,12 +295,12 @@ MUTANTS = [
     ),
     Mutant(
         "draft and residual share their noise",
-        ((accept.speculative, "RESIDUAL, noise", "1, noise"),),
+        ((accept.speculative, "last, RESIDUAL", "last, 1"),),
         law_of_sampled_drafts,
     ),
     Mutant(
         "draft and residual share their noise, sampled",
-        ((accept.speculative, "RESIDUAL, noise", "1, noise"),),
+        ((accept.speculative, "last, RESIDUAL", "last, 1"),),
         chi_square.test_two_tokens_of_a_weak_drafter,
     ),
     Mutant(
@@ -410,14 +406,100 @@ MUTANTS = [
         broken_rows,
     ),
     Mutant(
-        "a failed row moved before it is zeroed",
-        ((COMMIT, "leaving[1] is not Finish.ERROR", "0"),),
+        "what a failed row leaves behind when it moves",
+        ((rows.Rows.remove, "cache.zero_row(last.row)", "pass"),),
         several_broken_rows,
     ),
     Mutant(
-        "what a failed row leaves behind when it moves",
-        ((rows.Rows.remove, "cache.zero_row(last.row)", "pass"),),
+        "only rows that failed are zeroed, not those that were never proven",
+        ((rows.Rows.remove, "if not sequence.proven:", "if sequence.error is not None:"),),
+        cancelled_prompt,
+    ),
+    Mutant(
+        "only rows that failed are zeroed when they move",
+        ((rows.Rows.remove, "if not last.proven:", "if last.error is not None:"),),
+        moved_prompt,
+    ),
+    Mutant(
+        "a failed batch leaves its rows proven",
+        (
+            (Engine.fail_batch, "sequence.proven = False", "pass"),
+            (Engine._leave, "sequence.proven = False", "pass"),
+        ),
         failed_batch,
+    ),
+    Mutant(
+        "drafters leave a failed batch after rows have moved",
+        ((Engine.fail_batch, "self.drafters[sequence.drafter].leave(sequence)", "pass"),),
+        failed_batch,
+    ),
+    Mutant(
+        "a row that its draft broke is not wiped",
+        ((COMMIT, "self.cache.wipe(sequence.row, base)", "pass"),),
+        broken_drafts,
+    ),
+    Mutant(
+        "a row that its draft broke drafts again at once",
+        ((Engine._budget, "sequence.drafter is None or sequence.wary", "sequence.drafter is None"),),
+        broken_drafts,
+    ),
+    Mutant(
+        "a row that its draft broke fails",
+        ((COMMIT, "if reading.broken and reading.drafted == 0:", "if reading.broken:"),),
+        broken_drafts,
+    ),
+    Mutant(
+        "a drafter that breaks keeps its rows",
+        ((Engine._cure, "cache.zero_row(sequence.row)", "pass"),),
+        broken_drafter,
+    ),
+    Mutant(
+        "nobody looks at the drafter's logits",
+        ((STEP_THROUGH, "(alive & ~finite[:, 0])", "(alive & False)"),),
+        broken_drafter,
+    ),
+    Mutant(
+        "resumes above a tapped depth",
+        ((Engine._verify, "any(tap < resume.depth for tap in taps)", "False"),),
+        identity.test_states_below_a_resumed_depth_are_computed_for_who_taps_them,
+    ),
+    Mutant(
+        "a donor's rows damaged by the copy",
+        (
+            (
+                rows.Rows.add,
+                "cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))",
+                "cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))\n"
+                "            donor is not None and cache.wipe(donor.row, 0)",
+            ),
+        ),
+        siblings,
+    ),
+    Mutant(
+        "coupled noise for rows that are not",
+        ((draft._draw, "noise.pick(weights, keys, DRAFT)", "noise.pick(weights, keys, COUPLED)"),),
+        law_of_sampled_drafts,
+    ),
+    Mutant(
+        "draft keys off by one",
+        ((STEP_THROUGH, "inputs.noise.column(j)", "inputs.noise.column(min(j + 1, width))"),),
+        shared_noise,
+    ),
+    Mutant(
+        "drafts of several drafters, each with the lengths of the first",
+        ((draft._merge, "lengths = draft.lengths.where(mask, lengths)", "lengths = parts[0][1].lengths"),),
+        mixed_drafters,
+    ),
+    Mutant(
+        "drafts of several drafters, each with the law of the last",
+        (
+            (
+                draft._merge,
+                "probs[:, :k] = q.probs.where(mask[:, None, None], probs[:, :k])",
+                "probs[:, :k] = q.probs",
+            ),
+        ),
+        law_of_mixed_drafters,
     ),
     Mutant(
         "NaN under top-p",

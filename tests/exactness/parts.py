@@ -102,7 +102,7 @@ class TappingStepper:
         self.cache.lengths[row] = min(self.cache.lengths[row], len(sequence.tokens) - 1)
 
     def leave(self, sequence: Sequence) -> None:
-        self.joined.remove(sequence.id)
+        self.joined.discard(sequence.id)
 
 
 class ScriptedGuesser:
@@ -130,7 +130,7 @@ class ScriptedGuesser:
         self.lengths[sequence.id] = len(sequence.tokens)
 
     def leave(self, sequence: Sequence) -> None:
-        del self.lengths[sequence.id]
+        self.lengths.pop(sequence.id, None)
 
 
 def arbitrary(vocabulary: int) -> Callable[[Sequence, int], list[int]]:

@@ -48,8 +48,11 @@ class TokenCache:
             self.data[:, target, :length] = self.data[:, source, :length]
         self.lengths[target] = length
 
+    def wipe(self, row: int, length: int) -> None:
+        self.data[:, row, length:] = self.poison
+
     def zero_row(self, row: int) -> None:
-        self.data[:, row] = self.poison
+        self.wipe(row, 0)
         self.lengths[row] = 0
 
 
@@ -85,7 +88,10 @@ def _weight(position: int) -> int:
 
 
 class Tabular:
-    """fatal: contexts that begin with this token and are `patience` long or longer yield NaN."""
+    """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
+
+    venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
+    """
 
     def __init__(
         self,
@@ -95,10 +101,11 @@ class Tabular:
         max_queries: int = 12,
         fatal: int | None = None,
         patience: int = 6,
+        venom: int | None = None,
     ) -> None:
         self.table, self.vocabulary = table, table.vocabulary
         self.chunk, self.max_queries = chunk, max_queries
-        self.fatal, self.patience = fatal, patience
+        self.fatal, self.patience, self.venom = fatal, patience, venom
         self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000))
         self.poisoned = 0  # real columns whose context was poisoned
         self.passes = 0
@@ -185,6 +192,8 @@ class Tabular:
         if self.fatal is not None:
             doomed = (cache.data[0][rows, 0] == self.fatal)[:, None] & (positions + 1 >= self.patience)
             states[doomed & real] = np.nan
+        if self.venom is not None:
+            states[(ids == self.venom) & real] = np.nan
         return states
 
     def _upper(

@@ -44,7 +44,7 @@ def begin(tokens: list[int], drafter: str, **more: Any) -> tuple[CheckedEngine, 
 
 
 def draft(engine: CheckedEngine, sequence: Sequence) -> Draft:
-    inputs = RoundInputs([sequence], [False], [GAMMA], SamplingTable.of([sequence.params], CPU), V, CPU)
+    inputs = RoundInputs.of([sequence], [False], [GAMMA], SamplingTable.of([sequence.params], CPU), V, CPU)
     drafter = engine.drafters[sequence.drafter or ""]
     return propose({drafter.name: drafter}, inputs, Fixed(GAMMA), Noise())
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingParams
-from foredraft.decode.scheduler import Scheduler
+from foredraft.decode.scheduler import Scheduler, next_chunk
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round, Stats
 
@@ -150,6 +150,7 @@ def test_rows_are_a_prefix_and_the_last_one_moves() -> None:
     several = [sequence(number=i) for i in range(3)]
     for one in several:
         rows.add(one)
+        one.proven = True
     for cache in caches:
         cache.lengths[:3] = [2, 3, 4]
     rows.remove(several[0])
@@ -163,15 +164,18 @@ def test_rows_are_a_prefix_and_the_last_one_moves() -> None:
     assert len(caches[0].done) == 1
 
 
-def test_a_poisoned_row_is_zeroed_and_so_is_the_one_that_moved() -> None:
+@pytest.mark.parametrize(("leaver", "mover"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_row_of_unproven_values_is_zeroed_by_who_leaves_it(leaver: bool, mover: bool) -> None:
     cache = Log(3)
     rows = Rows([cache])  # type: ignore[list-item]
     several = [sequence(number=i) for i in range(3)]
     for one in several:
         rows.add(one)
     cache.lengths = [2, 3, 4]
-    rows.remove(several[0], poisoned=True)
-    assert cache.done == [("zero", 0), ("copy", 2, 0, 4), ("zero", 2)]
+    several[0].proven, several[2].proven = leaver, mover
+    rows.remove(several[0])
+    zeroed = [("zero", 0)] * (not leaver), [("zero", 2)] * (not mover)
+    assert cache.done == [*zeroed[0], ("copy", 2, 0, 4), *zeroed[1]]
     assert cache.lengths == [4, 3, 0]
 
 
@@ -189,8 +193,8 @@ def test_a_sibling_gets_the_prompt_and_no_more() -> None:
     assert (target.lengths[0], draft.lengths[0]) == (2, 1)
 
 
-def scheduler(rows: int, chunk: int = 4) -> Scheduler:
-    return Scheduler(Rows([Log(rows)]), chunk)  # type: ignore[list-item]
+def scheduler(rows: int) -> Scheduler:
+    return Scheduler(Rows([Log(rows)]))  # type: ignore[list-item]
 
 
 def test_first_come_first_served() -> None:
@@ -212,8 +216,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_chunks_depend_on_the_position_alone() -> None:
-    plan = scheduler(1, chunk=4)
-    assert [plan.next_chunk(position, 11) for position in (0, 1, 3, 4, 7, 8, 10)] == [4, 4, 4, 8, 8, 11, 11]
+    assert [next_chunk(position, 11, 4) for position in (0, 1, 3, 4, 7, 8, 10)] == [4, 4, 4, 8, 8, 11, 11]
 
 
 def test_siblings_wait_for_the_prompt() -> None:
@@ -223,7 +226,7 @@ def test_siblings_wait_for_the_prompt() -> None:
         plan.submit(one)
     assert plan.admit() == []
     assert [s.state for s in (first, second)] == [State.PREFILLING, State.WAITING]
-    first.state = State.RUNNING
+    first.state, first.proven = State.RUNNING, True
     assert plan.admit() == [second, third]
     assert plan.leave(first, Finish.EOS) is None, "the next in line is no sibling"
     assert plan.admit() == []
@@ -231,13 +234,13 @@ def test_siblings_wait_for_the_prompt() -> None:
 
 
 def test_a_sibling_takes_over_unless_the_row_is_broken() -> None:
-    for finish, heir in ((Finish.EOS, True), (Finish.CANCELLED, True), (Finish.ERROR, False)):
+    for finish, heir in ((Finish.EOS, True), (Finish.CANCELLED, True), (Finish.CANCELLED, False)):
         plan = scheduler(1)
         first, second = (sequence(number=i, group=7) for i in range(2))
         plan.submit(first)
         plan.submit(second)
         plan.admit()
-        first.state = State.RUNNING
+        first.state, first.proven = State.RUNNING, heir
         assert plan.leave(first, finish) is (second if heir else None)
         assert second.state is (State.RUNNING if heir else State.WAITING)
     plan = scheduler(1)

@@ -230,3 +230,21 @@ def test_a_residual_is_p_less_q_or_p() -> None:
     assert left[0, 0].tolist() == [pytest.approx(0.4), 0.0, 0.0]
     assert torch.equal(left[1], p.weights(3)[1])
     assert torch.equal(left[2], p.weights(3)[2]), "a zero residual falls back to p"
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40}, {}], ids=str)
+def test_a_position_has_the_same_law_alone_and_among_others(params: dict[str, Any]) -> None:
+    """Bit for bit, with a vocabulary so large that reductions of one row are split over threads."""
+    logits = torch.randn(3, 5, 128_256, generator=torch.Generator().manual_seed(0)) * 3
+    one, all_ = (SamplingTable.of([SamplingParams(**params)] * rows, torch.device("cpu")) for rows in (1, 3))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together, _ = law_of(logits, all_)
+        alone = [[law_of(logits[b : b + 1, t : t + 1], one)[0] for t in range(5)] for b in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert together.probs is not None
+    for b in range(3):
+        for t in range(5):
+            assert torch.equal(alone[b][t].probs[0, 0], together.probs[b, t])  # type: ignore[index]

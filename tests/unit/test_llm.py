@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,9 +35,47 @@ def llm(folders: tuple[Path, Path]) -> foredraft.LLM:
 def test_every_form_of_prompt(llm: foredraft.LLM) -> None:
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode("def accept")
-    forms = ["def accept", ["def accept"], ids, [ids]]
+    array = np.array(ids)
+    forms: list[Any] = [
+        "def accept",
+        ["def accept"],
+        ids,
+        [ids],
+        tuple(ids),
+        array,
+        [array],
+        torch.tensor(ids),
+    ]
     texts = [[o.token_ids for o in llm.generate(form, PLAIN)] for form in forms]
     assert all(text == texts[0] for text in texts)
+    both = llm.generate(["def accept", ids], PLAIN)
+    assert [o.token_ids for o in both] == texts[0] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([[3.0, 4.0]], "3.0 is not a whole number"),
+        ([3.0, 4.0], "3.0; give text or a list"),
+        ([[True, 4]], "True is not"),
+        ([[3, "4"]], "'4' is not"),
+        (["a", 5], "is 5; give text"),
+        (5, "the prompt is 5"),
+        (None, "the prompt is None"),
+        ([[3, None]], "None is not"),
+        ("\udc80", "not valid Unicode at character 0"),
+        (["fine", "not \ud800"], "not valid Unicode at character 4"),
+    ],
+)
+def test_other_forms_are_refused_and_harm_nobody(llm: foredraft.LLM, wrong: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(wrong, PLAIN)
+    assert llm.engine.scheduler.idle
+
+
+def test_a_stream_takes_one_prompt(llm: foredraft.LLM) -> None:
+    with pytest.raises(RequestError, match="one prompt, not 2"):
+        llm.stream(["one", "two"], PLAIN)
 
 
 def test_outputs_are_prompt_major_and_complete(llm: foredraft.LLM) -> None:
@@ -73,7 +114,7 @@ def test_a_closed_stream_is_cancelled_and_others_go_on(llm: foredraft.LLM) -> No
     assert llm.engine.rows.sequences
     other = llm.generate("voix", PLAIN)[0]
     stream.close()  # type: ignore[attr-defined]
-    assert not llm.engine.rows.sequences
+    assert llm.engine.scheduler.idle
     assert llm.generate("voix", PLAIN)[0].token_ids == other.token_ids
 
 
@@ -110,6 +151,114 @@ def test_a_prompt_of_many_samples_is_forwarded_once(llm: foredraft.LLM) -> None:
     assert runner.forwarded - before == 300 + 50 * 2  # type: ignore[attr-defined]
 
 
+def test_a_stream_dropped_in_the_middle_of_a_step_waits_for_nobody(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A garbage collector may close an iterator anywhere, in the stepping thread too."""
+    stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
+    next(stream)
+    step = llm.engine.step
+    open_ = [stream]
+
+    def drop() -> Any:
+        if open_:
+            open_.pop().close()  # type: ignore[attr-defined]
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", drop)
+    worker = threading.Thread(target=llm.generate, args=("voix", PLAIN), daemon=True)
+    worker.start()
+    worker.join(timeout=60)
+    assert not worker.is_alive()
+    assert llm.engine.scheduler.idle
+
+
+def test_a_pass_that_breaks_off_fails_its_batch_and_no_one_else(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    want = [o.token_ids for o in llm.generate([[10 + i, 9] for i in range(7)], params)]
+    forward, calls = llm.engine.target.forward, iter(range(1000))
+
+    def break_once(*args: Any, **more: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("out of memory")
+        return forward(*args, **more)
+
+    monkeypatch.setattr(llm.engine.target, "forward", break_once)
+    outputs = llm.generate([[10 + i, 9] for i in range(7)], params)
+    assert [o.finish_reason for o in outputs] == ["error"] * 3 + ["length"] * 4  # max_batch is 3
+    for output, ids in zip(outputs, want, strict=True):
+        assert output.token_ids == ids[: len(output.token_ids)]
+        assert output.error == ("RuntimeError: out of memory" if output.finish_reason == "error" else None)
+    assert [len(o.token_ids) > 0 for o in outputs] == [True] * 7, "what was said before is kept"
+
+
+def test_threads_share_a_failure_too(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever steps when a pass breaks off is not the one to pay for it."""
+    forward, calls = llm.engine.target.forward, iter(range(100_000))
+
+    def break_often(*args: Any, **more: Any) -> Any:
+        if next(calls) % 31 == 5:
+            raise RuntimeError("unlucky")
+        return forward(*args, **more)
+
+    monkeypatch.setattr(llm.engine.target, "forward", break_often)
+    found: list[foredraft.Output] = []
+
+    def work(index: int) -> None:
+        for turn in range(4):
+            params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+            if turn % 2:
+                pieces = list(llm.stream([10 + index, turn + 3], params))
+                assert pieces[-1].output is not None
+                assert [i for p in pieces for i in p.token_ids] == pieces[-1].output.token_ids
+                assert [o for p in pieces for o in p.origins] == pieces[-1].output.origins
+                found.append(pieces[-1].output)
+            else:
+                found.extend(llm.generate([10 + index, turn + 3], params, n=2))
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert len(found) == 5 * 6
+    assert {o.finish_reason for o in found} == {"error", "length"}
+    assert llm.engine.scheduler.idle
+
+
+def test_cancelling_all_keeps_what_there_is(llm: foredraft.LLM) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
+    found: list[foredraft.Output] = []
+    worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], params, n=9)), daemon=True)
+    worker.start()
+    while sum(len(s.new_ids) for s in list(llm.engine.rows.sequences)) < 6:
+        assert worker.is_alive()
+    llm.cancel_all()
+    worker.join(timeout=60)
+    assert [o.finish_reason for o in found] == ["cancelled"] * 9
+    assert sum(len(o.token_ids) for o in found) >= 6
+    assert llm.engine.scheduler.idle
+
+
+def test_an_interrupted_call_leaves_nothing_running(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = llm.engine.step, iter(range(1000))
+
+    def interrupted() -> Any:
+        if next(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
+    assert llm.engine.scheduler.idle
+    assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
+
+
 def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
     texts = {}
     for name in (None, "none", "lookup", "draft-model"):
@@ -127,6 +276,13 @@ def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
         llm.generate([7] * 600, SamplingParams(max_new_tokens=10))
     cut = llm.generate([7] * 600, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     assert cut.prompt_tokens == 502
+    long = [llm.spec.bos_token_id or 0, *[7, 8] * 300]
+    cut = llm.generate(long, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
+    want = llm.generate([long[0], *long[-501:]], SamplingParams(max_new_tokens=10, temperature=0))[0]
+    assert cut.prompt_tokens == 502
+    assert cut.token_ids == want.token_ids, "BOS is no old text"
+    with pytest.raises(RequestError, match="positions there is room for; lower max_new_tokens, or raise"):
+        llm.generate([7], SamplingParams(max_new_tokens=512), truncate="left")
     with pytest.raises(RequestError, match="empty"):
         llm.generate("", PLAIN)
     with pytest.raises(RequestError, match="empty"):

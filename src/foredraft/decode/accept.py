@@ -22,6 +22,7 @@ from torch import Tensor
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
 from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, Noise, NoiseKeys
+from foredraft.model.device import upload
 
 __all__ = ["Verdict", "accept", "coupled", "speculative"]
 
@@ -47,12 +48,13 @@ def speculative(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise) -> Verdict:
     correction = p.position(accepted)
     if k:
         correction = correction.minus(draft.q.position(accepted.clamp_max(k - 1)), rejected)
-    return Verdict(accepted, _draw(correction, keys.columns(accepted), RESIDUAL, noise)[:, 0])
+    last = keys.columns(accepted)
+    return Verdict(accepted, correction.draw(lambda weights: noise.pick(weights, last, RESIDUAL))[:, 0])
 
 
 def coupled(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise) -> Verdict:
     """As `speculative`; q and the residual are not consulted."""
-    y = _draw(p, keys, COUPLED, noise)  # [B, K + 1]
+    y = p.draw(lambda weights: noise.pick(weights, keys, COUPLED))  # [B, K + 1]
     accepted = _leading(draft.tokens == y[:, :-1], draft.lengths)
     return Verdict(accepted, y.gather(1, accepted[:, None])[:, 0])
 
@@ -63,7 +65,7 @@ def accept(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise, is_coupled: list
         return speculative(draft, p, keys, noise)
     if all(is_coupled):
         return coupled(draft, p, keys, noise)
-    mask = torch.tensor(is_coupled, device=draft.tokens.device)
+    mask = upload(is_coupled, draft.tokens.device)
     one, other = coupled(draft, p, keys, noise), speculative(draft, p, keys, noise)
     return Verdict(
         torch.where(mask, one.accepted, other.accepted), torch.where(mask, one.next_token, other.next_token)
@@ -74,15 +76,3 @@ def _leading(keep: Tensor, lengths: Tensor) -> Tensor:
     """Length of the run of kept tokens at the start of each row; padding is never kept -> [B]."""
     columns = torch.arange(keep.shape[1], device=keep.device)
     return (keep & (columns < lengths[:, None])).cumprod(1).sum(1)
-
-
-def _draw(law: Law, keys: NoiseKeys, purpose: int, noise: Noise) -> Tensor:
-    """One token per row and position -> [B, T]. Certain rows need no noise."""
-    if law.probs is None:
-        assert law.ids is not None
-        return law.ids
-    drawn = noise.pick(law.probs, keys, purpose)
-    if law.ids is None:
-        return drawn
-    assert law.certain is not None
-    return torch.where(law.certain[:, None], law.ids, drawn)

@@ -22,6 +22,7 @@ from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
+from foredraft.model.device import upload
 from foredraft.model.runner import Resume
 
 __all__ = ["Draft", "Drafter", "Guesser", "RoundInputs", "Stepper", "no_draft", "propose"]
@@ -32,12 +33,14 @@ class Draft:
     """tokens [B, K] int64, padded with 0; lengths [B] int64; q: laws at the K positions.
 
     resume: the target's states that a stepper already has for the columns [pending, *tokens].
+    sick [B] bool: rows whose drafter gave logits that are not finite; None = none could.
     """
 
     tokens: Tensor
     lengths: Tensor
     q: Law
     resume: Resume | None = None
+    sick: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class RoundInputs:
     """What one round is about: every row of the batch, in row order.
 
     budgets [B]: tokens to draft at most, 0 in idle rows (those still in prefill) and plain ones.
+    noise: keys of every position that the round may draw at, from each row's next one on.
     """
 
     sequences: list[Sequence]
@@ -53,21 +57,29 @@ class RoundInputs:
     table: SamplingTable
     vocabulary: int
     device: torch.device
+    noise: NoiseKeys
 
-    def keys(self, count: int, first: int = 0) -> NoiseKeys:
-        """Noise keys of `count` positions, beginning `first` after the next one -> T = count."""
-        starts = [len(s.tokens) + first for s in self.sequences]
-        position = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+    @classmethod
+    def of(
+        cls, sequences: list[Sequence], idle: list[bool], budgets: list[int], table: SamplingTable,
+        vocabulary: int, device: torch.device,
+    ) -> RoundInputs:  # fmt: skip
+        """With the noise keys of these sequences' next positions, uploaded once for the round."""
+        width = max(budgets) + 1
+        starts = [len(s.tokens) for s in sequences]
+        base, start, rounds = upload(
+            [[s.key for s in sequences], starts, [s.round_count for s in sequences]], device
+        )
         attempt = None
-        if any(s.attempts for s in self.sequences):
+        if any(s.attempts for s in sequences):
             rows = [
-                [s.attempts.get(start + j, 0) for j in range(count)]
-                for s, start in zip(self.sequences, starts, strict=True)
+                [s.attempts.get(position, 0) for position in range(at, at + width)]
+                for s, at in zip(sequences, starts, strict=True)
             ]
-            attempt = torch.tensor(rows, dtype=torch.int64, device=self.device).view(len(rows), count)
-        base = torch.tensor([s.key for s in self.sequences], device=self.device)
-        rounds = torch.tensor([s.round_count for s in self.sequences], device=self.device)
-        return NoiseKeys(base, position, attempt, rounds)
+            attempt = upload(rows, device)
+        position = start[:, None] + torch.arange(width, device=device)
+        noise = NoiseKeys(base, position, attempt, rounds)
+        return cls(sequences, idle, budgets, table, vocabulary, device, noise)
 
 
 class Drafter(Protocol):
@@ -88,14 +100,16 @@ class Drafter(Protocol):
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         """The target's states entering each tapped depth, [n, D], of newly committed positions from
-        `start` on; also of its prompt, before `join`."""
+        `start` on; also of its prompt, before `join`, unless the prompt's cache rows come from a sibling."""
         ...
 
     def rewind(self, sequence: Sequence) -> None:
         """A commit (or a ban's rollback) left `sequence.tokens`; forget all that lies past them."""
         ...
 
-    def leave(self, sequence: Sequence) -> None: ...
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence is over, perhaps before it could `join`."""
+        ...
 
 
 @runtime_checkable
@@ -168,8 +182,8 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
     lengths = [len(guess) for guess in guesses]
     width = max(lengths)
     padded = [guess + [0] * (width - len(guess)) for guess in guesses]
-    tokens = torch.tensor(padded, dtype=torch.int64, device=inputs.device).view(len(padded), width)
-    return Draft(tokens, torch.tensor(lengths, device=inputs.device), Law(ids=tokens))
+    tokens = upload(padded, inputs.device, torch.int64).view(len(padded), width)
+    return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens))
 
 
 def _step_through(
@@ -179,11 +193,12 @@ def _step_through(
     sequences, device = inputs.sequences, inputs.device
     rows = range(len(sequences))
     budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
-    budget = torch.tensor(budgets, device=device)
+    budget = upload(budgets, device)
     width = max(budgets)
-    purpose = torch.tensor([s.params.is_coupled for s in sequences])
+    coupled = [s.params.is_coupled for s in sequences]
     active = list(mine)  # host: rows that still draft, as far as the host knows
-    alive = torch.tensor(mine, device=device)  # [B]: the same, and finite
+    alive = upload(mine, device)  # [B]: the same, and finite
+    sick = torch.zeros_like(alive)
     lengths = torch.zeros(len(sequences), dtype=torch.int64, device=device)
     drawn: list[Tensor] = []
     laws: list[Law] = []
@@ -192,12 +207,14 @@ def _step_through(
     tokens, starts, counts = _catch_up(drafter, sequences, mine, device)
     for j in range(width):
         idle = [not a for a in active]
-        at = torch.tensor([c - 1 for c in counts], device=device)
+        at = upload([c - 1 for c in counts], device)
         logits = drafter.step(tokens, starts, counts, idle, at)[:, None]  # [B, 1, V]
         masks = _masks_of(walks, inputs) if any(walks) else None
         q, finite = law_of(logits, inputs.table, masks, argmax=greedy)
-        alive = alive & finite[:, 0] & (budget > j)
-        token = _draw(q, inputs, j, purpose, noise)  # [B, 1]
+        alive = alive & (budget > j)
+        sick = sick | (alive & ~finite[:, 0])
+        alive = alive & finite[:, 0]
+        token = _draw(q, inputs.noise.column(j), coupled, noise)  # [B, 1]
         token = token.where(alive[:, None], 0)
         lengths += alive
         drawn.append(token)
@@ -221,7 +238,7 @@ def _step_through(
         if walk is not None:
             walk.undo()
     drafted = torch.cat(drawn, 1)
-    return Draft(drafted, lengths, _joined(laws), drafter.resume())
+    return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick)
 
 
 def _catch_up(
@@ -241,26 +258,22 @@ def _catch_up(
         width = max(width, len(behind[-1]))
     counts = [len(b) for b in behind]
     padded = [b + [0] * (width - len(b)) for b in behind]
-    return torch.tensor(padded, dtype=torch.int64, device=device), starts, counts
+    return upload(padded, device, torch.int64), starts, counts
 
 
-def _draw(q: Law, inputs: RoundInputs, j: int, coupled: Tensor, noise: Noise) -> Tensor:
+def _draw(q: Law, keys: NoiseKeys, coupled: list[bool], noise: Noise) -> Tensor:
     """[B, 1]. Coupled rows share the position's noise with the target; the others use their own."""
-    if q.probs is None:
-        assert q.ids is not None
-        return q.ids
-    keys = inputs.keys(1, j)
-    if not bool(coupled.any()):
-        drawn = noise.pick(q.probs, keys, DRAFT)
-    elif bool(coupled.all()):
-        drawn = noise.pick(q.probs, keys, COUPLED)
-    else:
-        mask = coupled.to(q.probs.device)[:, None]
-        drawn = noise.pick(q.probs, keys, COUPLED).where(mask, noise.pick(q.probs, keys, DRAFT))
-    if q.ids is None:
-        return drawn
-    assert q.certain is not None
-    return q.ids.where(q.certain[:, None], drawn)
+
+    def pick(weights: Tensor) -> Tensor:
+        if all(coupled):
+            return noise.pick(weights, keys, COUPLED)
+        own = noise.pick(weights, keys, DRAFT)
+        if not any(coupled):
+            return own
+        shared = upload(coupled, weights.device)[:, None]
+        return torch.where(shared, noise.pick(weights, keys, COUPLED), own)
+
+    return q.draw(pick)
 
 
 def _joined(laws: list[Law]) -> Law:
@@ -282,9 +295,12 @@ def _merge(parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
     ids = torch.zeros_like(tokens)
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     certain = torch.ones(rows, dtype=torch.bool, device=device)
+    sick = torch.zeros(rows, dtype=torch.bool, device=device)
     probs = torch.zeros(rows, width, inputs.vocabulary, device=device) if dense else None
     for mine, draft in parts:
-        mask = torch.tensor(mine, device=device)
+        mask = upload(mine, device)
+        if draft.sick is not None:
+            sick = sick | draft.sick  # of its own rows alone
         k = draft.tokens.shape[1]
         tokens[:, :k] = draft.tokens.where(mask[:, None], tokens[:, :k])
         lengths = draft.lengths.where(mask, lengths)
@@ -302,8 +318,8 @@ def _merge(parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
         short = width + 1 - resume.hidden.shape[1]
         resume = replace(resume, hidden=torch.nn.functional.pad(resume.hidden, (0, 0, 0, short)))
     if probs is None:
-        return Draft(tokens, lengths, Law(ids=ids), resume)
-    return Draft(tokens, lengths, Law(probs, ids, certain), resume)
+        return Draft(tokens, lengths, Law(ids=ids), resume, sick)
+    return Draft(tokens, lengths, Law(probs, ids, certain), resume, sick)
 
 
 class _Walk:
@@ -334,4 +350,4 @@ def _advance(walks: list[_Walk | None], token: Tensor, alive: Tensor) -> Tensor:
     """Constraints read the tokens just drawn; rows whose token would be taken back stop -> [B] bool."""
     read = torch.stack([token[:, 0], alive.long()], 1).tolist()
     on = [bool(a) and (walk is None or walk.advance(t)) for walk, (t, a) in zip(walks, read, strict=True)]
-    return torch.tensor(on, device=alive.device)
+    return upload(on, alive.device)

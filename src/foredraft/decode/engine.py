@@ -5,10 +5,15 @@
 Batch 1 is B = 1 and plain decoding is K = 0, not other paths. Before each round every sequence's cache
 length is len(tokens) - 1: the last token is pending. Rollback is setting a length. The device is read
 once per round, in `_read`.
+
+A value that is not finite harms its own request alone, and only if plain decoding met it too: a row whose
+draft led there is wiped past its text and takes its next step without a draft; a drafter that gives such
+logits starts anew, and the second time the request goes on without it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -25,13 +30,16 @@ from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Policy
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, law_of
-from foredraft.decode.scheduler import Scheduler
+from foredraft.decode.scheduler import Scheduler, next_chunk
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
 from foredraft.model.cache import KVCache
+from foredraft.model.device import upload
 from foredraft.model.runner import Forward, Resume
 
 __all__ = ["Engine", "Target"]
+
+logger = logging.getLogger(__name__)
 
 
 class Target(Protocol):
@@ -64,7 +72,8 @@ class Reading:
     accepted: int
     next_token: int
     drafted: int
-    broken: bool  # logits that decide were not finite
+    broken: bool  # logits of a real column were not finite
+    sick: bool  # logits of the drafter were not finite
     tokens: list[int]  # [K]
 
 
@@ -92,7 +101,7 @@ class Engine:
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
-        self.scheduler = Scheduler(self.rows, target.chunk)
+        self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
 
     def submit(self, sequence: Sequence) -> None:
@@ -103,9 +112,16 @@ class Engine:
         """At any time between steps; what was generated is kept."""
         self._leave(sequence, Finish.CANCELLED)
 
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """End it because its batch could not go on; its row may hold anything and is zeroed."""
-        self._leave(sequence, Finish.ERROR, error)
+    def fail_batch(self, error: str) -> None:
+        """End every sequence that has a row, because a pass over them broke off; rows may hold anything."""
+        several = list(self.rows.sequences)
+        for sequence in several:  # all, before one moves: drafters know a sequence by its row
+            sequence.proven = False
+            if sequence.drafter is not None:
+                self.drafters[sequence.drafter].leave(sequence)
+                sequence.drafter = None
+        for sequence in several:
+            self._leave(sequence, Finish.ERROR, error)
 
     def step(self) -> list[Sequence]:
         """One chunk of prefill and one round, or the chunk alone while nobody decodes; who was in it."""
@@ -126,7 +142,7 @@ class Engine:
         assert forward.logits is not None
         p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft))
         coupled = [s.params.is_coupled for s in inputs.sequences]
-        keys = inputs.keys(draft.tokens.shape[1] + 1)
+        keys = inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = accept(draft, p, keys, self.noise, coupled)
         readings = _read(draft, verdict, finite)
         return self._commit(inputs, readings, forward)
@@ -138,11 +154,11 @@ class Engine:
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             self._table = ids, SamplingTable.of([s.params for s in sequences], self.device)
-        return RoundInputs(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
+        return RoundInputs.of(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
 
     def _budget(self, sequence: Sequence) -> int:
         """The policy's, clipped: a round emits one more token than it drafts."""
-        if sequence.drafter is None:
+        if sequence.drafter is None or sequence.wary:
             return 0
         most = min(sequence.remaining, self.target.max_queries) - 1
         limit = self.drafters[sequence.drafter].max_length
@@ -152,15 +168,21 @@ class Engine:
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         """One forward over [pending, *draft] of every row."""
-        pending = torch.tensor([[s.tokens[-1]] for s in inputs.sequences], device=self.device)
+        pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
+        tokens = torch.cat([pending, draft.tokens], 1)
+        width = tokens.shape[1]
+        taps = sorted({depth for s in inputs.sequences for depth in self._taps(s)})
+        resume = draft.resume
+        if resume is not None and any(tap < resume.depth for tap in taps):
+            resume = None  # another row's drafter wants states that would not be computed
         return self.target.forward(
             self.cache,
-            torch.cat([pending, draft.tokens], 1),
+            tokens,
             [len(s.tokens) - 1 for s in inputs.sequences],
             idle=inputs.idle,
-            counts=[0 if i else 1 + b for i, b in zip(inputs.idle, inputs.budgets, strict=True)],
-            resume=draft.resume,
-            taps=sorted({depth for s in inputs.sequences for depth in self._taps(s)}),
+            counts=[0 if i else min(1 + b, width) for i, b in zip(inputs.idle, inputs.budgets, strict=True)],
+            resume=resume,
+            taps=taps,
         )
 
     def _masks(self, inputs: RoundInputs, draft: Draft) -> Tensor | None:
@@ -184,18 +206,17 @@ class Engine:
         for sequence, idle, reading in zip(inputs.sequences, inputs.idle, readings, strict=True):
             if idle:
                 continue
-            if reading.broken:
-                where = len(sequence.tokens)
-                over.append(
-                    (sequence, Finish.ERROR, f"the model's logits at position {where} are not finite")
-                )
-                continue
             base = len(sequence.tokens) - 1
-            whole = reading.accepted == reading.drafted > 0
-            origins = [Origin.DRAFTER] * reading.accepted + [Origin.BONUS if whole else Origin.TARGET]
-            sequence.extend([*reading.tokens[: reading.accepted], reading.next_token], origins)
             sequence.round_count += 1
-            outcome = Round(reading.drafted, reading.accepted, len(sequence.tokens) - 1 - base)
+            sequence.wary, sequence.proven = reading.broken, not reading.broken
+            if reading.broken and reading.drafted == 0:
+                over.append((sequence, Finish.ERROR, _not_finite(sequence)))
+                continue
+            if reading.broken:  # whatever the coins said: judging by them would favour some drafts
+                self.cache.wipe(sequence.row, base)
+                outcome = Round(reading.drafted, 0, 0)
+            else:
+                outcome = self._extend(sequence, reading)
             sequence.rounds.append(outcome)
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             if sequence.drafter is not None:
@@ -206,18 +227,43 @@ class Engine:
                     drafter.observe(sequence, base, states)
                 drafter.rewind(sequence)
                 self.policy.learn(sequence, outcome)
+                if reading.sick:
+                    self._cure(sequence, drafter)
             if sequence.finish is not None:
                 over.append((sequence, sequence.finish, None))
-        # failed rows leave first, while each is still where it wrote what is not finite
-        for sequence, finish, error in sorted(over, key=lambda leaving: leaving[1] is not Finish.ERROR):
+        for sequence, finish, error in over:
             self._leave(sequence, finish, error)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
+
+    def _extend(self, sequence: Sequence, reading: Reading) -> Round:
+        """Append what the round decided; tokens after the end of the text are in no figure."""
+        whole = reading.accepted == reading.drafted > 0
+        origins = [Origin.DRAFTER] * reading.accepted + [Origin.BONUS if whole else Origin.TARGET]
+        before = len(sequence.tokens)
+        read = sequence.extend([*reading.tokens[: reading.accepted], reading.next_token], origins)
+        emitted = len(sequence.tokens) - before
+        if read <= reading.accepted:
+            return Round(read, read, emitted)
+        return Round(reading.drafted, reading.accepted, emitted)
+
+    def _cure(self, sequence: Sequence, drafter: Drafter) -> None:
+        """After logits of its drafter that are not finite: empty what only the drafter wrote, or give up."""
+        for cache in drafter.caches:
+            if cache is not self.cache:
+                cache.zero_row(sequence.row)
+        sequence.drafter_faults += 1
+        if sequence.drafter_faults > 1:
+            logger.warning(
+                "request %d goes on without %s: its logits are not finite", sequence.id, drafter.name
+            )
+            drafter.leave(sequence)
+            sequence.drafter = None
 
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
         """The next chunk of its prompt through the target, and its drafter."""
         start, stop = self.cache.lengths[sequence.row], len(sequence.prompt) - 1
-        end = self.scheduler.next_chunk(start, stop)
+        end = next_chunk(start, stop, self.target.chunk)
         taps = self._taps(sequence)
         forward = self.target.prefill(self.cache, sequence.row, sequence.prompt[start:end], start, taps=taps)
         self.cache.lengths[sequence.row] = end
@@ -241,8 +287,10 @@ class Engine:
     def _leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> None:
         if sequence.state is State.RUNNING:
             sequence.ended = time.perf_counter()
-            if sequence.drafter is not None:
-                self.drafters[sequence.drafter].leave(sequence)
+        if finish is Finish.ERROR:
+            sequence.proven = False
+        if sequence.row >= 0 and sequence.drafter is not None:
+            self.drafters[sequence.drafter].leave(sequence)
         sibling = self.scheduler.leave(sequence, finish, error)
         if sibling is not None:
             self._start([sibling])
@@ -254,7 +302,15 @@ class Engine:
 def _read(draft: Draft, verdict: Verdict, finite: Tensor) -> list[Reading]:
     """The round's one device synchronisation."""
     columns = torch.arange(finite.shape[1], device=finite.device)
-    broken = (~finite & (columns <= verdict.accepted[:, None])).any(1)
-    figures = torch.stack([verdict.accepted, verdict.next_token, draft.lengths, broken.long()], 1)
-    rows = torch.cat([figures, draft.tokens], 1).tolist()
-    return [Reading(row[0], row[1], row[2], bool(row[3]), row[4:]) for row in rows]
+    broken = (~finite & (columns <= draft.lengths[:, None])).any(1)
+    sick = torch.zeros_like(broken) if draft.sick is None else draft.sick
+    figures = [verdict.accepted, verdict.next_token, draft.lengths, broken.long(), sick.long()]
+    rows = torch.cat([torch.stack(figures, 1), draft.tokens], 1).tolist()
+    return [Reading(row[0], row[1], row[2], bool(row[3]), bool(row[4]), row[5:]) for row in rows]
+
+
+def _not_finite(sequence: Sequence) -> str:
+    where = len(sequence.tokens)
+    if sequence.constraint is not None:
+        return f"the model gives no allowed token at position {where} a finite logit"
+    return f"the model's logits at position {where} are not finite"

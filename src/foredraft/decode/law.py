@@ -13,6 +13,7 @@ Arithmetic is float32 (products with a coin float64); no epsilon, no clamp of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,15 @@ class Law:
         if self.ids is not None:
             ids = self.ids.gather(1, index[:, None])
         return Law(probs, ids, self.certain)
+
+    def draw(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
+        """One token per row and position -> [B, T] int64; `pick` draws from [B, T, V]. Certain rows need no
+        noise."""
+        if self.probs is None:
+            assert self.ids is not None
+            return self.ids
+        drawn = pick(self.probs)
+        return drawn if self.ids is None else torch.where(self._certain[:, None], self.ids, drawn)
 
     def weights(self, vocabulary: int) -> Tensor:
         """Spelled out over the vocabulary -> [B, T, V] float32."""

@@ -81,6 +81,16 @@ class NoiseKeys:
     attempt: Tensor | None
     round: Tensor
 
+    def column(self, index: int) -> NoiseKeys:
+        """The keys of one column, the same in every row, as T = 1."""
+        attempt = None if self.attempt is None else self.attempt[:, index : index + 1]
+        return NoiseKeys(self.base, self.position[:, index : index + 1], attempt, self.round)
+
+    def first(self, count: int) -> NoiseKeys:
+        """The keys of the first `count` columns."""
+        attempt = None if self.attempt is None else self.attempt[:, :count]
+        return NoiseKeys(self.base, self.position[:, :count], attempt, self.round)
+
     def columns(self, index: Tensor) -> NoiseKeys:
         """The keys at column `index` [B] of every row, as T = 1."""
         at = index[:, None]

@@ -42,16 +42,17 @@ class Rows:
         sibling.row, sequence.row = sequence.row, -1
         self.sequences[sibling.row] = sibling
 
-    def remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Free the row; the last row moves into it. poisoned: it may hold NaN, which no mask hides."""
+    def remove(self, sequence: Sequence) -> None:
+        """Free the row; the last row moves into it. What an unproven sequence leaves behind may be NaN, which
+        no mask hides, and is zeroed."""
         row, last = sequence.row, self.sequences.pop()
         sequence.row = -1
         for cache in self.caches:
-            if poisoned:
+            if not sequence.proven:
                 cache.zero_row(row)
             if last is not sequence:
                 cache.copy_row(last.row, row, cache.lengths[last.row])
-                if poisoned:  # its batch may have failed with it
+                if not last.proven:
                     cache.zero_row(last.row)
             cache.lengths[len(self.sequences)] = 0
         if last is not sequence:

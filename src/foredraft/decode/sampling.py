@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foredraft.decode.law import Law
 from foredraft.errors import RequestError
+from foredraft.model.device import upload
 
 __all__ = ["SamplingParams", "SamplingTable", "law_of"]
 
@@ -96,7 +97,6 @@ def _single(temperature: float) -> float:
 class SamplingTable:
     """The parameters of a batch, a row per sequence; None where no row uses a transform."""
 
-    size: int
     greedy: Tensor | None  # [B] bool; None: none is
     all_greedy: bool
     temperature: Tensor  # [B] float32, 1 in greedy rows
@@ -111,22 +111,21 @@ class SamplingTable:
         def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             if all(v == off for v in values):
                 return None
-            return torch.tensor(values, dtype=dtype, device=device)
+            return upload(values, device, dtype)
 
         greedy = [p.greedy for p in params]
         # greedy rows need no cuts: argmax survives every one of them
         top_k = [0 if p.greedy else p.top_k for p in params]
         cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0) for p in params]
         return cls(
-            size=len(params),
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            greedy=upload(greedy, device) if any(greedy) else None,
             all_greedy=all(greedy),
-            temperature=torch.tensor([_single(p.temperature or 1.0) for p in params], device=device),
+            temperature=upload([_single(p.temperature or 1.0) for p in params], device),
             top_k=column(list(top_k), 0, torch.int64),
             top_k_most=max(top_k, default=0),
             top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
             min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
-            cut=torch.tensor(cut, device=device) if any(cut) else None,
+            cut=upload(cut, device) if any(cut) else None,
         )
 
 
@@ -173,5 +172,7 @@ def _transformed(logits: Tensor, top: Tensor, table: SamplingTable) -> Tensor:
         probs = probs.where(probs >= least, 0.0)
     if table.cut is None:
         return probs
+    # a running sum adds in one order; `sum` splits a single long row over threads, and not several
+    total = probs.cumsum(-1)[..., -1:]
     # only rows that were cut: another row's parameters must not change the last bit of this one's
-    return torch.where(table.cut[:, None, None], probs / probs.sum(-1, keepdim=True), probs)
+    return torch.where(table.cut[:, None, None], probs / total, probs)

@@ -12,13 +12,17 @@ from collections import deque
 from foredraft.decode.rows import Rows
 from foredraft.decode.sequence import Finish, Sequence, State
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "next_chunk"]
+
+
+def next_chunk(position: int, stop: int, chunk: int) -> int:
+    """Where the prefill pass that starts at `position` ends: at multiples of `chunk`, never by load."""
+    return min((position // chunk + 1) * chunk, stop)
 
 
 class Scheduler:
-    def __init__(self, rows: Rows, chunk: int) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self.chunk = chunk  # prefill is cut at multiples of it, never by load
         self.waiting: deque[Sequence] = deque()
 
     def submit(self, sequence: Sequence) -> None:
@@ -50,31 +54,29 @@ class Scheduler:
                 ready.append(sequence)
         return ready
 
-    def next_chunk(self, position: int, stop: int) -> int:
-        """Where the prefill pass that starts at `position` ends: a function of the position alone."""
-        return min((position // self.chunk + 1) * self.chunk, stop)
-
     @property
     def prefilling(self) -> Sequence | None:
-        return next((s for s in self.rows.sequences if s.state is State.PREFILLING), None)
+        """The one whose prompt is being read: the first come."""
+        reading = (s for s in self.rows.sequences if s.state is State.PREFILLING)
+        return min(reading, key=lambda s: s.id, default=None)
 
     def leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> Sequence | None:
         """The sequence is over; returns the sibling that took its row over, ready to run, if one did."""
         if sequence.state is State.FINISHED:
             return None
-        state, sequence.state = sequence.state, State.FINISHED
         sequence.finish, sequence.error = finish, error
+        state, sequence.state = sequence.state, State.FINISHED
         if state is State.WAITING:
             self.waiting.remove(sequence)
             return None
-        if state is State.RUNNING and finish is not Finish.ERROR and self.waiting:
+        if state is State.RUNNING and sequence.proven and self.waiting:
             sibling = self.waiting[0]
             if sibling.group is not None and sibling.group == sequence.group:
                 self.waiting.popleft()
                 self.rows.succeed(sequence, sibling)
                 sibling.state = State.RUNNING
                 return sibling
-        self.rows.remove(sequence, poisoned=finish is Finish.ERROR)
+        self.rows.remove(sequence)
         return None
 
     def _donor(self, sequence: Sequence) -> Sequence | None:

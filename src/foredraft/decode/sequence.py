@@ -63,6 +63,9 @@ class Sequence:
     rounds: list[Round] = field(default_factory=list)
     round_count: int = 0  # part of the noise key; never goes back
     attempts: dict[int, int] = field(default_factory=dict)  # position -> rollbacks of a ban that crossed it
+    proven: bool = False  # its cache rows hold finite values only: its last round showed it
+    wary: bool = False  # its last draft led to values that are not finite: the next step is plain
+    drafter_faults: int = 0  # rounds in which its drafter's logits were not finite
     policy_state: Any = None  # the policy's, opaque to everyone else
     started: float = 0.0  # seconds of a monotonic clock: its first round, and its end
     ended: float = 0.0

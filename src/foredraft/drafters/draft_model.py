@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from foredraft.decode.scheduler import next_chunk
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Resume, Runner
@@ -39,7 +40,7 @@ class DraftModel:
 
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
         while start < stop:
-            end = min((start // self.runner.chunk + 1) * self.runner.chunk, stop)
+            end = next_chunk(start, stop, self.runner.chunk)
             self.runner.prefill(self.cache, sequence.row, sequence.tokens[start:end], start)
             start = end
         self.cache.lengths[sequence.row] = max(self.cache.lengths[sequence.row], stop)

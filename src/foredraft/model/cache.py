@@ -1,9 +1,9 @@
 """Keys and values of every sequence: rows x positions, addressed by absolute position.
 
 Contract: rollback is setting a length, on models with sliding windows too, because windows live in the mask
-(docs/architecture.md). What lies past a length is finite garbage: the store starts zeroed and only finite
-values are written. The owner of the sequences sets `lengths`, at commit only; nothing here or in a forward
-does.
+(docs/architecture.md). What lies past a length must be finite garbage, since no mask hides NaN: the store
+starts zeroed, and who sees values that are not finite wipes or zeroes the row. The owner of the sequences
+sets `lengths`, at commit only; nothing here or in a forward does.
 
 Past the `positions` that a row may use lie `slack` positions that the padding of its longest pass may
 overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write.
@@ -60,9 +60,13 @@ class KVCache:
             self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
         self.lengths[target] = length
 
+    def wipe(self, row: int, length: int) -> None:
+        """Zero what lies past the first `length` positions."""
+        self.data[:, :, row, :, length:] = 0
+
     def zero_row(self, row: int) -> None:
-        """Forget a row, its garbage too: a failed request may have left values that are not finite."""
-        self.data[:, :, row] = 0
+        """Forget a row, its garbage too."""
+        self.wipe(row, 0)
         self.lengths[row] = 0
 
     @staticmethod

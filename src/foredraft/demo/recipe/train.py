@@ -418,8 +418,8 @@ class BySteps:
         return trainer.step / self.steps
 
 
-# Stages of growing depth, then the draft's own (`grow.py` leads from one to the next and starts the draft): at
-# a small budget a shallow model learns far more per second, and a deep one grown from it keeps what it learned.
+# Stages of growing depth, then the draft's own; `grow.py` leads from one to the next and starts the draft. At
+# a small budget a shallow model learns far more per second, and a deep one grown from it keeps that.
 STAGES = {
     "2": Recipe(
         target=replace(TARGET, layers=2),

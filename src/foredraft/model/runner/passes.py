@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.model.attention import Pass, causal_masks
 from foredraft.model.cache import KVCache
+from foredraft.model.device import upload
 from foredraft.model.layers import RowSpan
 from foredraft.model.spec import ModelSpec
 
@@ -36,7 +37,7 @@ def build_pass(
         rotary = table[starts[0] : starts[0] + queries]  # [T, 2, D]
         write: Tensor | slice = slice(starts[0], starts[0] + queries)
     else:
-        positions = torch.tensor(starts, device=device)[:, None] + columns  # [B, T]
+        positions = upload(starts, device)[:, None] + columns  # [B, T]
         rotary = table[positions.view(-1)]  # [B * T, 2, D]
         write = _flat_indices(cache, spec.kv_heads, positions, first_row)
     return Pass(

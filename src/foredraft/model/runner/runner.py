@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.model.attention import Pass
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.device import upload
 from foredraft.model.layers import rope_table
 from foredraft.model.runner.passes import build_pass
 from foredraft.model.runner.shapes import LOOSE, ExactShapes, find_shapes
@@ -137,7 +138,7 @@ class Runner:
         self.forwarded += len(tokens)
         job = _Job(
             cache=cache,
-            tokens=torch.tensor([tokens], device=self.decoder.device),
+            tokens=upload([tokens], self.decoder.device),
             starts=[start],
             first_row=row,
             active=[0],
@@ -190,7 +191,7 @@ class Runner:
         below = self.decoder.run(below, pass_, job.plan, 0, resume.depth)[:, : width - first]
         below = F.pad(below, (0, 0, first, 0))  # [B, T, D], zero where known
         columns = torch.arange(width, device=below.device)
-        known = columns < torch.tensor(resume.known, device=below.device)[:, None]  # [B, T]
+        known = columns < upload(resume.known, below.device)[:, None]  # [B, T]
         return torch.where(known[:, :, None], resume.hidden, below)
 
     def _pass(self, job: _Job, shapes: ExactShapes, width: int, first_column: int) -> Pass:
