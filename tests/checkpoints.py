@@ -6,6 +6,7 @@ thread: models this small gain nothing from more, and on busy cores lose a facto
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 8.0,
     "pad_token_id": 0,
 }
+# keys that a config.json may leave out
+LLAMA_DEFAULTS = """attention_bias head_dim hidden_act mlp_bias num_key_value_heads rms_norm_eps rope_parameters
+tie_word_embeddings""".split()
+GEMMA2_DEFAULTS = """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation layer_types
+num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window tie_word_embeddings
+use_bidirectional_attention""".split()
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -52,6 +59,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+ABSENT = object()  # as a key's value: transformers' default, and the key is not in config.json
 # every variant of the config that changes the arithmetic: name -> (family, changed keys)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -64,11 +72,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
     ),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-absent": ("llama", dict.fromkeys(LLAMA_DEFAULTS, ABSENT)),
     "gemma2": ("gemma2", {}),
     "gemma2-no-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-attention-cap-only": ("gemma2", {"final_logit_softcapping": None}),
     "gemma2-layer-types": ("gemma2", {"layer_types": ["full_attention", *["sliding_attention"] * 3]}),
     "gemma2-untied-biases": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2-head-dim": ("gemma2", {"head_dim": 24}),
+    "gemma2-silu": ("gemma2", {"hidden_activation": "silu"}),
+    "gemma2-absent": ("gemma2", dict.fromkeys(GEMMA2_DEFAULTS, ABSENT)),
 }
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
@@ -81,7 +94,7 @@ def reference_model(
 ) -> transformers.PreTrainedModel:
     """A random model of transformers with eager attention; `keys` change the tiny config."""
     config_class, model_class, base = FAMILIES[family]
-    config = config_class(**{**base, **keys})
+    config = config_class(**{key: value for key, value in {**base, **keys}.items() if value is not ABSENT})
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -112,6 +125,9 @@ def save_checkpoint(
         keys["vocab_size"] = made.get_vocab_size()
     model = reference_model(family, seed=seed, dtype=dtype, **keys)
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "1GB")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in config.items() if keys.get(key) is not ABSENT}))
     return folder
 
 

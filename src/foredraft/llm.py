@@ -304,12 +304,14 @@ class LLM:
         try:
             while True:
                 with self._turn:
-                    while self._stepping and wish.found is None:
+                    while self._stepping and wish.open:
                         self._turn.wait()
                 with _interrupts_held():
                     with self._turn:
                         if not self._stepping:
                             wish.see()
+                        if wish.error is not None:
+                            raise wish.error
                         if wish.found is not None:
                             return wish.found
                         if self._stepping:
@@ -370,10 +372,18 @@ class _Wish(Generic[T]):
 
     look: Callable[[], T | None]
     found: T | None = None
+    error: Exception | None = None  # of `look`: its own thread's to raise, whoever looked
+
+    @property
+    def open(self) -> bool:
+        return self.found is None and self.error is None
 
     def see(self) -> None:
-        if self.found is None:
-            self.found = self.look()
+        if self.open:
+            try:
+                self.found = self.look()
+            except Exception as error:
+                self.error = error
 
 
 def _token_id(item: Any) -> int | None:

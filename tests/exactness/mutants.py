@@ -266,6 +266,7 @@ MUTANTS = [
         "a row of a shorter draft, or of none, treated as rejected",
         ((accept.speculative, "rejected = accepted < draft.lengths", "rejected = accepted < k"),),
         law_of_ragged_drafts,
+        IndexError,  # the residual of a token that was never drafted
     ),
     Mutant(
         "padding accepted",
@@ -505,6 +506,7 @@ MUTANTS = [
         "NaN under top-p",
         ((sampling._transformed, ".clamp_min(0)", ""),),
         law_of_broken_rows,
+        RuntimeError,  # a gather out of bounds, and the whole batch with it
     ),
     Mutant(
         "a donor's prompt one token short",
@@ -542,8 +544,8 @@ MUTANTS = [
         (
             (
                 sampling._transformed,
-                "torch.where(table.cut[:, None, None], probs / probs.sum(-1, keepdim=True), probs)",
-                "probs / probs.sum(-1, keepdim=True)",
+                "torch.where(table.cut[:, None, None], probs / total, probs)",
+                "probs / total",
             ),
         ),
         bits_of_a_row,

@@ -8,15 +8,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from foredraft.errors import CheckpointError, ConfigError
+from foredraft.errors import CheckpointError
 from foredraft.model.hub import resolve
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve(tmp_path) == tmp_path
     assert resolve(str(tmp_path)) == tmp_path
-    with pytest.raises(ConfigError, match="revision 'main'"):
-        resolve(tmp_path, "main")
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
@@ -51,6 +49,40 @@ def test_unknown_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (type("ReadTimeout", (Exception,), {})("timed out\nmany lines"), "(timed out)"),
+        (type("ConnectError", (Exception,), {})(), "(ConnectError)"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ValueError("\nodd"), "(ValueError)"),
+    ],
+    ids=["http client", "no message", "disk", "empty line"],
+)
+def test_whatever_the_download_raises_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, shown: str
+) -> None:
+    """The http client's errors derive from Exception alone, and which client it is changes with versions."""
+
+    def broken(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    with pytest.raises(CheckpointError, match="give a local folder") as caught:
+        resolve("owner/name")
+    assert shown in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupt_is_no_download_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resolve("owner/name")
+
+
 def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
 
@@ -59,9 +91,8 @@ def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert resolve("owner/name", "v1") == tmp_path
+    assert resolve("owner/name") == tmp_path
     assert seen == {
         "name": "owner/name",
-        "revision": "v1",
         "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
     }

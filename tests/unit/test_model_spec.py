@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from checkpoints import GEMMA2, LLAMA, LLAMA3_ROPE
 from foredraft.errors import CheckpointError
@@ -14,6 +16,11 @@ from foredraft.model.spec import ModelSpec, Rope
 
 LLAMA_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 GEMMA2_CONFIG: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **GEMMA2}
+OLD_ROPE = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
 
 
 def test_llama_reads_every_size() -> None:
@@ -50,20 +57,34 @@ def test_softcaps_may_be_null() -> None:
     assert spec.logit_softcap is None
 
 
+def test_softcaps_that_are_absent_are_not_null() -> None:
+    """transformers writes null where a model has none; a config of before it did so means the defaults."""
+    spec = ModelSpec.from_hf(without(GEMMA2_CONFIG, "attn_logit_softcapping", "final_logit_softcapping"))
+    assert (spec.attention_softcap, spec.logit_softcap) == (50.0, 30.0)
+
+
+@pytest.mark.parametrize("size", [24, None])
+def test_gemma2_may_spell_its_window_twice(size: int | None) -> None:
+    """As google/gemma-2-9b does."""
+    assert ModelSpec.from_hf({**GEMMA2_CONFIG, "sliding_window_size": size}) == ModelSpec.from_hf(
+        GEMMA2_CONFIG
+    )
+    lone = {**without(GEMMA2_CONFIG, "sliding_window"), "sliding_window_size": 4096}
+    assert ModelSpec.from_hf(lone).windows[0] == 4096
+
+
 @pytest.mark.parametrize(
     "keys",
     [
         {"rope_parameters": LLAMA3_ROPE},
-        {"rope_theta": 500.0, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}},
-        {
-            "rope_theta": 500.0,
-            "rope_scaling": {"type": "llama3"}
-            | {k: v for k, v in LLAMA3_ROPE.items() if k not in ("rope_theta", "rope_type")},
-        },
+        {"rope_theta": 500.0, "rope_scaling": OLD_ROPE},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "llama3"} | without(OLD_ROPE, "rope_type")},
+        {"rope_theta": 500, "rope_scaling": OLD_ROPE, "rope_parameters": LLAMA3_ROPE},
+        {"rope_theta": None, "rope_scaling": {}, "rope_parameters": {**LLAMA3_ROPE, "type": "llama3"}},
     ],
-    ids=["new", "old", "oldest"],
+    ids=["new", "old", "oldest", "both", "emptied"],
 )
-def test_both_spellings_of_rope(keys: dict[str, Any]) -> None:
+def test_every_spelling_of_rope(keys: dict[str, Any]) -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}).rope == Rope("llama3", 500.0, 8.0, 1.0, 4.0, 64)
 
 
@@ -88,6 +109,33 @@ def test_model_type_stands_in_for_architectures() -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "architectures": None}).architecture == "LlamaForCausalLM"
 
 
+def test_end_tokens_that_are_nowhere_are_the_familys() -> None:
+    """As transformers has it: its config's default counts where no generation_config.json speaks."""
+    bare = without(GEMMA2_CONFIG, "eos_token_id", "bos_token_id")
+    spec = ModelSpec.from_hf(bare)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((1,), 2)
+    spec = ModelSpec.from_hf(bare, {"bos_token_id": 5})
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((), 5)
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"sliding_window": None},
+    {"sliding_window": None, "use_sliding_window": False, "layer_types": None},
+    {"layer_types": ["full_attention"] * 3},
+    {"residual_multiplier": 1.0, "embedding_multiplier": 1, "logits_scaling": 1.0},
+    {"residual_multiplier": None, "attention_multiplier": None},
+    {"attention_multiplier": 0.25},  # what it stands for: 1 / sqrt(head_dim)
+    {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": None},
+    {"auto_map": None, "quantization_config": None},
+    {"num_key_value_heads": None, "head_dim": None},
+]
+
+
+@pytest.mark.parametrize("keys", NEUTRAL, ids=[", ".join(keys) for keys in NEUTRAL])
+def test_neutral_values_are_let_through(keys: dict[str, Any]) -> None:
+    assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}) == ModelSpec.from_hf(LLAMA_CONFIG)
+
+
 def test_harmless_keys_are_let_through() -> None:
     extras = {
         "use_cache": False,
@@ -104,12 +152,43 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "high_freq_factor"),
+    ({"rope_scaling": without(OLD_ROPE, "high_freq_factor")}, "rope_scaling: high_freq_factor is missing"),
+    ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be a JSON object"),
+    ({"rope_parameters": [1]}, "rope_parameters is [1]"),
+    ({"rope_scaling": {**OLD_ROPE, "factor": "8"}}, "factor is '8'"),
+    ({"rope_scaling": {**OLD_ROPE, "factor": True}}, "factor is True"),
+    ({"rope_scaling": {**OLD_ROPE, "factor": float("inf")}}, "factor is inf"),
+    ({"rope_scaling": {**OLD_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor is 4.0"),
+    ({"rope_scaling": {**OLD_ROPE, "low_freq_factor": -1.0}}, "low_freq_factor is -1.0"),
+    ({"rope_scaling": {**OLD_ROPE, "high_freq_factor": 0.5}}, "high_freq_factor, 0.5"),
+    (
+        {"rope_scaling": {**OLD_ROPE, "original_max_position_embeddings": 0}},
+        "original_max_position_embeddings is 0",
+    ),
+    ({"rope_scaling": {**OLD_ROPE, "type": "yarn"}}, "type is 'yarn'; rope_type is 'llama3'"),
+    ({"rope_theta": -1}, "rope_theta is -1"),
+    ({"rope_theta": 0}, "rope_theta is 0"),
+    ({"rope_theta": None}, "rope_theta is None"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_parameters: rope_theta is 0"),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_theta": 1e4}, "rope_theta is 10000.0"),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"rope_type": "default"}}, "differ; keep the one"),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": OLD_ROPE}, "differ; keep the one"),  # another theta
+    ({"auto_map": {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}}, "auto_map = "),
+    ({"model_type": "mistral"}, "model_type is 'mistral'; architectures names LlamaForCausalLM"),
+    ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
+    ({"attention_multiplier": 1.0}, "attention_multiplier is 1.0"),
+    ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    ({"hidden_size": float("inf")}, "hidden_size is inf"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    ({"hidden_size": 10**400}, "hidden_size is 1000"),
+    ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
+    ({"tie_word_embeddings": None}, "tie_word_embeddings is None"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "mscale": 2.0}}, "mscale"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"sliding_window": 64}, "sliding_window = 64"),
-    ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer_types"),
     ({"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder"),
@@ -143,6 +222,11 @@ def test_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
     ("keys", "named"),
     [
         ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"sliding_window_size": 4096}, "sliding_window_size is 4096; it must equal sliding_window, 24"),
+        ({"head_dim": None}, "head_dim is None"),
+        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+        ({"attention_multiplier": 0.25}, "attention_multiplier is 0.25"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ({"hidden_activation": "silly"}, "hidden_activation"),
@@ -153,6 +237,35 @@ def test_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
 def test_gemma2_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         ModelSpec.from_hf({**GEMMA2_CONFIG, **keys})
+
+
+SCALARS = (
+    st.sampled_from([None, True, False, "llama3", "", -1, 0, 1, 3, 2**40, 10**400, 0.5, 1e300, -0.0])
+    | st.floats()
+)
+NESTED = st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_from([*LLAMA3_ROPE, "type"]), SCALARS)
+
+
+KEYS = """rope_theta rope_scaling rope_parameters dtype hidden_act layer_types hidden_activation rms_norm_eps
+attention_bias sliding_window_size attention_multiplier""".split()
+
+
+@given(
+    st.sampled_from([LLAMA_CONFIG, GEMMA2_CONFIG]),
+    st.dictionaries(
+        st.sampled_from([*GEMMA2_CONFIG, *KEYS]),
+        SCALARS | NESTED | st.lists(NESTED, max_size=2),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_any_value_is_read_or_refused_in_one_line(config: dict[str, Any], keys: dict[str, Any]) -> None:
+    message = ""
+    try:
+        ModelSpec.from_hf({**config, **keys})
+    except CheckpointError as error:
+        message = str(error)
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("content", ["{", "[]", b"\xff\xfe\xff"])

@@ -1,12 +1,16 @@
 """The tokenizer, and text that grows: pieces join to the whole, and no half character is shown.
 
-Seen to fail on: the incomplete tail shown at once, the left context left out (the space of a word after a
-special token lost).
+What the text is, the `tokenizers` library says: it decodes all ids at once, where the streams see one after
+another. Seen to fail on: the incomplete tail shown at once, the left context left out (the space of a word
+after a special token lost), a run of bytes shown as it grows, a run that never ends held back for good, the
+prompt's last run of bytes counted as output.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -60,9 +64,26 @@ def sentencepiece() -> Tokenizer:
 SENTENCEPIECE = sentencepiece()
 
 
-def grown(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
-    stream = tokenizer.detokenizer(skip_special)
+def grown(
+    tokenizer: Tokenizer, ids: list[int], after: Sequence[int] = (), skip_special: bool = True
+) -> list[str]:
+    stream = tokenizer.detokenizer(after, skip_special=skip_special)
     return [*(stream.push([id]) for id in ids), stream.flush()]
+
+
+def whole(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> str:
+    """The library's own decoding."""
+    return tokenizer.text(ids, skip_special)
+
+
+def spelled(*values: int) -> list[int]:
+    """Bytes, in the ids of `SENTENCEPIECE`."""
+    return [3 + value for value in values]
+
+
+HAN = spelled(0xE6, 0xBC, 0xA2)  # 漢
+BAD = "\N{REPLACEMENT CHARACTER}"
+A, B = 262, 263  # "▁a", "▁b"
 
 
 def test_round_trip_and_special_tokens(tokenizer: Tokenizer) -> None:
@@ -71,10 +92,7 @@ def test_round_trip_and_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode(TEXT, add_special_tokens=False) == ids[1:]
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode(ids, skip_special=False) == "<s>" + TEXT
-    assert tokenizer.token_text(2) == "</s>"
-    assert tokenizer.token_id("</s>") == 2
-    assert tokenizer.token_text(10**6) is None
-    assert tokenizer.vocab_size == 384
+    assert tokenizer.decode([*ids, 10**6]) == TEXT  # an id of the padded vocabulary
 
 
 @pytest.mark.parametrize("made", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
@@ -82,8 +100,8 @@ def test_grown_text_is_the_text(made: Tokenizer) -> None:
     text = "a b aé 漢字 🙂 b" if made is SENTENCEPIECE else TEXT
     ids = made.encode(text, add_special_tokens=False)
     pieces = grown(made, ids)
-    assert "".join(pieces) == made.decode(ids) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) == made.decode(ids) == whole(made, ids) == text
+    assert not any(BAD in piece for piece in pieces)
     assert pieces[-1] == ""
 
 
@@ -95,7 +113,7 @@ def test_a_character_appears_with_its_last_byte(tokenizer: Tokenizer) -> None:
 
 def test_an_incomplete_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("x漢", add_special_tokens=False)[:-1]
-    assert grown(tokenizer, ids) == ["x", "", "", "\N{REPLACEMENT CHARACTER}"]
+    assert grown(tokenizer, ids) == ["x", "", "", BAD]
 
 
 @given(st.text(max_size=30), st.lists(st.integers(1, 5)))
@@ -112,13 +130,142 @@ def test_pushing_many_equals_pushing_one(text: str, sizes: list[int]) -> None:
 @given(st.lists(st.integers(0, 383), max_size=40), st.booleans())
 def test_any_ids_join_to_their_decoding(ids: list[int], skip_special: bool) -> None:
     """Models emit invalid UTF-8 and special tokens anywhere."""
-    assert "".join(grown(BYTE_LEVEL, ids, skip_special)) == BYTE_LEVEL.decode(ids, skip_special)
+    text = whole(BYTE_LEVEL, ids, skip_special)
+    assert "".join(grown(BYTE_LEVEL, ids, (), skip_special)) == text
+    assert BYTE_LEVEL.decode(ids, skip_special=skip_special) == text
 
 
-@given(st.lists(st.sampled_from([1, 2, 259, 260, 261, 262, 263, 264]), max_size=20), st.booleans())
-def test_spaces_survive_special_tokens(ids: list[int], skip_special: bool) -> None:
-    """The first word of a text loses its space; a later one must not."""
-    assert "".join(grown(SENTENCEPIECE, ids, skip_special)) == SENTENCEPIECE.decode(ids, skip_special)
+# Words, special tokens and bytes: whole characters, cut ones, and bytes that begin none.
+STRETCHES = st.sampled_from(
+    [[1], [2], [259], [260], [A], [B], [264], [10**6], HAN, HAN[:1], HAN[:2], HAN[1:]]
+    + [spelled(*c.encode()) for c in " \nA\N{REPLACEMENT CHARACTER}🙂"]
+    + [spelled(0xFF), spelled(0xE0, 0x80), spelled(0xED, 0xA0)]
+)
+FALLBACK = st.lists(STRETCHES, max_size=10).map(lambda parts: [*chain.from_iterable(parts)])
+
+
+@given(FALLBACK, st.booleans())
+def test_any_bytes_join_to_their_decoding(ids: list[int], skip_special: bool) -> None:
+    """The first word of a text loses its space, a later one must not; a bad byte spoils its whole run."""
+    text = whole(SENTENCEPIECE, ids, skip_special)
+    assert "".join(grown(SENTENCEPIECE, ids, (), skip_special)) == text
+    assert SENTENCEPIECE.decode(ids, skip_special=skip_special) == text
+
+
+@pytest.mark.parametrize("start", [[], [1], [A]], ids=["bare", "special", "word"])
+@pytest.mark.parametrize(
+    ("tail", "rest"),
+    [([], "漢"), (HAN[:2], BAD * 5), (spelled(0xFF), BAD * 4), ([*HAN[:1], B], BAD * 4 + " b")],
+    ids=["whole", "incomplete", "bad", "interrupted"],
+)
+def test_a_long_run_of_bytes_is_not_held_back(start: list[int], tail: list[int], rest: str) -> None:
+    """It is shown in stretches of eleven characters; a bad byte spoils the stretch that it is in."""
+    ids = [*start, *HAN * 100, *tail]
+    pieces = grown(SENTENCEPIECE, ids)
+    assert "".join(pieces) == SENTENCEPIECE.decode(ids) == whole(SENTENCEPIECE, [*start, *HAN * 99]) + rest
+    waits = "".join("x" if piece else " " for piece in pieces).split("x")
+    assert max(map(len, waits)) < 36
+
+
+def test_text_goes_on_after_a_stray_byte() -> None:
+    """It once stood still: the character before the stray byte was out, and is none in the library's decoding."""
+    ids = [A, *HAN, *spelled(0xFF), *[A, B] * 3]
+    pieces = grown(SENTENCEPIECE, ids)
+    assert pieces == ["a", "", "", "", BAD * 4, *[" a", " b"] * 3, ""]
+
+
+def test_bytes_after_a_bad_one_are_shown_at_once() -> None:
+    pieces = grown(SENTENCEPIECE, [A, *spelled(0xFF), *HAN * 50])
+    assert pieces == ["a", *[BAD] * 151, ""]
+
+
+def test_a_long_stretch_of_bad_bytes_is_shown_as_it_comes() -> None:
+    (bad,) = [id for id in range(3, 259) if BYTE_LEVEL.encode("ÿ", False)[:1] == [id]]
+    pieces = grown(BYTE_LEVEL, [bad] * 100)
+    assert pieces == ["", *[BAD] * 100]
+
+
+@pytest.mark.parametrize("made", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+@given(data=st.data())
+def test_text_after_a_prompt_continues_it(made: Tokenizer, data: st.DataObject) -> None:
+    """At every split of a text: prompt + output is the whole, streamed or decoded."""
+    text = data.draw(st.text(st.sampled_from("ab é漢🙂\n"), max_size=24))
+    ids = made.encode(text)
+    at = data.draw(st.integers(0, len(ids)))
+    prompt, new = ids[:at], ids[at:]
+    shown = whole(made, prompt)
+    added = made.decode(new, prompt)
+    assert "".join(grown(made, new, prompt)) == added
+    if not shown.endswith(BAD):
+        assert shown + added == whole(made, ids)
+    else:  # the prompt cuts a character, which the output completes
+        assert added and whole(made, ids).endswith(added)
+
+
+@given(FALLBACK, st.lists(st.integers(0, 12), max_size=6), FALLBACK, st.booleans())
+def test_every_split_of_a_stream_decodes_alike(
+    ids: list[int], sizes: list[int], prompt: list[int], skip_special: bool
+) -> None:
+    stream, at, out = SENTENCEPIECE.detokenizer(prompt, skip_special=skip_special), 0, ""
+    for size in sizes:
+        out += stream.push(ids[at : at + size])
+        at += size
+    out += stream.push(ids[at:]) + stream.flush()
+    assert out == SENTENCEPIECE.decode(ids, prompt, skip_special=skip_special)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [A],
+        [1, A],
+        [A, B, A, B, A, B, A, 2],
+        [A, 2, 1, 2, 1, 2],
+        [A, *spelled(0x0A)],
+        [B, *HAN * 40],
+        HAN * 11,
+    ],
+)
+def test_the_first_new_word_keeps_its_space(prompt: list[int]) -> None:
+    assert SENTENCEPIECE.decode([B], prompt) == " b"
+    assert SENTENCEPIECE.decode([], prompt) == ""
+
+
+@pytest.mark.parametrize("prompt", [[], [1], [2, 1]])
+def test_the_first_word_of_a_text_loses_its_space(prompt: list[int]) -> None:
+    assert SENTENCEPIECE.decode([B], prompt) == "b"
+
+
+def test_a_prompt_that_ends_in_bytes() -> None:
+    """Its whole characters are its own; of a cut one the output is what completes it."""
+    newline = [A, *spelled(0x0A)]
+    assert SENTENCEPIECE.decode(spelled(0x0A, 0x0A), newline) == "\n\n"
+    assert SENTENCEPIECE.decode(spelled(0xFF), newline) == BAD
+    assert SENTENCEPIECE.decode([B], [A, *HAN[:2]]) == " b"
+    assert SENTENCEPIECE.decode([HAN[2], B], [A, *HAN[:2]]) == "漢 b"
+    cut = BYTE_LEVEL.encode("x漢y", add_special_tokens=False)
+    assert BYTE_LEVEL.decode(cut[3:], cut[:3]) == "漢y"
+    assert BYTE_LEVEL.decode(cut[4:], cut[:3]) == "y"
+
+
+def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    text = Tokenizer.text
+
+    def noted(self: Tokenizer, ids: list[int], skip_special: bool) -> str:
+        nonlocal most
+        most = max(most, len(ids))
+        return text(self, ids, skip_special)
+
+    monkeypatch.setattr(Tokenizer, "text", noted)
+    for made, ids in (
+        (SENTENCEPIECE, [A, 260]),
+        (SENTENCEPIECE, HAN),
+        (SENTENCEPIECE, spelled(0xFF)),
+        (BYTE_LEVEL, [7]),
+    ):
+        assert made.decode(ids * 500, [A] * 500)
+    assert most < 80
 
 
 def test_fingerprints_tell_vocabularies_apart(tokenizer: Tokenizer) -> None:

@@ -7,17 +7,19 @@ could change the mathematics, by name and value. Which keys mean what is `spec.p
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError
 
+LARGEST = sys.float_info.max
 # Keys that say how a model was made, saved, trained or called, never what it computes.
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens cache_implementation
+    attention_dropout attn_implementation bad_words_ids begin_suppress_tokens cache_implementation
     chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id id2label initializer_range is_llama_config label2id length_penalty max_length
@@ -31,16 +33,26 @@ HARMLESS = frozenset(
 # Keys that would change the mathematics, with the values that do not.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
+    "attn_logit_softcapping": (None,),
+    "auto_map": (None, {}),  # modelling code that the checkpoint brings along
     "cross_attention_hidden_size": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
-    "partial_rotary_factor": (None, 1, 1.0),
+    "logits_scaling": (None, 1.0),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1.0),
     "pretraining_tp": (None, 1),
     "pruned_heads": (None, {}),
     "quantization_config": (None,),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1.0),
     "rope_interleaved": (None, False),
+    "sliding_window": (None,),
     "tie_encoder_decoder": (False,),
     "use_bidirectional_attention": (None, False),
+    "use_sliding_window": (None, False),
 }
 
 
@@ -56,47 +68,65 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """A config whose every key must be accounted for."""
+    """A JSON object whose every key must be accounted for; `where` names it in messages.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    A default stands in for a key that is absent. null is a value like any other, and mostly a wrong one.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], where: str = "config.json", harmless: frozenset[str] = HARMLESS
+    ) -> None:
         self.config = config
+        self.where = where
+        self.harmless = harmless
         self.seen: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
-        value = self.config.get(key)
-        return default if value is None else value
+        return self.config.get(key, default)
+
+    def part(self, key: str) -> ConfigReader | None:
+        """The object under a key; None where it is absent, null or empty."""
+        value = self.take(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, "it must be a JSON object or null")
+        return ConfigReader(value, f"{self.where}, {key}", frozenset()) if value else None
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise CheckpointError(f"config.json: {key} is {value!r}; it must be a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+            raise self.wrong(key, "it must be a finite number above 0")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
-        if value != int(value):
-            raise CheckpointError(f"config.json: {key} is {value!r}; it must be a whole number")
+        if value != int(value) or value >= 2**31:
+            raise self.wrong(key, "it must be a whole number below 2^31")
         return int(value)
 
-    def optional(self, key: str) -> float | None:
-        return None if self.take(key) is None else self.number(key)
+    def optional(self, key: str, default: float) -> float | None:
+        """A number, or None for null."""
+        return None if self.take(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {key} is {value!r}; it must be true or false")
+            raise self.wrong(key, "it must be true or false")
         return value
+
+    def wrong(self, key: str, remedy: str) -> CheckpointError:
+        found = f"is {shortened(self.config[key])}" if key in self.config else "is missing"
+        return CheckpointError(f"{self.where}: {key} {found}; {remedy}")
 
     def refuse_rest(self) -> None:
         for key, value in self.config.items():
-            if key in self.seen or key in HARMLESS:
+            if key in self.seen or key in self.harmless:
                 continue
             if key in NEUTRAL and value in NEUTRAL[key]:
                 continue
             raise CheckpointError(
-                f"config.json: {key} = {shortened(value)} is not supported, and ignoring it would change the "
-                "model's output; use a checkpoint without it"
+                f"{self.where}: {key} = {shortened(value)} is not supported, and ignoring it would change "
+                "the model's output; use a checkpoint without it"
             )
 
 

@@ -6,19 +6,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from foredraft.errors import CheckpointError, ConfigError
+from foredraft.errors import CheckpointError
 
 WANTED = ("*.json", "*.safetensors", "*.jinja")
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model; `revision` is a branch, tag or commit of the hub."""
+def resolve(name_or_path: str | Path) -> Path:
+    """The folder of a model."""
     folder = Path(name_or_path).expanduser()
     name = str(name_or_path)
     if folder.is_dir():
-        if revision is not None:
-            raise ConfigError(f"revision {revision!r} was given with the local folder {name}; leave it out")
         return folder
     if folder.exists():
         raise CheckpointError(f"{name} is a file; give the folder of a checkpoint")
@@ -26,27 +24,18 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{name!r} is neither a folder nor a hub name of the form owner/name; check its spelling"
         )
-    return _download(name, revision)
+    return _download(name)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, allow_patterns=list(WANTED)))
     except GatedRepoError as error:
         raise CheckpointError(
             f"{name} is gated on the hub; accept its terms there and log in with `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{name} has no revision {revision!r} on the hub; check its spelling"
         ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
@@ -58,9 +47,11 @@ def _download(name: str, revision: str | None) -> Path:
             f"{name} is not in the local hub cache and the hub cannot be reached; go online or give a local "
             "folder"
         ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name} could not be fetched from the hub ({_line(error)})") from error
+    except Exception as error:  # the hub lets errors of its http client through, whichever that is
+        raise CheckpointError(
+            f"{name} could not be fetched from the hub ({_line(error)}); try again, or give a local folder"
+        ) from error
 
 
 def _line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

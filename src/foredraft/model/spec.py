@@ -2,7 +2,8 @@
 
 Contract: every key of a `config.json` is consumed, or known not to change the mathematics, or checked to hold
 its neutral value. Any other key, or any other value, is a `CheckpointError` that names it, because a model
-run with a key ignored is another model. A new family is one line of `FAMILIES` and one small function.
+run with a key ignored is another model. A key that is absent has the value that `transformers` gives it in
+that family; the sizes must be there. A new family is one line of `FAMILIES` and one small function.
 
 Rotary scaling `llama3`: Llama 3.1 (arXiv:2407.21783). Soft-caps and alternating windows: Gemma 2
 (arXiv:2408.00118).
@@ -90,65 +91,71 @@ class ModelSpec:
     ) -> ModelSpec:
         """The spec of a parsed `config.json`; `generation_config.json` may add end tokens."""
         read = ConfigReader(config)
-        architecture = _architecture(config)
-        family = FAMILIES[architecture](read)
+        architecture, family = _family(read)
+        fields = _sizes(read) | family.fields(read)
+        if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
+            raise read.wrong("attention_multiplier", f"only {fields['attention_scale']} is supported")
         spec = cls(
             architecture=architecture,
-            **_sizes(read, family),
-            eos_token_ids=_eos(config, generation_config or {}),
-            bos_token_id=_first(config, generation_config or {}, "bos_token_id"),
+            **fields,
+            eos_token_ids=_eos(read, generation_config, family.eos),
+            bos_token_id=_bos(read, generation_config, family.bos),
         )
-        read.seen.update(("eos_token_id", "bos_token_id"))
         read.refuse_rest()
         return spec
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or [
-        MODEL_TYPES.get(str(config.get("model_type")), config.get("model_type"))
-    ]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
-        shown = names[0] if isinstance(names, list) and len(names) == 1 else names
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one architecture reads besides the common sizes, and the ids it means where none are given."""
+
+    model_type: str
+    fields: Callable[[ConfigReader], dict[str, Any]]
+    eos: int
+    bos: int
+
+
+def _family(read: ConfigReader) -> tuple[str, Family]:
+    """The architecture's name and family; `model_type` may stand in for `architectures`, never contradict."""
+    names, kind = read.take("architectures"), read.take("model_type")
+    if not names:
+        names = [name for name, family in FAMILIES.items() if family.model_type == kind] or [kind]
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"config.json: architecture {shown!r} is not supported; supported are "
+            f"config.json: architecture {shortened(name)} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    return str(names[0])
+    family = FAMILIES[name]
+    if kind not in (None, family.model_type):
+        raise read.wrong("model_type", f"architectures names {name}, whose type is {family.model_type!r}")
+    return name, family
 
 
-def _sizes(read: ConfigReader, family: dict[str, Any]) -> dict[str, Any]:
-    """The fields that every family spells alike, merged with the family's own."""
-    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    layers, kv_heads = read.count("num_hidden_layers"), read.count("num_key_value_heads", heads)
-    head_dim = read.count("head_dim", family.pop("default_head_dim", None) or max(1, hidden // heads))
-    positions = read.count("max_position_embeddings")
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: num_key_value_heads = {kv_heads} does not divide {heads} heads")
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary positions need an even one")
-    fields = {
+def _sizes(read: ConfigReader) -> dict[str, Any]:
+    """The fields that every family spells alike."""
+    return {
         "vocab_size": read.count("vocab_size"),
-        "hidden_size": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
+        "hidden_size": read.count("hidden_size"),
+        "layers": read.count("num_hidden_layers"),
+        "heads": read.count("num_attention_heads"),
         "intermediate_size": read.count("intermediate_size"),
         "norm_eps": read.number("rms_norm_eps", 1e-6),
-        "max_positions": positions,
+        "max_positions": read.count("max_position_embeddings"),
         "dtype": _dtype(read),
-        "rope": _rope(read, positions),
-        "windows": (None,) * layers,
-        "attention_scale": head_dim**-0.5,
+        "rope": _rope(read),
     }
-    return fields | {name: value(fields) if callable(value) else value for name, value in family.items()}
 
 
 def _llama(read: ConfigReader) -> dict[str, Any]:
     attention_bias = read.flag("attention_bias")
-    return {
+    heads = read.count("num_attention_heads")
+    shape = _heads(read, heads, max(1, read.count("hidden_size") // heads), null=True)
+    return shape | {
+        "attention_scale": shape["head_dim"] ** -0.5,
         "activation": _activation(read, "hidden_act", default="silu"),
         "tied": read.flag("tie_word_embeddings", default=False),
+        "windows": _windows(read, {"full_attention": None}),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
         "mlp_bias": read.flag("mlp_bias"),
@@ -157,91 +164,119 @@ def _llama(read: ConfigReader) -> dict[str, Any]:
 
 def _gemma2(read: ConfigReader) -> dict[str, Any]:
     attention_bias = read.flag("attention_bias")
-    act = _activation(read, "hidden_activation", default="gelu_pytorch_tanh")
     read.seen.add("hidden_act")  # the reference reads hidden_activation alone
-    window = read.take("sliding_window", 4096)
-    kinds = read.take("layer_types")
-    return {
-        "activation": act,
+    window = read.count("sliding_window", 4096)
+    if read.take("sliding_window_size") not in (None, window):  # Gemma-2-9B has both
+        raise read.wrong("sliding_window_size", f"it must equal sliding_window, {window}")
+    return _heads(read, 4, 256) | {
+        "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
+        "activation": _activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
         "tied": read.flag("tie_word_embeddings", default=True),
+        "windows": _windows(read, {"sliding_attention": window, "full_attention": None}),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "default_head_dim": 256,
-        "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": read.optional("attn_logit_softcapping"),
-        "logit_softcap": read.optional("final_logit_softcapping"),
-        "embedding_scale": lambda fields: fields["hidden_size"] ** 0.5,
-        "windows": lambda fields: _windows(window, kinds, fields["layers"]),
+        "attention_softcap": read.optional("attn_logit_softcapping", 50.0),
+        "logit_softcap": read.optional("final_logit_softcapping", 30.0),
+        "embedding_scale": read.count("hidden_size") ** 0.5,
         "norm_offset": True,
         "post_norms": True,
     }
 
 
-FAMILIES: dict[str, Callable[[ConfigReader], dict[str, Any]]] = {
-    "Gemma2ForCausalLM": _gemma2,
-    "LlamaForCausalLM": _llama,
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family("gemma2", _gemma2, eos=1, bos=2),
+    "LlamaForCausalLM": Family("llama", _llama, eos=2, bos=1),
 }
-MODEL_TYPES = {"gemma2": "Gemma2ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def _heads(read: ConfigReader, kv_heads: int, head_dim: int, null: bool = False) -> dict[str, Any]:
+    """Key heads and the heads' size, by default those given; with `null`, null asks for the default too."""
+
+    def count(key: str, default: int) -> int:
+        return default if null and read.take(key) is None else read.count(key, default)
+
+    heads = read.count("num_attention_heads")
+    kv_heads, head_dim = count("num_key_value_heads", kv_heads), count("head_dim", head_dim)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: num_key_value_heads = {kv_heads} does not divide {heads} heads")
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary positions need an even one")
+    return {"kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _activation(read: ConfigReader, key: str, default: str) -> str:
     name = read.take(key, default)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise CheckpointError(
-            f"config.json: {key} = {name!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}"
+            f"config.json: {key} = {shortened(name)} is not supported; supported are "
+            f"{', '.join(sorted(ACTIVATIONS))}"
         )
     return ACTIVATIONS[name]
 
 
-def _windows(window: object, kinds: object, layers: int) -> tuple[int | None, ...]:
-    """One window a layer; without a list the even layers slide, as the first Gemma 2 configs meant."""
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise CheckpointError(f"config.json: sliding_window is {window!r}; it must be a whole number above 0")
+def _windows(read: ConfigReader, known: dict[str, int | None]) -> tuple[int | None, ...]:
+    """One window a layer, from the known kinds of layer; without `layer_types` they take turns."""
+    layers, pattern = read.count("num_hidden_layers"), list(known)
+    kinds = read.take("layer_types")
     if kinds is None:
-        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise CheckpointError(
-            f"config.json: layer_types = {shortened(kinds)} must name full_attention or sliding_attention "
-            f"for each of the {layers} layers"
+        kinds = [pattern[layer % len(pattern)] for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in pattern for kind in kinds):
+        raise read.wrong(
+            "layer_types", f"it must name {' or '.join(pattern)} for each of the {layers} layers"
         )
     return tuple(known[kind] for kind in kinds)
 
 
-def _rope(read: ConfigReader, positions: int) -> Rope:
-    """Rotary parameters, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    new, old = read.take("rope_parameters"), read.take("rope_scaling")
-    given = dict(new or old or {})
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    read.seen.add("rope_theta")
-    theta = given.pop("rope_theta", None) or read.take("rope_theta", 10000.0)
-    if given.pop("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise CheckpointError("config.json: partial_rotary_factor other than 1.0 is not supported")
-    names = {
-        "factor": "factor",
-        "low_freq_factor": "low_frequency",
-        "high_freq_factor": "high_frequency",
-        "original_max_position_embeddings": "original_positions",
-    }
+def _rope(read: ConfigReader) -> Rope:
+    """Rotary parameters: `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
+    parts = [part for key in ("rope_parameters", "rope_scaling") if (part := read.part(key))]
+    ropes = [_rope_of(read, part) for part in parts or [ConfigReader({})]]
+    if ropes[0] != ropes[-1]:
+        raise CheckpointError(
+            f"config.json: rope_parameters = {shortened(parts[0].config)} and rope_scaling = "
+            f"{shortened(parts[1].config)} differ; keep the one that the model was trained with"
+        )
+    return ropes[0]
+
+
+def _rope_of(read: ConfigReader, part: ConfigReader) -> Rope:
+    """One of the two spellings; what it leaves out is taken from beside it."""
+    kind = part.take("rope_type", part.take("type", "default"))
+    if part.take("type") not in (None, kind):
+        raise part.wrong("type", f"rope_type is {shortened(kind)}; keep one of them")
+    theta = _theta(read, part)
     if kind == "default":
-        names = {}
-    elif kind != "llama3":
-        raise CheckpointError(
-            f"config.json: rope type {kind!r} is not supported; supported are default, llama3"
+        rope = Rope(kind, theta)
+    elif kind == "llama3":
+        rope = Rope(
+            kind,
+            theta,
+            factor=part.number("factor"),
+            low_frequency=part.number("low_freq_factor"),
+            high_frequency=part.number("high_freq_factor"),
+            original_positions=part.count(
+                "original_max_position_embeddings", read.count("max_position_embeddings")
+            ),
         )
+        if rope.low_frequency >= rope.high_frequency:
+            raise part.wrong("low_freq_factor", f"it must be below high_freq_factor, {rope.high_frequency}")
     else:
-        given.setdefault("original_max_position_embeddings", positions)
-    if set(given) != set(names):
-        odd = ", ".join(sorted(set(given) ^ set(names)))
         raise CheckpointError(
-            f"config.json: rope parameters of type {kind!r} are missing or not supported: {odd}"
+            f"{part.where}: rope type {shortened(kind)} is not supported; supported are default, llama3"
         )
-    try:
-        values = {field: given[key] for key, field in names.items()}
-        return Rope(kind=kind, theta=float(theta), **values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: rope parameters {shortened(given)} are not numbers") from error
+    part.refuse_rest()
+    return rope
+
+
+def _theta(read: ConfigReader, part: ConfigReader) -> float:
+    if "rope_theta" not in part.config:
+        return read.number("rope_theta", 10000.0)
+    theta = part.number("rope_theta")
+    if read.take("rope_theta") not in (None, theta):
+        raise read.wrong(
+            "rope_theta", f"{part.where} says {theta}; keep the one that the model was trained with"
+        )
+    return theta
 
 
 def _dtype(read: ConfigReader) -> str:
@@ -254,22 +289,23 @@ def _dtype(read: ConfigReader) -> str:
     return name
 
 
-def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int) -> tuple[int, ...]:
     """Every token that ends a text: those of the config, then those that generation adds."""
+    own = read.take("eos_token_id", default if generation is None else None)
     ids: list[int] = []
-    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
+    for value in (own, (generation or {}).get("eos_token_id")):
         for token in value if isinstance(value, list) else [value]:
             if token is not None and token not in ids:
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise CheckpointError(
-                        f"eos_token_id is {value!r}; it must be a token id or a list of them"
+                        f"eos_token_id is {shortened(value)}; it must be a token id or a list of them"
                     )
                 ids.append(token)
     return tuple(ids)
 
 
-def _first(config: Mapping[str, Any], generation: Mapping[str, Any], key: str) -> int | None:
-    value = config.get(key, generation.get(key))
+def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int) -> int | None:
+    value = read.take("bos_token_id", default if generation is None else generation.get("bos_token_id"))
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise CheckpointError(f"{key} is {value!r}; it must be a token id")
+        raise CheckpointError(f"bos_token_id is {shortened(value)}; it must be a token id")
     return value

@@ -1,15 +1,19 @@
 """Text <-> ids, over the `tokenizers` library, and text as it grows.
 
 Contract: BOS and EOS are added as the `tokenizer.json`'s own post-processor says, never by rules of ours. A
-`Detokenizer` shows text as soon as later ids can no longer change it: an incomplete UTF-8 tail is held back.
-Its pieces join to the decoding of all ids at once, however the ids were pushed.
+`Detokenizer` shows text as soon as later ids can no longer change it, and never waits for more than a bounded
+number of them. `Tokenizer.decode` pushes its ids through one, so pieces join to the decoded text however the
+ids were pushed; and that text is the library's own, save where a run of more than `LONGEST_RUN` byte tokens
+turns out to be invalid.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,11 @@ from foredraft.errors import CheckpointError
 
 FILE = "tokenizer.json"
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# An incomplete character spans 3 ids at most; one more is left context (decoders treat a text's first token
+# differently).
+CONTEXT = 4
+LONGEST_RUN = 32
 
 
 class Tokenizer:
@@ -27,13 +36,15 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.no_truncation()
         inner.no_padding()
+        content = json.loads(inner.to_str())
         self._inner = inner
-        self.vocab_size: int = inner.get_vocab_size()
-        self.fingerprint = _fingerprint(json.loads(inner.to_str()))
+        self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
+        self._byte_fallback = _has_byte_fallback(content.get("decoder"))
+        self.fingerprint = _fingerprint(content)
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer | None:
-        """The folder's tokenizer, or None where it has none."""
+        """The folder's tokenizer, or None where it has no `tokenizer.json`."""
         file = Path(path) / FILE
         if not file.is_file():
             return None
@@ -48,65 +59,157 @@ class Tokenizer:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special)
+    def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
+        """The text that `ids` add to that of `after`, the ids before them."""
+        stream = self.detokenizer(after, skip_special=skip_special)
+        return stream.push(ids) + stream.flush()
+
+    def detokenizer(self, after: Sequence[int] = (), *, skip_special: bool = True) -> Detokenizer:
+        """A stream of the text that ids add to that of `after`."""
+        return Detokenizer(self, after, skip_special)
+
+    def shows(self, id: int, skip_special: bool) -> bool:
+        """Whether the decoder gets to see the id."""
+        return not (skip_special and id in self._special) and self._inner.id_to_token(id) is not None
+
+    def byte(self, id: int) -> bytes | None:
+        """The byte that an id stands for in a vocabulary that spells unknown characters as bytes."""
+        if not self._byte_fallback:
+            return None
+        spelled = BYTE.fullmatch(self._inner.id_to_token(id) or "")
+        return bytes.fromhex(spelled[1]) if spelled else None
+
+    def text(self, ids: list[int], skip_special: bool) -> str:
+        """The library's decoding of some ids as a whole text."""
+        text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
         return text
-
-    def token_text(self, id: int) -> str | None:
-        """The vocabulary's own spelling of a token, or None where it has no such id."""
-        token: str | None = self._inner.id_to_token(id)
-        return token
-
-    def token_id(self, text: str) -> int | None:
-        """The id of a token in the vocabulary's own spelling."""
-        token: int | None = self._inner.token_to_id(text)
-        return token
-
-    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
-        return Detokenizer(self, skip_special)
 
 
 class Detokenizer:
     """Text of a growing sequence of ids.
 
-    Only a window of ids is decoded at each push: from `_anchor`, whose text up to `_shown` ids was given out
-    already and stands in as left context (decoders treat the first token of a text differently).
+    Only a window of the latest ids is decoded at each push; characters of its text up to `_shown` are out.
+    Two kinds of text may still change. A character cut off at the end reads U+FFFD until its last byte comes.
+    And the library decodes a run of byte tokens as a whole: one bad byte turns every byte of the run into
+    U+FFFD. So a run is held back until it ends or breaks, or is long and at a character's end; then what
+    follows counts as a run of its own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._ids: list[int] = []  # from the anchor on
-        self._shown = 0  # how many of them are out
-        self._context = ""  # their text
+        self._window: list[int] = []
+        self._shown = 0
+        self._head = 0  # where in the window the run of bytes begins
+        self._cut = 0  # how many ids of the run are out
+        self._run: codecs.IncrementalDecoder | None = None  # None outside of runs
+        self._broken = False
+        self._given = ""  # what `after` itself shows of a character that it leaves incomplete
+        self.push(self._suffix(after))
+        if self._held() and not self._incomplete():
+            self._cut_run()
+        self._given = self._rest()
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids; the text that is certain now and was not before."""
-        return "".join([self._push(id) for id in ids])
+        return "".join([self._added(self._push(id)) for id in ids])
 
     def flush(self) -> str:
         """The rest, an incomplete character as U+FFFD; nothing may be pushed after it."""
-        text = self._decode(self._ids)
-        rest = text[len(self._context) :]
-        self._ids, self._shown, self._context = [], 0, ""
-        return rest
+        return self._added(self._rest())
+
+    def _suffix(self, after: Sequence[int]) -> list[int]:
+        """The end of `after` that decides what follows: a few ids that show, no run of bytes cut in two."""
+        suffix: list[int] = []
+        for id in reversed(after):
+            if len(suffix) >= CONTEXT and self._tokenizer.byte(suffix[-1]) is None:
+                break
+            if self._tokenizer.shows(id, self._skip_special):
+                suffix.append(id)
+        return suffix[::-1]
+
+    def _added(self, piece: str) -> str:
+        """A piece less what `after` shows of it."""
+        if piece and self._given:
+            piece, self._given = piece.removeprefix(self._given), ""
+        return piece
 
     def _push(self, id: int) -> str:
-        self._ids.append(id)
-        text = self._decode(self._ids)
-        if text.endswith(UNDECODED) or not text.startswith(self._context) or len(text) == len(self._context):
+        if not self._tokenizer.shows(id, self._skip_special):
             return ""
-        new = text[len(self._context) :]
-        # the ids just shown become the next window's left context, if they have a text of their own
-        context = self._decode(self._ids[self._shown :])
-        if context and not context.startswith(UNDECODED):
-            self._ids = self._ids[self._shown :]
-            text = context
-        self._shown, self._context = len(self._ids), text
-        return new
+        byte = self._tokenizer.byte(id)
+        if byte is None:
+            self._end_run()
+        elif self._run is None:
+            self._run = codecs.getincrementaldecoder("utf-8")()
+            self._head = len(self._window)
+        elif self._broken:
+            return UNDECODED  # as the library shows each further byte of the run
+        self._window.append(id)
+        if byte is not None and not self._breaks(byte):
+            if self._held() < LONGEST_RUN or self._incomplete():
+                return ""
+            return self._cut_run()
+        text = self._text(self._window)
+        certain = len(text) - (byte is None and text.endswith(UNDECODED))
+        piece, self._shown = text[self._shown : certain], certain
+        if byte is None and len(self._window) > 2 * CONTEXT:
+            self._window = self._window[-CONTEXT:]
+            # a decoder finds back into step within a character, so both texts end alike
+            self._shown += len(self._text(self._window)) - len(text)
+        return piece
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special)
+    def _rest(self) -> str:
+        shown = self._spoiled() if self._incomplete() else self._shown
+        return self._text(self._window)[shown:]
+
+    def _held(self) -> int:
+        """How many ids of a valid run are held back."""
+        return 0 if self._run is None or self._broken else len(self._window) - self._head - self._cut
+
+    def _incomplete(self) -> bool:
+        """Whether the run of bytes ends within a character."""
+        return self._run is not None and not self._broken and bool(self._run.getstate()[0])
+
+    def _breaks(self, byte: bytes) -> bool:
+        """Take the run's next byte; whether it makes the run invalid."""
+        assert self._run is not None
+        try:
+            self._run.decode(byte)
+        except UnicodeDecodeError:
+            self._break()
+        return self._broken
+
+    def _break(self) -> None:
+        self._broken, self._shown = True, self._spoiled()
+
+    def _spoiled(self) -> int:
+        """`_shown` in an invalid run: the library decodes each byte as U+FFFD, also those that are out."""
+        return len(self._text(self._window[: self._head])) + self._cut if self._cut else self._shown
+
+    def _end_run(self) -> None:
+        if self._incomplete():
+            self._break()
+        self._run, self._cut, self._broken = None, 0, False
+
+    def _cut_run(self) -> str:
+        """Show the run so far; as context for what follows, only its last stretch stays."""
+        text = self._text(self._window)
+        piece = text[self._shown :]
+        stretch = self._window[self._head + self._cut :]
+        self._window[self._head :] = stretch
+        self._cut = len(stretch)
+        self._shown = len(self._text(self._window))
+        return piece
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.text(ids, self._skip_special)
+
+
+def _has_byte_fallback(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    return decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
 
 
 def _fingerprint(content: dict[str, Any]) -> str:

@@ -1,0 +1,84 @@
+"""On a GPU: the model's own logits, greedy ids of every method, and one wait for the device a round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foredraft
+from checkpoints import VARIANTS, save_variant
+from foredraft import SamplingParams
+from foredraft.decode import engine
+from foredraft.model.runner import Runner
+from foredraft.model.weights import load_decoder
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [
+    [3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((1, 3, 25, 70, 256, 300))
+]
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def load(folder: Path, dtype: str) -> foredraft.LLM:
+    target, draft = save_variant(folder / "target", "llama"), save_variant(folder / "draft", "llama")
+    return foredraft.load(target, draft=draft, dtype=dtype, device="cuda", max_batch=8, max_length=512)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
+    folder = save_variant(tmp_path, name)
+    tokens = torch.randint(3, 97, (1, 200), generator=torch.Generator().manual_seed(7))
+    found = []
+    for device in ("cpu", "cuda"):
+        runner = Runner(load_decoder(folder, device=torch.device(device)), deterministic=False)
+        cache = runner.new_cache(1, 256)
+        logits = [
+            runner.forward(cache, tokens[:, i : i + 8].to(device), [i]).logits for i in range(0, 200, 8)
+        ]
+        found.append(torch.cat([part.cpu() for part in logits if part is not None], 1))
+    assert (found[0] - found[1]).abs().max() <= 1e-3 * found[0].abs().max()
+
+
+def test_greedy_ids(tmp_path: Path, dtype: str) -> None:
+    llm = load(tmp_path, dtype)
+    alone = [llm.generate([p], SamplingParams.of(**_options("none")))[0].token_ids for p in PROMPTS]
+    for name in ("none", "draft-model", "lookup"):
+        outputs = llm.generate(PROMPTS, SamplingParams.of(**_options(name)))
+        assert [o.token_ids for o in outputs] == alone, name
+
+
+def _options(speculation: str) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True, "speculation": speculation}
+
+
+def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(tmp_path, "bfloat16")
+    llm.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    read, round_ = engine._read, llm.engine.round
+
+    def may_wait(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def must_not_wait() -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return round_()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine, "_read", may_wait)
+    monkeypatch.setattr(llm.engine, "round", must_not_wait)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert {o.finish_reason for o in outputs} == {"length"}, outputs
