@@ -1,11 +1,10 @@
-"""What the benchmarks share: held-out prompts, the repetition measure, and the result file."""
+"""What the benchmarks share: held-out prompts, the machine, and the result file."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,10 @@ import foredraft
 HERE = Path(__file__).parent
 
 
-def heldout(count: int) -> list[str]:
+def heldout(count: int, first: int = 0) -> list[str]:
     """Heads of functions from modules that the demo models were not trained on."""
     lines = (HERE / "prompts" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines[:count]]
-
-
-def repeated_share(ids: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams that occurred before in the same text."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return [json.loads(line)["prompt"] for line in lines[first : first + count]]
 
 
 def machine() -> dict[str, Any]:

@@ -1,25 +1,18 @@
-"""The composition root: names and options -> objects. The only table of kinds.
-
-A new drafter or policy is one file and one line here.
-"""
+"""The composition root: names and options -> objects, by the tables of `kinds`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from foredraft import demo
-from foredraft.decode.draft import Drafter
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import Fixed, Heuristic, Policy
-from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.lookup import Lookup
 from foredraft.errors import ConfigError
+from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
 from foredraft.llm import LLM
 from foredraft.model.cache import KVCache
 from foredraft.model.hub import resolve
@@ -31,32 +24,17 @@ from foredraft.model.weights import load_decoder
 __all__ = ["DRAFTERS", "POLICIES", "load"]
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A line of the drafters' table. lossless: the output has exactly the target's law."""
-
-    summary: str
-    lossless: bool = True
-
-
-DRAFTERS: dict[str, Kind] = {
-    "none": Kind("plain decoding"),
-    "draft-model": Kind("a small model with the same tokenizer drafts"),
-    "lookup": Kind("the text so far drafts: what followed the latest match"),
-}
-
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "fixed": lambda max_draft: Fixed(max_draft),
-    "heuristic": lambda max_draft: Heuristic(max_draft),
-}
+Needs = Callable[[Tokenizer | None], tuple[int, int]]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# Caches may take this share of what is free: the rest is for passes, other programs, and the draft's.
+# Caches may take this share of what is free: the rest is for passes and other programs.
 _SHARE = {"cpu": 0.5, "cuda": 0.8}
-_ROWS = 32  # at most, unless asked for: more sequences than that seldom pay
+# Rows unless asked for: more seldom pay, and a new cache is written to, so its memory is taken at once.
+_ROWS = {"cpu": 8, "cuda": 32}
+# Long models give up positions down to this many so that so many rows fit,
+_ENOUGH_ROWS, _ENOUGH_POSITIONS = 8, 4096
+_FEWEST_POSITIONS = 512  # and down to this many so that anything does.
 
 
 def load(
@@ -65,47 +43,58 @@ def load(
     drafter: str | None = None,
     draft: str | Path | None = None,
     policy: str = "fixed",
-    max_draft: int = 5,
+    max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
     dtype: str | None = None,
     device: str | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
     deterministic: bool = True,
+    needs: Needs | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Load a Hugging Face checkpoint, and whatever drafts for it.
 
     path: a folder or a hub id; None is the demo pair, with its draft model.
-    drafter: "none", "draft-model" or "lookup", who drafts unless a request says otherwise; None means
-    "draft-model" where a draft is given and "none" otherwise. draft: the draft model's folder or id.
-    policy: "fixed" or "heuristic"; max_draft: tokens drafted in a round at most.
+    drafter: a name in `DRAFTERS`, who drafts unless a request says otherwise; None means "draft-model"
+    where a draft is given and "none" otherwise. draft: the draft model's folder or id.
+    policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
     draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
     dtype: "bfloat16" or "float32", by default the checkpoint's. device: "cpu", "cuda", "cuda:1", ...
-    max_batch: sequences decoded together; max_length: positions of each; from free memory unless given.
+    max_batch: sequences decoded together, by default as many as fit, 8 at most on a CPU and 32 on a GPU.
+    max_length: positions of each, by default the model's; where memory cannot hold 8 sequences of them,
+    they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on to 512.
     deterministic: greedy output is bit-identical whatever drafts and whoever shares the batch.
+    needs: given the tokenizer, the sequences and the positions that will be used; no more are made room
+    for than that, unless max_batch or max_length says so.
     progress: called as (stage, done, total) while loading and prefilling.
 
     Raises ConfigError (an option), CheckpointError (a folder).
     """
-    if drafter is not None and drafter not in DRAFTERS:
-        raise ConfigError(f"drafter is {drafter!r}; give one of {', '.join(DRAFTERS)}")
-    if policy not in POLICIES:
-        raise ConfigError(f"policy is {policy!r}; give one of {', '.join(POLICIES)}")
-    if draft_sampling not in ("sampled", "greedy"):
-        raise ConfigError(f"draft_sampling is {draft_sampling!r}; give 'sampled' or 'greedy'")
-    if max_draft < 1:
-        raise ConfigError(f"max_draft is {max_draft}; give 1 or more, or drafter='none'")
+    _check_name("drafter", drafter, (None, *DRAFTERS))
+    _check_name("policy", policy, POLICIES)
+    _check_name("draft_sampling", draft_sampling, ("sampled", "greedy"))
+    _check_name("dtype", dtype, (None, *DTYPES))
+    for option, value in (("max_draft", max_draft), ("max_batch", max_batch), ("max_length", max_length)):
+        if value is not None and value < 1:
+            instead = ", or drafter='none'" if option == "max_draft" else ""
+            raise ConfigError(f"{option} is {value}; give 1 or more{instead}")
     if path is None:
         path, draft = demo.target_path(), demo.draft_path() if draft is None else draft
-    drafter = drafter or ("draft-model" if draft is not None else "none")
-    if drafter == "draft-model" and draft is None:
-        raise ConfigError("drafter 'draft-model' needs draft=, the folder or hub id of the small model")
+    drafter = drafter or default_drafter(draft is not None)
+    if DRAFTERS[drafter].needs_draft and draft is None:
+        raise ConfigError(
+            f"drafter is {drafter!r}; give draft=, the folder or hub id of the small model, too"
+        )
+    # whatever drafts by default, a request may name any of these
+    kinds = {name: kind for name, kind in DRAFTERS.items() if draft is not None or not kind.needs_draft}
+    if draft_sampling == "greedy" and not any(kind.stepper for kind in kinds.values()):
+        raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
     where = _device(device)
 
     report = progress or _silent
     folders = [resolve(str(path))]
-    if draft is not None:  # whoever drafts by default: a request may name it
+    if draft is not None:
         folders.append(resolve(str(draft)))
     runners: list[Runner] = []
     for folder in folders:
@@ -114,24 +103,20 @@ def load(
         runners.append(Runner(decoder, deterministic=deterministic and not runners))
     report("load", len(folders), len(folders))
     target = runners[0]
-    if max_draft >= target.max_queries:
-        raise ConfigError(
-            f"max_draft is {max_draft}; this model's verifying pass takes {target.max_queries - 1} at most"
-        )
+    longest = _longest_draft(policy, max_draft, target)
     tokenizer = Tokenizer.from_folder(folders[0])
     if len(runners) == 2:
         _check_vocabulary(folders, runners, tokenizer)
-    rows, positions = _capacity(runners, where, max_batch, max_length)
+    needed = (None, None) if needs is None else needs(tokenizer)
+    rows, positions = _capacity(runners, where, (max_batch, max_length), needed)
 
-    kinds: list[Drafter] = [Lookup()]
-    if len(runners) == 2:
-        kinds.append(DraftModel(runners[1], rows, positions))
+    parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions)
     spec = target.decoder.spec
     engine = Engine(
         target,
         target.new_cache(rows, positions),
-        POLICIES[policy](max_draft),
-        {kind.name: kind for kind in kinds},
+        POLICIES[policy].make(longest),
+        {name: kind.make(parts) for name, kind in kinds.items() if kind.make is not None},
         vocabulary=spec.vocab_size,
         device=where,
         greedy_drafts=draft_sampling == "greedy",
@@ -140,10 +125,17 @@ def load(
         engine,
         spec,
         tokenizer,
-        default_drafter=None if drafter == "none" else drafter,
+        default_drafter=None if DRAFTERS[drafter].make is None else drafter,
         max_length=positions,
+        lossless={name: kind.lossless for name, kind in DRAFTERS.items()},
+        deterministic=deterministic,
         progress=progress,
     )
+
+
+def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> None:
+    if value not in known:
+        raise ConfigError(f"{option} is {value!r}; give one of {', '.join(filter(None, known))}")
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -159,8 +151,15 @@ def _device(name: str | None) -> torch.device:
         raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'") from None
     if device.type not in _SHARE:
         raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but this PyTorch sees no CUDA device; give 'cpu'")
+    if device.type == "cpu" and device.index is not None:
+        raise ConfigError(f"device is {name!r}, but there is one CPU; give 'cpu'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise ConfigError(f"device is {name!r}, but this PyTorch sees no CUDA device; give 'cpu'")
+        if (device.index or 0) >= count:
+            known = ", ".join(f"cuda:{index}" for index in range(count))
+            raise ConfigError(f"device is {name!r}, but this PyTorch sees only {known}; give one of these")
     return device
 
 
@@ -169,9 +168,16 @@ def _dtype(name: str | None, folder: Path) -> torch.dtype:
         name = ModelSpec.from_folder(folder).dtype
         if name not in DTYPES:
             raise ConfigError(f"{folder} is stored as {name}; give dtype='bfloat16' or 'float32'")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype is {name!r}; give one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
+    most = target.max_queries - 1
+    if max_draft is None:
+        return min(POLICIES[policy].max_draft, most)
+    if max_draft > most:
+        raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
+    return max_draft
 
 
 def _check_vocabulary(folders: list[Path], runners: list[Runner], tokenizer: Tokenizer | None) -> None:
@@ -187,13 +193,14 @@ def _check_vocabulary(folders: list[Path], runners: list[Runner], tokenizer: Tok
 
 
 def _capacity(
-    runners: list[Runner], device: torch.device, max_batch: int | None, max_length: int | None
+    runners: list[Runner],
+    device: torch.device,
+    given: tuple[int | None, int | None],
+    needed: tuple[int | None, int | None],
 ) -> tuple[int, int]:
-    """Rows and positions of the caches, within free memory."""
+    """Rows and positions of the caches, within free memory; both arguments are pairs of these."""
+    (max_batch, max_length), (rows_needed, positions_needed) = given, needed
     most = runners[0].decoder.spec.max_positions
-    for name, value in (("max_batch", max_batch), ("max_length", max_length)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; give 1 or more")
     if max_length is not None and max_length > most:
         raise ConfigError(f"max_length is {max_length}; the model was trained for {most} positions")
     budget = int(_free_memory(device) * _SHARE[device.type])
@@ -201,14 +208,22 @@ def _capacity(
     def bytes_of(positions: int) -> int:
         return sum(KVCache.bytes_per_row(r.decoder.spec, positions, r.decoder.dtype) for r in runners)
 
-    positions = max_length or most
-    while max_length is None and positions > 512 and bytes_of(positions) * (max_batch or 1) > budget:
-        positions //= 2
-    rows = max_batch or min(_ROWS, budget // bytes_of(positions))
-    needed = max(rows, 1) * bytes_of(positions)
-    if rows < 1 or needed > budget:
+    def shrunk(positions: int, rows: int, fewest: int) -> int:
+        while positions > fewest and rows * bytes_of(positions) > budget:
+            positions = max(positions // 2, fewest)
+        return positions
+
+    positions = max_length or min(most, positions_needed or most)
+    if max_length is None:
+        if max_batch is None and positions_needed is None:
+            positions = shrunk(positions, _ENOUGH_ROWS, _ENOUGH_POSITIONS)
+        positions = shrunk(positions, max_batch or 1, _FEWEST_POSITIONS)
+    most_rows = _ROWS[device.type] if rows_needed is None else min(_ROWS[device.type], rows_needed)
+    rows = max_batch or min(most_rows, budget // bytes_of(positions))
+    taken = max(rows, 1) * bytes_of(positions)
+    if rows < 1 or taken > budget:
         raise ConfigError(
-            f"{max(rows, 1)} sequences of {positions} positions need {needed / 2**20:.0f} MiB of cache, but"
+            f"{max(rows, 1)} sequences of {positions} positions need {taken / 2**20:.0f} MiB of cache, but"
             f" {budget / 2**20:.0f} MiB may be used; lower max_batch or max_length"
         )
     return rows, positions

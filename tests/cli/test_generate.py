@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from command import COMMAND, environment, foredraft
 
 from foredraft.cli import main
 
+FIGURE = r"\d+\.\d+"
+RATES = rf"acceptance rate \d+%, mean accepted length {FIGURE}"
 GREEDY = ["--temperature", "0", "--max-new-tokens", "12"]
 
 
@@ -38,11 +41,20 @@ def last_line(text: str) -> str:
 def test_text_then_one_line_of_figures_and_nothing_on_stderr(pair: list[str]) -> None:
     done = foredraft(*pair, "def accept", *GREEDY)
     assert (done.returncode, complaints(done.stderr)) == (0, [])
-    line = last_line(done.stdout)
-    assert line.startswith("12 tokens in ")
-    assert " tokens/s, acceptance rate " in line
-    assert ", mean accepted length " in line
+    assert re.fullmatch(f"12 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}", last_line(done.stdout))
     assert "\x1b" not in done.stdout
+
+
+def test_the_last_line_holds_every_figure(pair: list[str]) -> None:
+    done = foredraft(*pair, "x", "--compare", "--max-new-tokens", "4")  # temperature 0 by default
+    assert re.fullmatch(
+        f"4 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}, median speed-up over plain decoding {FIGURE} x"
+        rf" \(spread {FIGURE}-{FIGURE} over 5 alternations; outputs identical: yes\)",
+        last_line(done.stdout),
+    )
+    assert done.stdout.count("tokens/s") == 1
+    sampled = foredraft(*pair, "x", "--compare", "--temperature", "1", "--max-new-tokens", "4")
+    assert "; outputs not comparable token by token)" in last_line(sampled.stdout)
 
 
 def test_json_document(pair: list[str]) -> None:
@@ -92,14 +104,6 @@ def test_a_seed_gives_the_text_again_with_and_without_a_drafter(pair: list[str])
     assert texts[0]["outputs"][0]["seed"] == 7
 
 
-def test_compare_says_when_outputs_are_not_comparable(pair: list[str]) -> None:
-    done = foredraft(*pair, "x", "--compare", "--temperature", "1", "--max-new-tokens", "4")
-    assert "outputs not comparable token by token" in last_line(done.stdout)
-    greedy = foredraft(*pair, "x", "--compare", "--max-new-tokens", "4")  # temperature 0 by default
-    assert "median speed-up over plain decoding " in last_line(greedy.stdout)
-    assert "over 5 alternations; outputs identical: yes)" in last_line(greedy.stdout)
-
-
 def test_compare_times_plain_decoding_against_the_request(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +143,7 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
     long = ["one two three four five six seven", "--max-length", "16", "--max-new-tokens", "8"]
     refused = foredraft(*pair, *long)
     assert refused.returncode == 2
-    assert " tokens and max_new_tokens 8 exceed the 16 positions" in refused.stderr
+    assert " tokens and --max-new-tokens 8 exceed the 16 positions" in refused.stderr
     assert "--truncate left" in refused.stderr
     taken = foredraft(*pair, *long, "--truncate", "left", "--json")
     assert taken.returncode == 0
@@ -153,16 +157,27 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--top-k", "many"], "--top-k"),
         (["--drafter", "oracle"], '"draft-model"'),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--top-p", "0"], "top_p is 0.0"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--top-p", "0"], "--top-p is 0.0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--seed", "-3"], "seed is -3"),
         (["--n", "0"], "n is 0"),
-        (["--max-draft", "0"], "max_draft is 0; give 1 or more, or --drafter none"),
-        (["--max-draft", "100000"], "max_draft is 100000"),
-        (["--max-batch", "0"], "max_batch is 0"),
-        (["--device", "abacus"], "device is 'abacus'"),
+        (["--drafter", "lookup", "--max-draft", "0"], "--max-draft is 0; give 1 or more, or --drafter none"),
+        (["--drafter", "lookup", "--max-draft", "100000"], "--max-draft is 100000"),
+        (["--max-batch", "0"], "--max-batch is 0"),
+        (["--device", "abacus"], "--device is 'abacus'"),
+        (["--device", "cpu:3"], "--device is 'cpu:3'"),
         (["--draft", "nowhere", "--drafter", "lookup"], "--draft has no use"),
-        (["--drafter", "draft-model"], "needs --draft"),
+        (["--drafter", "draft-model"], "--drafter is 'draft-model'; give --draft, the folder"),
+        (["--policy", "fixed"], "--policy has no use with drafter none"),
+        (["--drafter", "none", "--max-draft", "5"], "--max-draft has no use with drafter none"),
+        (
+            ["--drafter", "none", "--draft-sampling", "sampled"],
+            "--draft-sampling has no use with drafter none",
+        ),
+        (
+            ["--drafter", "lookup", "--draft-sampling", "greedy"],
+            "--draft-sampling has no use with drafter lookup",
+        ),
         (["--compare"], "--compare"),
         (["--drafter", "none", "--compare"], "--compare"),
     ],
@@ -187,6 +202,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         (["--model", "big", ""], "the prompt is empty"),
         (["--model", "mute", "x"], "no tokenizer.json"),
         (["--model", "big", "x", "y"], "y"),
+        (["--model", "big", "x", "-"], "['-']"),
+        (["--model", "-", "x"], "'-' is neither a folder"),
+        (["--model", "big", "--draft", "-", "x"], "'-' is neither a folder"),
+        (["--model", "big", "a\udcff"], "the prompt is not UTF-8 text (character 1)"),
         (["--model"], "--model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -232,6 +251,24 @@ def test_a_generation_that_fails_is_exit_code_1(
     assert "not finite" in output["error"]
 
 
+BREAKING = """
+import sys
+from foredraft.cli import main
+from foredraft.decode.engine import Engine
+def broken(self):
+    raise MemoryError("no room")
+Engine.round = broken
+sys.exit(main())
+"""
+
+
+def test_a_pass_that_breaks_off_is_told_without_a_traceback(pair: list[str]) -> None:
+    done = foredraft(*pair, "x", *GREEDY, command=[sys.executable, "-c", BREAKING])
+    assert done.returncode == 1
+    assert all(line.startswith("foredraft: ") for line in complaints(done.stderr))
+    assert last_line(done.stderr) == "foredraft: error: MemoryError: no room"
+
+
 def test_stdin_that_is_not_text(pair: list[str]) -> None:
     done = subprocess.run([*COMMAND, *pair, "-"], input=b"ab\xff", capture_output=True, env=environment())
     assert done.returncode == 2
@@ -242,6 +279,30 @@ def test_an_unknown_command() -> None:
     done = foredraft("genrate")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("foredraft: error: ")
+
+
+def test_stdin_that_is_closed(pair: list[str]) -> None:
+    arguments = shlex.join([*COMMAND, *pair, "-"])
+    done = subprocess.run(f"{arguments} <&-", shell=True, capture_output=True, env=environment())
+    assert done.returncode == 2
+    assert done.stderr == (
+        b"foredraft: error: stdin is closed; give the prompt as an argument, or something to read it from\n"
+    )
+
+
+def test_streams_that_are_closed(pair: list[str]) -> None:
+    arguments = shlex.join([*COMMAND, *pair, "x", *GREEDY])
+    done = subprocess.run(f"{arguments} >&- 2>&-", shell=True, capture_output=True, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_stdin_is_read_for_a_dash_alone(pair: list[str]) -> None:
+    read, write = os.pipe()  # nothing ever comes, and it stays open
+    try:
+        done = foredraft(*pair, "x", *GREEDY, stdin=read, timeout=60)
+    finally:
+        os.close(read), os.close(write)
+    assert done.returncode == 0
 
 
 def test_ctrl_c_keeps_the_text(pair: list[str]) -> None:
@@ -316,6 +377,7 @@ def test_a_terminal_shows_who_wrote_what(pair: list[str], models: Path) -> None:
     assert "\x1b[36m" in seen.stdout
     [legend] = complaints(seen.stderr)
     assert "drafted, and accepted by the target" in legend
+    assert "\x1b" not in legend  # stderr is none
 
 
 @pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])
@@ -354,13 +416,40 @@ def test_defaults_are_those_of_the_library() -> None:
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
         if name not in ("model", "truncate", "acceptance"):
-            assert loading[name].default == value, name
+            assert value is None or loading[name].default == value, name
     params = asdict(package.SamplingParams())
     for name, value in asdict(SamplingOptions()).items():
         if name not in ("n", "temperature"):
             assert params[name] == value, name
     assert params["temperature"] == 1
     assert params["acceptance"] is None
+
+
+def test_help_and_choices_come_from_the_tables(models: Path) -> None:
+    """A drafter that is not lossless and a policy: one line each, and the command line has them."""
+    script = """
+import sys
+from foredraft import kinds
+from foredraft.decode.policy import Fixed
+from foredraft.drafters.lookup import Lookup
+class Oracle(Lookup):
+    name = "oracle"
+kinds.DRAFTERS["oracle"] = kinds.DrafterKind("the future drafts", lambda parts: Oracle(), lossless=False)
+kinds.POLICIES["bold"] = kinds.PolicyKind("as long as can be", Fixed, max_draft=3)
+from foredraft.cli import main
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", script]
+    told = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
+    assert "oracle: the future drafts (not lossless)" in told
+    assert "[choices: none, lookup, draft-model, oracle]" in told
+    assert "bold: as long as can be" in told
+    assert "and 3 with bold" in told
+    ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]
+    done = foredraft("generate", "--model", str(models / "big"), "a b a b a b", *ways, command=command)
+    document = json.loads(done.stdout)
+    assert 0 < len(document["stats"]["acceptance_by_position"]) <= 3
+    assert document["lossless"] is False
 
 
 def test_a_reader_who_leaves_is_no_error(pair: list[str]) -> None:

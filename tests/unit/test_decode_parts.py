@@ -12,7 +12,8 @@ from hypothesis import given
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingParams
-from foredraft.decode.scheduler import Scheduler, next_chunk
+from foredraft.decode.scheduler import Scheduler
+from foredraft.model.runner import next_chunk
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round, Stats
 

@@ -12,16 +12,20 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from cyclopts import App, CycloptsError
 
 import foredraft
-from foredraft.cli.generate import INTERRUPTED, STDIN, generate
+from foredraft.cli.generate import INTERRUPTED, OPTIONS, STDIN, generate
 from foredraft.errors import ForedraftError
 
 __all__ = ["app", "main"]
 
 USER_ERROR = 2
+NAMES = [field.name for group in OPTIONS for field in fields(group)]
+ANY_NAME = "|".join(NAMES)
+OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a language is spelled like that
 
 app = App(
     name="foredraft",
@@ -37,9 +41,14 @@ app.command(generate, usage="Usage: foredraft generate [PROMPT | -] [OPTIONS]")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # Python has None for what the caller closed.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may say what this terminal cannot spell
-    logging.basicConfig(format="foredraft: %(message)s")  # the library's warnings, on stderr
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(handlers=[handler])
     words = sys.argv[1:] if arguments is None else arguments
     try:
         code = app([STDIN if word == "-" else word for word in words])
@@ -56,7 +65,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+class OneLine(logging.Formatter):
+    """The library's warnings, without tracebacks: what broke a pass off is told as its outputs' error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"foredraft: {' '.join(record.getMessage().split())}"
+
+
 def spelled_as_options(message: str) -> str:
-    """One line, in which a remedy such as truncate='left' reads --truncate left."""
-    line = " ".join(message.split())
-    return re.sub(r"\b([a-z_]+)='([^']*)'", lambda m: f"--{m[1].replace('_', '-')} {m[2]}", line)
+    """One line, in which the library's names of options are spelled as they are typed here.
+
+    truncate='left' reads --truncate left, and max_batch reads --max-batch; a name that is also a word
+    (draft, seed) is told by what stands around it.
+    """
+    line = " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
+    line = re.sub(rf"\b({ANY_NAME})='([^']*)'((?: or '[^']*')*)", _assigned, line)
+    line = re.sub(rf"\b({ANY_NAME})=(?!\w)", _named, line)
+    line = re.sub(rf"(?<![\w/.-])({OWN_NAME})(?![\w/.-])", _named, line)
+    return re.sub(rf"^({ANY_NAME})(?= is )", _named, line)
+
+
+def _named(found: re.Match[str]) -> str:
+    return f"--{found[1].replace('_', '-')}"
+
+
+def _assigned(found: re.Match[str]) -> str:
+    return f"{_named(found)} {found[2]}{found[3].replace(chr(39), '')}"

@@ -50,14 +50,15 @@ def alternate(
     speculative: Generate,
     *,
     comparable: bool,
+    shown: Tokens | None = None,
     alternations: int = 5,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Time both; `comparable` says whether their tokens must be the same ones."""
+    """Time both; `comparable` says whether their tokens must be the same ones, and those `shown` before."""
     total = 2 * (alternations + 1)
     done = 0
-    texts: list[Tokens] = []
+    texts: list[Tokens] = [] if shown is None else [shown]
 
     def rate(generate: Generate) -> float:
         nonlocal done

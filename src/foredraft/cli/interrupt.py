@@ -32,8 +32,12 @@ class Interrupt:
     ) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if it came: what follows must not begin."""
         if self.came:
             raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.check()
         self.came = True
         self.llm.cancel_all()

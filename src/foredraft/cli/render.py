@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from foredraft.cli.compare import Comparison
     from foredraft.model.tokenizer import Detokenizer
 
-__all__ = ["Painter", "ProgressBars", "compare_line", "document", "stats_line"]
+__all__ = ["Painter", "ProgressBars", "document", "last_line"]
 
 # Who wrote a token -> (ANSI colour, its name, what to call it in the legend).
 ORIGINS = {
@@ -26,7 +27,6 @@ ORIGINS = {
     "target": ("33", "yellow", "the target's own word"),
     "bonus": ("36", "cyan", "the target's bonus after a fully accepted draft"),
 }
-LEGEND = "; ".join(f"\x1b[{code}m{name}\x1b[0m: {what}" for code, name, what in ORIGINS.values())
 STAGES = {"load": "Loading", "prefill": "Reading the prompt", "compare": "Comparing"}
 
 
@@ -45,7 +45,7 @@ class Painter:
     def tokens(self, detokenizer: Detokenizer, ids: Sequence[int], origins: Sequence[str]) -> None:
         """Text that spans tokens gets the colour of the token that completed it."""
         if self.color and not self._explained:
-            print(LEGEND, file=sys.stderr)
+            print(legend(color=sys.stderr.isatty()), file=sys.stderr)
             self._explained = True
         for token, origin in zip(ids, origins, strict=True):
             self._origin = origin
@@ -77,17 +77,29 @@ def visible(character: str) -> str:
     return chr(0x2400 + code) if code < 32 else "\N{REPLACEMENT CHARACTER}"
 
 
-def stats_line(stats: Stats) -> str:
-    line = f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"
-    if not stats.drafted:
-        return f"{line}, nothing drafted"
-    return (
-        f"{line}, acceptance rate {stats.accepted / stats.drafted:.0%}, "
-        f"mean accepted length {stats.mean_accepted_length:.2f}"
+def legend(*, color: bool) -> str:
+    return "; ".join(
+        f"\x1b[{code}m{name}\x1b[0m: {what}" if color else f"{name}: {what}"
+        for code, name, what in ORIGINS.values()
     )
 
 
-def compare_line(comparison: Comparison) -> str:
+def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool) -> str:
+    """All the figures; `compared` without a comparison means that it did not come to its end."""
+    parts = [f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"]
+    if stats.drafted:
+        parts.append(f"acceptance rate {stats.acceptance_rate:.0%}")
+        parts.append(f"mean accepted length {stats.mean_accepted_length:.2f}")
+    else:
+        parts.append("nothing drafted")
+    if comparison is not None:
+        parts.append(speedup(comparison))
+    elif compared:
+        parts.append("comparison not finished")
+    return ", ".join(parts)
+
+
+def speedup(comparison: Comparison) -> str:
     flag = {
         True: "outputs identical: yes",
         False: "outputs identical: NO",
@@ -102,7 +114,9 @@ def compare_line(comparison: Comparison) -> str:
 
 def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | None) -> dict[str, Any]:
     """The `--json` document."""
-    figures = {
+    deterministic = all(output.deterministic for output in outputs)
+    differs = comparison is not None and comparison.identical is False
+    figures: dict[str, Any] = {
         "outputs": [
             {
                 "text": output.text,
@@ -118,28 +132,47 @@ def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | N
             "completion_tokens": sum(len(output.token_ids) for output in outputs),
         },
         "stats": stats.as_dict(),
-        "lossless": all(output.lossless for output in outputs),
+        "lossless": all(output.lossless for output in outputs) and deterministic and not differs,
     }
-    return figures if comparison is None else figures | {"compare": comparison.as_dict()}
+    if not deterministic:
+        figures["deterministic"] = False
+    if comparison is not None:
+        figures["compare"] = comparison.as_dict()
+    return figures
 
 
 class ProgressBars:
-    """A bar a stage on stderr, gone when it is done; none where stderr is not a terminal."""
+    """A bar a stage on stderr, gone when it is done; none where stderr is not a terminal.
+
+    They are drawn when they are told something and never in between, so no thread takes time from a
+    timed run.
+    """
 
     def __init__(self) -> None:
         self._bars: Progress | None = None
+        self._alone: str | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def show(self, stage: str, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or self._alone not in (None, stage):
             return
         if self._bars is None:
             self._bars = self._start()
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(STAGES.get(stage, stage))
         self._bars.update(self._tasks[stage], completed=done, total=total)
+        self._bars.refresh()
         if done >= total:
             self.clear()
+
+    @contextmanager
+    def alone(self, stage: str) -> Iterator[None]:
+        """Keep the other stages off the screen."""
+        self._alone = stage
+        try:
+            yield
+        finally:
+            self._alone = None
 
     def clear(self) -> None:
         """Take them off the screen; text may follow."""
@@ -152,6 +185,6 @@ class ProgressBars:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        bars = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
         bars.start()
         return bars

@@ -30,12 +30,12 @@ from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Policy
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, law_of
-from foredraft.decode.scheduler import Scheduler, next_chunk
+from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Forward, Resume
+from foredraft.model.runner import Forward, Resume, next_chunk
 
 __all__ = ["Engine", "Target"]
 

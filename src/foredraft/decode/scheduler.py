@@ -12,12 +12,7 @@ from collections import deque
 from foredraft.decode.rows import Rows
 from foredraft.decode.sequence import Finish, Sequence, State
 
-__all__ = ["Scheduler", "next_chunk"]
-
-
-def next_chunk(position: int, stop: int, chunk: int) -> int:
-    """Where the prefill pass that starts at `position` ends: at multiples of `chunk`, never by load."""
-    return min((position // chunk + 1) * chunk, stop)
+__all__ = ["Scheduler"]
 
 
 class Scheduler:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from foredraft.decode.scheduler import next_chunk
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Resume, Runner
+from foredraft.model.runner import Resume, Runner, next_chunk
 
 __all__ = ["DraftModel"]
 

@@ -27,6 +27,11 @@ CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
 TAILS = (8, 16, 32, 64, 128, CHUNK)  # query buckets of a prompt's last chunk
 
 
+def next_chunk(position: int, stop: int, chunk: int) -> int:
+    """Where the prefill pass that starts at `position` ends: at multiples of `chunk`, never by load."""
+    return min((position // chunk + 1) * chunk, stop)
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """What a drafter already computed of a verifying pass: states entering layer `depth`."""

@@ -1,0 +1,222 @@
+"""`load`: names to objects by the tables, room within memory, and refusals that name the remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import checkpoints
+import foredraft
+from foredraft import ConfigError, SamplingParams, build, kinds
+from foredraft.build import DRAFTERS, POLICIES
+from foredraft.drafters.lookup import Lookup
+
+SOURCE = Path(__file__).parents[2] / "src"
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    checkpoints.save_checkpoint(folder / "big", tokenizer=True, seed=1)
+    checkpoints.save_checkpoint(folder / "small", tokenizer=True, seed=2, num_hidden_layers=1)
+    checkpoints.save_checkpoint(
+        folder / "long", tokenizer=True, seed=1, num_hidden_layers=1, max_position_embeddings=131072
+    )
+    return folder
+
+
+def load(models: Path, name: str = "big", **options: object) -> foredraft.LLM:
+    return foredraft.load(models / name, **{"device": "cpu", **options})  # type: ignore[arg-type]
+
+
+class Echo(Lookup):
+    """A drafter of a test's own."""
+
+    name = "echo"
+
+
+def test_a_new_drafter_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[kinds.Parts] = []
+
+    def make(parts: kinds.Parts) -> Echo:
+        seen.append(parts)
+        return Echo()
+
+    monkeypatch.setitem(DRAFTERS, "echo", kinds.DrafterKind("what was said", make, lossless=False))
+    llm = load(models, drafter="echo", max_batch=2, max_length=64)
+    [output] = llm.generate("a b a b a b", GREEDY)
+    assert output.stats.drafted > 0
+    assert not output.lossless
+    assert llm.generate("a b a b", SamplingParams(speculation="lookup", max_new_tokens=2))[0].lossless
+    [parts] = seen
+    assert (parts.rows, parts.positions, parts.draft) == (2, 64, None)
+    assert parts.target is llm.engine.target
+
+
+def test_a_new_policy_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make(longest: int) -> object:
+        made.append(longest)
+        return POLICIES["fixed"].make(longest)
+
+    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as can be", make, max_draft=7))  # type: ignore[arg-type]
+    load(models, policy="bold"), load(models, policy="bold", max_draft=2)
+    assert made == [7, 2]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
+    draft = models / "small" if DRAFTERS[name].needs_draft else None
+    llm = load(models, drafter=name, draft=draft)
+    assert llm.default_drafter == (None if name == "none" else name)
+    assert all(drafter.name == key for key, drafter in llm.engine.drafters.items())
+    stepper = hasattr(llm.engine.drafters.get(name), "step")
+    assert stepper == DRAFTERS[name].stepper
+
+
+def test_every_policy_can_grow_to_its_longest_draft() -> None:
+    """The heuristic one starts at 5 and would stay there if that were its longest."""
+    from foredraft.decode.stats import Round
+
+    lengths = {}
+    for name, kind in POLICIES.items():
+        policy = kind.make(kind.max_draft)
+        assert policy.name == name
+        sequence = SimpleNamespace(policy_state=policy.start())
+        budgets = []
+        for _ in range(9):
+            budgets.append(policy.budget(sequence))  # type: ignore[arg-type]
+            policy.learn(sequence, Round(budgets[-1], budgets[-1], budgets[-1] + 1))  # type: ignore[arg-type]
+        lengths[name] = budgets[0], budgets[-1]
+    assert lengths == {"fixed": (5, 5), "heuristic": (5, 10)}
+
+
+def test_the_default_draft_fits_the_verifying_pass(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    kind = kinds.PolicyKind("", lambda n: made.append(n) or POLICIES["fixed"].make(n), max_draft=10**6)  # type: ignore[func-returns-value]
+    monkeypatch.setitem(POLICIES, "endless", kind)
+    llm = load(models, policy="endless")
+    assert made == [llm.engine.target.max_queries - 1]
+    with pytest.raises(ConfigError, match="max_draft is 1000000; this model's verifying pass takes"):
+        load(models, policy="endless", max_draft=10**6)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "none"])
+def test_a_draft_that_is_not_the_default_drafter(models: Path, drafter: str) -> None:
+    """It is loaded: a request may name it."""
+    llm = load(models, draft=models / "small", drafter=drafter)
+    [output] = llm.generate("a b c", GREEDY)
+    assert llm.default_drafter == (None if drafter == "none" else drafter)
+    [named] = llm.generate(
+        "a b c", SamplingParams(temperature=0, max_new_tokens=8, speculation="draft-model")
+    )
+    assert named.stats.drafted > 0
+    assert drafter != "none" or output.stats.drafted == 0
+
+
+def test_a_draft_of_another_vocabulary_is_refused_with_both_names(models: Path, tmp_path: Path) -> None:
+    wide = checkpoints.save_checkpoint(tmp_path / "wide", vocab_size=400, tokenizer=True)
+    with pytest.raises(ConfigError) as told:
+        load(models, draft=wide)
+    for part in (str(models / "big"), "vocabulary 384", str(wide), "vocabulary 400"):
+        assert part in str(told.value)
+    # of the same size, but its ids mean something else
+    swapped = checkpoints.save_checkpoint(tmp_path / "swapped", tokenizer=True)
+    file = swapped / "tokenizer.json"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(
+        text.replace('"a":', '"@":').replace('"b":', '"a":').replace('"@":', '"b":'), encoding="utf-8"
+    )
+    with pytest.raises(ConfigError) as told:
+        load(models, draft=swapped)
+    assert str(models / "big") in str(told.value) and str(swapped) in str(told.value)
+
+
+def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_sampling is 'greedy', but no model drafts"):
+        load(models, drafter="lookup", draft_sampling="greedy")
+    load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")  # a request may name it
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "told"),
+    [
+        ("cpu:3", 0, "there is one CPU; give 'cpu'"),
+        ("cpu:0", 0, "there is one CPU; give 'cpu'"),
+        ("cuda", 0, "sees no CUDA device; give 'cpu'"),
+        ("cuda:9", 2, "sees only cuda:0, cuda:1; give one of these"),
+        ("meta", 0, "give 'cpu', 'cuda' or 'cuda:N'"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    models: Path, monkeypatch: pytest.MonkeyPatch, device: str, count: int, told: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=f"device is '{device}'.*{told}"):
+        load(models, device=device)
+
+
+LONG_ROW = 2 * 4 * 16 * 4  # bytes of a position in the cache of "long": k and v, heads, width, float32
+
+
+@pytest.mark.parametrize(
+    ("rows_at_once", "options", "rows", "positions"),
+    [
+        (100, {}, 8, 131072),  # enough for all that seldom pays to exceed
+        (4.5, {}, 8, 65536),  # positions give way to rows,
+        (0.06, {}, 1, 4096),  # but only down to what a conversation takes,
+        (0.01, {}, 1, 512),  # or to what fits at all
+        (2, {"max_length": 131072}, 2, 131072),  # what was asked for stays
+        (1, {"max_batch": 4}, 4, 16384),
+        (100, {"needs": (1, 200)}, 1, 200),
+        (100, {"needs": (5000, 200)}, 8, 200),
+        (4, {"needs": (8, 131072)}, 4, 131072),  # all must fit; the others wait
+        (0.3, {"needs": (8, 10**6)}, 1, 32768),
+        (100, {"needs": (1, 200), "max_length": 300, "max_batch": 2}, 2, 300),
+    ],
+)
+def test_room_within_memory(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows_at_once: float,
+    options: dict[str, object],
+    rows: int,
+    positions: int,
+) -> None:
+    """rows_at_once: of the model's whole length, as memory has room for."""
+    row = (131072 + 1024) * LONG_ROW
+    monkeypatch.setattr(build, "_free_memory", lambda device: int(rows_at_once * row / 0.5))
+    made = SimpleNamespace()
+    new_cache = build.Runner.new_cache
+
+    def noted(self: build.Runner, count: int, length: int) -> object:
+        made.rows, made.positions = count, length
+        return new_cache(self, 1, 64)  # the figures are enough
+
+    monkeypatch.setattr(build.Runner, "new_cache", noted)
+    if "needs" in options:
+        needed = options["needs"]
+        options = options | {"needs": lambda tokenizer: needed}
+    llm = load(models, "long", **options)
+    assert (made.rows, made.positions, llm.max_length) == (rows, positions, positions)
+
+
+def test_what_cannot_fit_is_refused_with_the_figures(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_free_memory", lambda device: 2**20)
+    with pytest.raises(ConfigError, match=r"1 sequences of 131072 positions need \d+ MiB.*0 MiB may be used"):
+        load(models, "long", max_length=131072)
+
+
+def test_the_tables_do_not_wait_for_torch() -> None:
+    code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(SOURCE)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
