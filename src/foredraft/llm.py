@@ -44,8 +44,8 @@ class Output:
     text: None without a tokenizer. token_ids: the new ones only; origins: who wrote each.
     finish_reason: "eos", "length", "cancelled" or "error", and then `error` says what happened.
     seed: the request's, or the fresh one that it got; `sample` is the sample's index under that seed.
-    lossless: the text has the model's own law, as docs/losslessness.md says it; deterministic: and its bits do
-    not depend on who drafts and who shares the batch.
+    lossless: the text has the model's own law, as docs/losslessness.md says it; deterministic: and its bits
+    do not depend on who drafts and who shares the batch.
     """
 
     text: str | None

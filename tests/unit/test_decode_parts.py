@@ -13,9 +13,9 @@ from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingParams
 from foredraft.decode.scheduler import Scheduler
-from foredraft.model.runner import next_chunk
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round, Stats
+from foredraft.model.runner import next_chunk
 
 rounds = st.lists(
     st.integers(0, 6).flatmap(
