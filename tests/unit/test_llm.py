@@ -139,16 +139,27 @@ def test_threads_share_one_batch(llm: foredraft.LLM) -> None:
     assert [found[i] for i in range(6)] == alone
 
 
-def test_a_prompt_of_many_samples_is_forwarded_once(llm: foredraft.LLM) -> None:
+@pytest.mark.parametrize("speculation", ["none", "draft-model"])
+def test_five_thousand_samples_of_a_prompt_forward_it_once(
+    folders: tuple[Path, Path], speculation: str
+) -> None:
     """Siblings come in waves of `max_batch` rows; each forwards its own rounds, none the prompt."""
-    assert llm.tokenizer is not None
+    target, draft = folders
+    llm = foredraft.load(target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512)
     prompt = [5 + i % 90 for i in range(301)]
-    runner = llm.engine.target
-    before = runner.forwarded  # type: ignore[attr-defined]
-    params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation="none")
-    outputs = llm.generate(prompt, params, n=50)
-    assert len(outputs) == 50 and all(len(o.token_ids) == 2 for o in outputs)
-    assert runner.forwarded - before == 300 + 50 * 2  # type: ignore[attr-defined]
+    drafter: Any = llm.engine.drafters["draft-model"]
+    runners: list[Any] = [llm.engine.target, drafter.runner]
+    before = [runner.forwarded for runner in runners]
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation=speculation)
+    outputs = llm.generate(prompt, params, n=5000)
+    forwarded = [runner.forwarded - was for runner, was in zip(runners, before, strict=True)]
+    assert len(outputs) == 5000
+    assert all(len(o.token_ids) == 2 for o in outputs)
+    columns = sum(o.stats.rounds + o.stats.drafted for o in outputs)
+    if speculation == "none":
+        assert forwarded == [300 + 5000 * 2, 0]
+    else:
+        assert forwarded == [300 + columns, 300 + 5000], "one drafted token each, for one more is the last"
 
 
 def test_a_stream_dropped_in_the_middle_of_a_step_waits_for_nobody(

@@ -385,10 +385,10 @@ def train(run: Run, report: Report = lambda row: None) -> Trainer:
     """Run to the end of the schedule; with several workers, one process each."""
     trainer = Trainer(run.recipe, np.load(run.tokens, mmap_mode="r"), Worker(0, run.workers))
     trainer.resume(run.checkpoints)
+    torch.set_num_threads(1)
     if run.workers == 1:
         work(run, trainer, None, lambda: None, report)
         return trainer
-    torch.set_num_threads(1)
     shared, barrier = trainer.share(), torch.multiprocessing.get_context("spawn").Barrier(run.workers)
     updates = tuple(optimiser.steps for optimiser in trainer.optimisers)
     where = Where(trainer.step, trainer.cursor, trainer.elapsed, updates)
