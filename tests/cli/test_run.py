@@ -284,9 +284,9 @@ def test_the_demo_shows_what_it_goes_on_from(capsys: pytest.CaptureFixture[str])
     short = ["--temperature", "0", "--max-new-tokens", "2"]
     assert main(["generate", *short]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(demo.prompts()[0])
-    assert main(["generate", demo.prompts()[0], *short]) == 0
-    assert demo.prompts()[0] not in capsys.readouterr().out
+    assert shown.startswith(demo.prompt())
+    assert main(["generate", demo.prompt(), *short]) == 0
+    assert demo.prompt() not in capsys.readouterr().out
     assert main(["generate", "--json", *short]) == 0
     assert set(document(capsys)) == {"outputs", "usage", "stats", "lossless"}
 

@@ -180,7 +180,7 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
     if prompt is None and model is None:
         from foredraft import demo
 
-        return demo.prompts()[0]
+        return demo.prompt()
     if prompt is None:
         raise ConfigError("no prompt; give one, or - to read it from stdin")
     if prompt != STDIN:

@@ -25,3 +25,8 @@ def prompts() -> list[str]:
     """Beginnings of functions that neither model was trained on."""
     text = (files(__package__) / "prompts.jsonl").read_text(encoding="utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
+
+
+def prompt() -> str:
+    """The one that commands go on from unless given another: its continuation loops less than most."""
+    return prompts()[39]
