@@ -42,7 +42,7 @@ def sample(
             ]
         )
     shuffled = [sequence for some in zip(*kinds, strict=True) for sequence in some]
-    run(make_engine(TARGET, DRAFT, policy, rows=42, **more), shuffled)
+    run(make_engine(TARGET, DRAFT, policy, rows=42, **more), shuffled, steps=100 * n)
     return [[sequence.new_ids[:JOINT] for sequence in kind] for kind in kinds]
 
 
