@@ -149,11 +149,11 @@ def test_every_pair_of_transforms(drafter: str) -> None:
 @pytest.mark.parametrize("transform", ["repetition", "presence", "frequency", "late end"])
 def test_what_was_said_counts_whoever_drafts(transform: str) -> None:
     """Penalties along drafts of every kind, under a ban that takes tokens back, and to greedy drafts."""
-    several = {"eos": frozenset({2}), "new": 4}
-    cases = [case(transform, drafter, **several) for drafter in DRAFTERS]
-    cases += [case(transform, drafter, "late ban", new=4) for drafter in ("draft-model", "script", None)]
-    enumerate_and_compare(cases, POLICIES["fixed-3"])
-    enumerate_and_compare([case(transform, "tapping", **several)], POLICIES["random"], greedy_drafts=True)
+    end = frozenset({2})
+    cases = [case(transform, drafter, eos=end) for drafter in DRAFTERS]
+    cases += [case(transform, drafter, "late ban") for drafter in ("draft-model", "script", None)]
+    enumerate_and_compare(cases, POLICIES["fixed-2"])
+    enumerate_and_compare([case(transform, "tapping", eos=end)], POLICIES["random"], greedy_drafts=True)
 
 
 def test_rows_of_different_parameters_share_a_batch() -> None:

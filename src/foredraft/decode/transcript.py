@@ -32,6 +32,14 @@ class _Node:
     depth: int = 0
     complete: str | None = None
 
+    @property
+    def open(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        node = self
+        while not node.next and node.fallback is not None:  # complete, but too early to count
+            node = node.fallback
+        return node.depth
+
 
 class StopAutomaton:
     """Finds where any of some strings is complete, a character at a time."""
@@ -100,7 +108,7 @@ class Transcript:
             self.pieces.append(self._detokenizer.push([token]))
             if self._stops:
                 self._look(token)
-            self._holds.append(0 if self._over else self._node.depth)
+            self._holds.append(0 if self._over else self._node.open)
             if self._over:
                 return count
         return len(tokens)
