@@ -25,17 +25,20 @@ __all__ = ["write_trace"]
 
 
 def write_trace(
-    file: Path, outputs: Sequence[Output], *, prompt: str, tokenizer: Tokenizer, about: str
+    file: str | Path, outputs: Sequence[Output], *, prompt: str, tokenizer: Tokenizer, about: str = ""
 ) -> None:
-    """The page of outputs that were generated with `trace=True`; about: a line on how.
+    """Write the page of outputs that were generated with `trace=True`; about: a line on how they were.
 
-    Raises ConfigError where the file cannot be written.
+    Raises ConfigError where an output has no trace, or the file cannot be written.
     """
+    file = Path(file)
+    if any(output.trace is None for output in outputs):
+        raise ConfigError("an output has no trace; generate it with trace=True")
     samples = [
         {"number": number, "prompt": prompt} | _sample(output, tokenizer)
         for number, output in enumerate(outputs, start=1)
     ]
-    page = (files("foredraft.cli") / "trace.html").read_text(encoding="utf-8")
+    page = (files("foredraft.pages") / "trace.html").read_text(encoding="utf-8")
     page = page.replace("__DATA__", _embedded({"about": about, "samples": samples}))
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:

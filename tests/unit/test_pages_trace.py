@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import foredraft
-from foredraft import ConfigError, SamplingParams
-from foredraft.cli.trace import write_trace
+from foredraft import ConfigError, SamplingParams, write_trace
 
 PROMPT = "def close(self):\n    </script><script>alert(1)</script><b>&amp;"
 
@@ -62,6 +61,13 @@ def test_a_file_that_cannot_be_written(llm: foredraft.LLM, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="cannot be written"):
         page(llm, tmp_path / "no" / "t.html")
     assert [file.name for file in tmp_path.iterdir()] == ["t.html"], "nothing is left beside it"
+
+
+def test_an_output_without_a_trace(llm: foredraft.LLM, tmp_path: Path) -> None:
+    outputs = llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
+    assert llm.tokenizer is not None
+    with pytest.raises(ConfigError, match="generate it with trace=True"):
+        write_trace(tmp_path / "t.html", outputs, prompt=PROMPT, tokenizer=llm.tokenizer)
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
