@@ -10,28 +10,28 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig
+from transformers import LlamaConfig
 
-from checkpoints import GEMMA2, GEMMA2_DEFAULTS, LLAMA, LLAMA3_ROPE, LLAMA_DEFAULTS
+from checkpoints import DEFAULTS, FAMILIES, LLAMA, LLAMA3_ROPE
 from foredraft.errors import CheckpointError
 from foredraft.model.spec import ModelSpec, Rope
 
 TOKENS = ["bos_token_id", "eos_token_id"]
-CASES = [
-    *((LlamaConfig, "LlamaForCausalLM", LLAMA, key) for key in LLAMA_DEFAULTS + TOKENS),
-    *((Gemma2Config, "Gemma2ForCausalLM", GEMMA2, key) for key in GEMMA2_DEFAULTS + TOKENS),
-]
+CASES = [(family, key) for family, keys in DEFAULTS.items() for key in keys + TOKENS]
+# transformers' number of key heads must divide the heads
+HEADS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_attention_heads": 8},
+    "qwen2": {"num_attention_heads": 32, "hidden_size": 128},
+    "qwen3": {"num_attention_heads": 32},
+}
 
 
-@pytest.mark.parametrize(
-    ("config_class", "architecture", "base", "key"), CASES, ids=[f"{case[1]}-{case[3]}" for case in CASES]
-)
-def test_an_absent_key_has_the_default_of_transformers(
-    config_class: type[LlamaConfig | Gemma2Config], architecture: str, base: dict[str, Any], key: str
-) -> None:
-    rest = {name: value for name, value in base.items() if name != key}
+@pytest.mark.parametrize(("family", "key"), CASES, ids="-".join)
+def test_an_absent_key_has_the_default_of_transformers(family: str, key: str) -> None:
+    config_class, model_class, base = FAMILIES[family]
+    rest = {name: value for name, value in {**base, **HEADS.get(family, {})}.items() if name != key}
     spelled = {**rest, key: config_class(**rest).to_dict()[key]}
-    names = {"architectures": [architecture]}
+    names = {"architectures": [model_class.__name__]}
     assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | spelled)
 
 

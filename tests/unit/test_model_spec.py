@@ -16,6 +16,7 @@ from foredraft.model.spec import ModelSpec, Rope
 
 LLAMA_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 GEMMA2_CONFIG: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **GEMMA2}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OLD_ROPE = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 
 
@@ -150,8 +151,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ({"pretraining_tp": 2}, "pretraining_tp"),
     ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        "'longrope' is not supported; supported are default, dynamic, linear, llama3, yarn",
+    ),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "low_freq_factor = 1.0"),
+    ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is missing"),
+    ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor is '2'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "alpha = 1000.0"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: factor is missing"),
+    ({"rope_scaling": {**YARN, "factor": -1}}, "factor is -1"),
+    ({"rope_scaling": {**YARN, "attention_factor": "1"}}, "attention_factor is '1'"),
+    ({"rope_scaling": {**YARN, "mscale": [1]}}, "mscale is [1]"),
+    ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_slow, 1.0, must be below beta_fast, 1.0"),
+    ({"rope_scaling": {**YARN, "beta_slow": 64}}, "beta_slow is 64"),
+    ({"rope_scaling": {**YARN, "truncate": None}}, "truncate is None"),
+    ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta is 1.0; yarn needs one above 1"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim is 2"),
+    ({"rope_parameters": {"full_attention": YARN}}, "full_attention"),
+    ({"num_experts": 8}, "num_experts = 8"),
+    ({"vision_config": {"hidden_size": 8}}, "vision_config"),
     ({"rope_scaling": without(OLD_ROPE, "high_freq_factor")}, "rope_scaling: high_freq_factor is missing"),
     ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be a JSON object"),
     ({"rope_parameters": [1]}, "rope_parameters is [1]"),

@@ -26,6 +26,7 @@ from foredraft.model.runner.packed import pack
 from foredraft.model.spec import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = {"F64", "F32", "F16", "BF16"}
 # buffers that old versions saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -40,7 +41,7 @@ def load_decoder(
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), chosen)
         decoder = _build(spec, tensors)
-        tensors.refuse_rest(spec, decoder.embedding)
+        tensors.refuse_rest(spec)
     return decoder
 
 
@@ -49,14 +50,15 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
     hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
-    def norm(name: str) -> RMSNorm:
-        weight = tensors.take(f"{name}.weight", (hidden,))
+    def norm(name: str, size: int = hidden) -> RMSNorm:
+        weight = tensors.take({f"{name}.weight": (size,)})
         return RMSNorm(weight.float() + 1.0 if offset else weight, eps, offset)
 
     def linear(names: dict[str, int], columns: int, bias: bool) -> Product:
-        weight = [tensors.take(f"{name}.weight", (rows, columns)) for name, rows in names.items()]
-        biases = [tensors.take(f"{name}.bias", (rows,)) for name, rows in names.items()] if bias else None
-        return pack(_joined(weight), None if biases is None else _joined(biases))
+        weight = tensors.take({f"{name}.weight": (rows, columns) for name, rows in names.items()})
+        return pack(
+            weight, tensors.take({f"{name}.bias": (rows,) for name, rows in names.items()}) if bias else None
+        )
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"
@@ -68,6 +70,8 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
             qkv=linear(qkv, hidden, spec.qkv_bias),
             output=linear({f"{at}.self_attn.o_proj": hidden}, q_rows, spec.output_bias),
             post_norm=norm(f"{at}.post_attention_layernorm") if spec.post_norms else None,
+            q_norm=norm(f"{at}.self_attn.q_norm", spec.head_dim) if spec.head_norms else None,
+            k_norm=norm(f"{at}.self_attn.k_norm", spec.head_dim) if spec.head_norms else None,
         )
         mlp = MLP(
             norm=norm(f"{at}.{before_mlp}"),
@@ -79,19 +83,14 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
         )
         return Layer(attention, mlp)
 
-    embedding = tensors.take("model.embed_tokens.weight", (spec.vocab_size, hidden))
+    vocabulary = (spec.vocab_size, hidden)
+    head = pack(tensors.take({EMBEDDING if spec.tied else HEAD: vocabulary}))
     layers = tuple(layer(index) for index in range(spec.layers))
-    final = norm("model.norm")
-    head = embedding if spec.tied else tensors.take("lm_head.weight", (spec.vocab_size, hidden))
-    return Decoder(spec, embedding, layers, final, pack(head))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return Decoder(spec, tensors.take({EMBEDDING: vocabulary}), layers, norm("model.norm"), head)
 
 
 class _Tensors:
-    """The tensors of a folder by name, each to be taken once."""
+    """The tensors of a folder by name, mapped."""
 
     def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -130,16 +129,29 @@ class _Tensors:
                     f"{folder / shard} lacks {name}, which {INDEX} lists there; download it again"
                 )
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        """The named tensors, joined along their first dimension: a copy of the decoder's own."""
+        views = [self.view(name, shape) for name, shape in shapes.items()]
+        rows = sum(len(view) for view in views)
+        joined = torch.empty((rows, *views[0].shape[1:]), device=self.device, dtype=self.dtype)
+        end = 0
+        for view in views:
+            joined[end : end + len(view)].copy_(view)
+            end += len(view)
+        return joined
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor as the file has it; on a map of the file, so not to be kept."""
         if name not in self.files:
             raise CheckpointError(f"tensor {name} is missing from the checkpoint")
-        view = self.files[name].get_slice(name)
-        if tuple(view.get_shape()) != shape:
-            found = list(view.get_shape())
-            raise CheckpointError(f"tensor {name} has shape {found}, but config.json asks for {list(shape)}")
-        if view.get_dtype() not in FLOATS:
+        found = self.files[name].get_slice(name)
+        if tuple(found.get_shape()) != shape:
             raise CheckpointError(
-                f"tensor {name} is stored as {view.get_dtype()}; quantised checkpoints are not supported, "
+                f"tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
+            )
+        if found.get_dtype() not in FLOATS:
+            raise CheckpointError(
+                f"tensor {name} is stored as {found.get_dtype()}; quantised checkpoints are not supported, "
                 "use one in float32, bfloat16 or float16"
             )
         self.taken.add(name)
@@ -147,18 +159,20 @@ class _Tensors:
             tensor: Tensor = self.files[name].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.shards[name]}: tensor {name} cannot be read ({error})") from error
-        # a copy, never a view: on CPU `get_tensor` may map the file, which the user is free to replace
-        return tensor.to(device=self.device, dtype=self.dtype, copy=True)
+        return tensor
 
-    def refuse_rest(self, spec: ModelSpec, embedding: Tensor) -> None:
+    def refuse_rest(self, spec: ModelSpec) -> None:
         for name in sorted(set(self.files) - self.taken):
             if IGNORED.fullmatch(name):
                 continue
-            if name == "lm_head.weight" and spec.tied:
-                if not torch.equal(self.take(name, (spec.vocab_size, spec.hidden_size)), embedding):
+            if name == HEAD and spec.tied:
+                head, embedding = (
+                    self.view(n, (spec.vocab_size, spec.hidden_size)) for n in (HEAD, EMBEDDING)
+                )
+                if not torch.equal(head.to(embedding.dtype), embedding):
                     raise CheckpointError(
-                        "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json ties "
-                        "them (tie_word_embeddings)"
+                        f"tensor {HEAD} differs from {EMBEDDING}, but config.json ties them "
+                        "(tie_word_embeddings)"
                     )
                 continue
             raise CheckpointError(
