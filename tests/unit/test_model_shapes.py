@@ -212,6 +212,7 @@ def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import foredraft.model.weights as weights
 
     monkeypatch.setattr(weights, "pack", FussyLinear)
+    monkeypatch.setattr(weights, "packs", lambda *_: False)
     return load_decoder(save_checkpoint(tmp_path))
 
 

@@ -1,15 +1,21 @@
 """Safetensors -> decoder: the only place that knows Hugging Face tensor names.
 
 Contract: strict. Every tensor that the spec asks for is there in the right shape, and nothing else is, save a
-few extras that are known to carry no information; a shard cut short by a broken download is named. Tensors
-are loaded, fused (q, k, v and gate, up), packed and freed one after another, so the peak stays near one copy
-of the model.
+few extras that are known to carry no information; a shard cut short by a broken download is named.
+
+Memory: files are mapped while they are read, and a decoder keeps nothing of a map, so whoever replaces a
+checkpoint later, in place even, changes no model that runs. Each weight goes from the map to its place on the
+device, fused (q, k, v and gate, up) and converted on the way; where products are packed, they all pass
+through one buffer. So the host holds the weights once, plus the embedding where the head is tied to it (the
+head is packed, the embedding cannot be) and for a while that buffer; and nothing but single tensors where the
+device is not the host.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,11 +28,12 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
-from foredraft.model.runner.packed import pack
+from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 FLOATS = {"F64", "F32", "F16", "BF16"}
 # buffers that old versions saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -54,11 +61,11 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
         weight = tensors.take({f"{name}.weight": (size,)})
         return RMSNorm(weight.float() + 1.0 if offset else weight, eps, offset)
 
-    def linear(names: dict[str, int], columns: int, bias: bool) -> Product:
-        weight = tensors.take({f"{name}.weight": (rows, columns) for name, rows in names.items()})
-        return pack(
-            weight, tensors.take({f"{name}.bias": (rows,) for name, rows in names.items()}) if bias else None
-        )
+    def linear(names: dict[str, int], columns: int, bias: bool = False) -> Product:
+        weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
+        biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
+        weight = tensors.lend(weights) if packs(tensors.device, tensors.dtype) else tensors.take(weights)
+        return pack(weight, tensors.take(biases) if bias else None)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"
@@ -83,10 +90,12 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
         )
         return Layer(attention, mlp)
 
-    vocabulary = (spec.vocab_size, hidden)
-    head = pack(tensors.take({EMBEDDING if spec.tied else HEAD: vocabulary}))
+    # the embedding passes through no buffer: coming last, it takes the place of the largest that did
+    head = linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
     layers = tuple(layer(index) for index in range(spec.layers))
-    return Decoder(spec, tensors.take({EMBEDDING: vocabulary}), layers, norm("model.norm"), head)
+    tensors.end_loans()
+    embedding = tensors.take({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
+    return Decoder(spec, embedding, layers, norm("model.norm"), head)
 
 
 class _Tensors:
@@ -97,6 +106,7 @@ class _Tensors:
         self.files: dict[str, Any] = {}  # tensor name -> open file
         self.taken: set[str] = set()
         self.shards: dict[str, str] = {}  # tensor name -> file name
+        self.buffer = torch.empty(0)  # what `lend` lends
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             for name, file in _open(folder / SINGLE, stack):
@@ -129,15 +139,32 @@ class _Tensors:
                     f"{folder / shard} lacks {name}, which {INDEX} lists there; download it again"
                 )
 
-    def take(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
-        """The named tensors, joined along their first dimension: a copy of the decoder's own."""
-        views = [self.view(name, shape) for name, shape in shapes.items()]
-        rows = sum(len(view) for view in views)
-        joined = torch.empty((rows, *views[0].shape[1:]), device=self.device, dtype=self.dtype)
+    def take(self, shapes: Shapes) -> Tensor:
+        """The named tensors, joined along their first dimension, to keep."""
+        shape = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
+        return self._fill(shapes, torch.empty(shape, device=self.device, dtype=self.dtype))
+
+    def lend(self, shapes: Shapes) -> Tensor:
+        """The same to read and forget: on the map itself, or in a buffer that the next loan overwrites."""
+        if len(shapes) == 1:
+            [(name, shape)] = shapes.items()
+            if (view := self.view(name, shape)).dtype == self.dtype:
+                return view
+        values = sum(math.prod(shape) for shape in shapes.values())
+        if self.buffer.numel() < values:
+            self.buffer = torch.empty(0)  # gone before the next one comes
+            self.buffer = torch.empty(values, device=self.device, dtype=self.dtype)
+        columns = next(iter(shapes.values()))[1:]
+        return self._fill(shapes, self.buffer[:values].view(-1, *columns))
+
+    def end_loans(self) -> None:
+        self.buffer = torch.empty(0)
+
+    def _fill(self, shapes: Shapes, joined: Tensor) -> Tensor:
         end = 0
-        for view in views:
-            joined[end : end + len(view)].copy_(view)
-            end += len(view)
+        for name, shape in shapes.items():
+            joined[end : end + shape[0]].copy_(self.view(name, shape))
+            end += shape[0]
         return joined
 
     def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -165,13 +192,12 @@ class _Tensors:
         for name in sorted(set(self.files) - self.taken):
             if IGNORED.fullmatch(name):
                 continue
-            if name == HEAD and spec.tied:
-                head, embedding = (
-                    self.view(n, (spec.vocab_size, spec.hidden_size)) for n in (HEAD, EMBEDDING)
-                )
-                if not torch.equal(head.to(embedding.dtype), embedding):
+            if name == f"{HEAD}.weight" and spec.tied:
+                vocabulary = (spec.vocab_size, spec.hidden_size)
+                embedding = self.view(f"{EMBEDDING}.weight", vocabulary)
+                if not torch.equal(self.view(name, vocabulary).to(embedding.dtype), embedding):
                     raise CheckpointError(
-                        f"tensor {HEAD} differs from {EMBEDDING}, but config.json ties them "
+                        f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them "
                         "(tie_word_embeddings)"
                     )
                 continue
