@@ -60,7 +60,8 @@ def load(
     where a draft is given and "none" otherwise. draft: the draft model's folder or id.
     policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
     draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
-    dtype: "bfloat16", "float16" or "float32", by default the checkpoint's. device: "cpu", "cuda", "cuda:1", ...
+    dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
+    device: "cpu", "cuda", "cuda:1", ...
     max_batch: sequences decoded together, by default as many as fit, 8 at most on a CPU and 32 on a GPU.
     max_length: positions of each, by default the model's; where memory cannot hold 8 sequences of them,
     they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on to 512.

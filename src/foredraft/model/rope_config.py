@@ -31,6 +31,8 @@ def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
     if nested:
         nested.refuse_rest()
     scaling = read.part("rope_scaling")  # of layers that see everything alone
+    if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
+        raise scaling.wrong("type", "spell it rope_type: transformers ignores type here in this family")
     ropes = (
         _agreeing(read, [part for part in (everything, scaling) if part], "rope_theta", GLOBAL_THETA),
         _agreeing(read, [windowed] if windowed else [], "rope_local_base_freq", LOCAL_THETA),
