@@ -106,9 +106,10 @@ def _family(read: ConfigReader) -> tuple[str, Family]:
         names = [name for name, family in FAMILIES.items() if family.model_type == kind] or [kind]
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str) or name not in FAMILIES:
+        text = ": it reads more than text, so give a checkpoint of its language model alone"
         raise CheckpointError(
-            f"config.json: architecture {shortened(name)} is not supported; supported are "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"config.json: architecture {shortened(name)} is not supported"
+            f"{text if 'text_config' in read.config else ''}; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[name]
     if kind not in (None, family.model_type):
