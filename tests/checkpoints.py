@@ -143,6 +143,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
     ),
+    "mistral-gelu": ("mistral", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral-absent": ("mistral", {"num_attention_heads": 8}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -162,6 +163,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]},
     ),
+    "qwen2-gelu-head-dim": ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "head_dim": 24}),
+    "qwen2-theta-eps": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
+    ),
     "qwen2-absent": ("qwen2", {"hidden_size": 128, "num_attention_heads": 32}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -178,6 +184,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-1},
     ),
+    "qwen3-gelu": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
     "qwen3-absent": ("qwen3", {"num_attention_heads": 32}),
     "gemma2": ("gemma2", {}),
     "gemma2-no-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
@@ -216,6 +223,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-untied-biases": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
     "gemma3-head-dim-scalar": ("gemma3", {"head_dim": 24, "query_pre_attn_scalar": 7}),
     "gemma3-logit-cap": ("gemma3", {"final_logit_softcapping": 8.0}),
+    "gemma3-silu": ("gemma3", {"hidden_activation": "silu", "rms_norm_eps": 1e-1}),
     "gemma3-absent": ("gemma3", {}),
 }
 VARIANTS |= {f"{family}-{kind}": (family, _scaled(family, kind)) for family in FAMILIES for kind in ROPES}
