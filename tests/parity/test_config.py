@@ -92,6 +92,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
     "rope",
     [
         LINEAR,
+        OLD,
         {"rope_type": "dynamic", "factor": 4.0},
         YARN,
         {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},

@@ -101,12 +101,14 @@ class ConfigReader:
             raise self.wrong(key, "it must be a finite number above 0")
         return float(value)
 
-    def count(self, key: str, default: int | None = None, *, null: int | None = None, least: int = 1) -> int:
-        """A whole number; `null` is what null stands for, where it stands for anything."""
+    def count(
+        self, key: str, default: int | None = None, *, null: int | None = None, zero: bool = False
+    ) -> int:
+        """A whole number above 0, or from it with `zero`; `null` is what null stands for, if for anything."""
         value = self.take(key, default)
         if value is None and null is not None:
             return null
-        if least == 0 and value == 0 and not isinstance(value, bool):
+        if zero and value == 0 and not isinstance(value, bool):
             return 0
         value = self.number(key, default)
         if value != int(value) or value >= 2**31:

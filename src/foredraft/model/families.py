@@ -160,7 +160,7 @@ def _window(read: ConfigReader) -> int | None:
 
 def _qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
     """Windows are switched on by a flag, and count from a layer on."""
-    window, first = _window(read), read.count("max_window_layers", 28, least=0)
+    window, first = _window(read), read.count("max_window_layers", 28, zero=True)
     if not read.flag("use_sliding_window") or window is None:
         return _windows(read, {FULL: None}, [FULL])
     layers = read.count("num_hidden_layers")

@@ -158,6 +158,7 @@ class _Tensors:
         return self._fill(shapes, self.buffer[:values].view(-1, *columns))
 
     def end_loans(self) -> None:
+        """Give the buffer's memory back."""
         self.buffer = torch.empty(0)
 
     def _fill(self, shapes: Shapes, joined: Tensor) -> Tensor:
