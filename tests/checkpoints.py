@@ -34,6 +34,9 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.3,
 }
+MISTRAL: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2, "sliding_window": 24}
+QWEN2: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2}
+QWEN3: dict[str, Any] = {**QWEN2, "head_dim": 24}
 GEMMA2: dict[str, Any] = {
     **LLAMA,
     "num_hidden_layers": 4,
@@ -45,21 +48,67 @@ GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 8.0,
     "pad_token_id": 0,
 }
+GEMMA3: dict[str, Any] = {
+    **{key: value for key, value in GEMMA2.items() if "softcapping" not in key},
+    "num_hidden_layers": 7,  # so that one of them sees everything
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, MISTRAL),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, QWEN2),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, QWEN3),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3),
+}
 # keys that a config.json may leave out
-LLAMA_DEFAULTS = """attention_bias head_dim hidden_act mlp_bias num_key_value_heads rms_norm_eps rope_parameters
-tie_word_embeddings""".split()
-GEMMA2_DEFAULTS = """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation layer_types
-num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window tie_word_embeddings
-use_bidirectional_attention""".split()
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+DEFAULTS: dict[str, list[str]] = {
+    "llama": """attention_bias head_dim hidden_act mlp_bias num_key_value_heads rms_norm_eps rope_parameters
+        tie_word_embeddings""".split(),
+    "mistral": """head_dim hidden_act num_key_value_heads rms_norm_eps rope_parameters sliding_window
+        tie_word_embeddings""".split(),
+    "qwen2": """hidden_act layer_types max_window_layers num_key_value_heads rms_norm_eps rope_parameters
+        sliding_window tie_word_embeddings use_sliding_window""".split(),
+    "qwen3": """attention_bias head_dim hidden_act layer_types max_window_layers num_key_value_heads rms_norm_eps
+        rope_parameters sliding_window tie_word_embeddings use_sliding_window""".split(),
+    "gemma2": """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
+        layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
+        tie_word_embeddings use_bidirectional_attention""".split(),
+    "gemma3": """attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation
+        layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
+        tie_word_embeddings use_bidirectional_attention""".split(),
 }
 ABSENT = object()  # as a key's value: transformers' default, and the key is not in config.json
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},  # of 48 trained positions
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+LLAMA3_ROPE = ROPES["llama3"]
+TRAINED = {"dynamic": {"max_position_embeddings": 48}}  # so that a test's text goes far beyond it
+
+
+def _scaled(family: str, kind: str, **keys: Any) -> dict[str, Any]:
+    """The keys of a variant with scaled rotary positions; `keys` are further ones of the scaling."""
+    rope = ROPES[kind] | keys
+    local = {"rope_type": "default", "rope_theta": 50.0}
+    nested = {FULL: rope, SLIDING: local} if family == "gemma3" else rope
+    return {"rope_parameters": nested, **TRAINED.get(kind, {})}
+
+
 # every variant of the config that changes the arithmetic: name -> (family, changed keys)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -67,26 +116,119 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 24, "num_key_value_heads": 2}),
-    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-theta-eps": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
     ),
     "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "llama-absent": ("llama", dict.fromkeys(LLAMA_DEFAULTS, ABSENT)),
+    "llama-yarn-untruncated": (
+        "llama",
+        _scaled("llama", "yarn", truncate=False, beta_fast=16.0, beta_slow=2.0),
+    ),
+    "llama-yarn-attention-factor": ("llama", _scaled("llama", "yarn", attention_factor=0.8)),
+    "llama-yarn-mscale": ("llama", _scaled("llama", "yarn", mscale=2.0, mscale_all_dim=0.5)),
+    "llama-old-rope": (
+        "llama",
+        {
+            "rope_parameters": ABSENT,
+            "rope_theta": 500.0,
+            "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+        },
+    ),
+    "llama-absent": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "mistral-head-dim-tied": ("mistral", {"head_dim": 24, "tie_word_embeddings": True}),
+    "mistral-theta-eps": (
+        "mistral",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
+    ),
+    "mistral-gelu": ("mistral", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-absent": ("mistral", {"num_attention_heads": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": (
+        "qwen2",
+        {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen2-windows-off": (
+        "qwen2",
+        {"layer_types": ABSENT, "use_sliding_window": False, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen2-every-window": (
+        "qwen2",
+        {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
+    ),
+    "qwen2-layer-types": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
+    "qwen2-gelu-head-dim": ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "head_dim": 24}),
+    "qwen2-theta-eps": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
+    ),
+    "qwen2-absent": ("qwen2", {"hidden_size": 128, "num_attention_heads": 32}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-windows": (
+        "qwen3",
+        {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3-layer-types": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
+    "qwen3-theta-eps": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-1},
+    ),
+    "qwen3-gelu": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
+    "qwen3-absent": ("qwen3", {"num_attention_heads": 32}),
     "gemma2": ("gemma2", {}),
     "gemma2-no-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-attention-cap-only": ("gemma2", {"final_logit_softcapping": None}),
-    "gemma2-layer-types": ("gemma2", {"layer_types": ["full_attention", *["sliding_attention"] * 3]}),
+    "gemma2-layer-types": ("gemma2", {"layer_types": [FULL, *[SLIDING] * 3]}),
     "gemma2-untied-biases": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
     "gemma2-head-dim": ("gemma2", {"head_dim": 24}),
     "gemma2-silu": ("gemma2", {"hidden_activation": "silu"}),
-    "gemma2-absent": ("gemma2", dict.fromkeys(GEMMA2_DEFAULTS, ABSENT)),
+    "gemma2-absent": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 3, "layer_types": ABSENT}),
+    "gemma3-default-pattern": ("gemma3", {"layer_types": ABSENT, "_sliding_window_pattern": ABSENT}),
+    "gemma3-old-rope": (
+        "gemma3",
+        {
+            "rope_parameters": ABSENT,
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 50.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    "gemma3-layer-types": ("gemma3", {"layer_types": [FULL, *[SLIDING] * 5, FULL]}),
+    "gemma3-thetas": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 500.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+    ),
+    "gemma3-local-linear": (
+        "gemma3",
+        {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 500.0}, SLIDING: ROPES["linear"]}},
+    ),
+    "gemma3-untied-biases": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3-head-dim-scalar": ("gemma3", {"head_dim": 24, "query_pre_attn_scalar": 7}),
+    "gemma3-logit-cap": ("gemma3", {"final_logit_softcapping": 8.0}),
+    "gemma3-silu": ("gemma3", {"hidden_activation": "silu", "rms_norm_eps": 1e-1}),
+    "gemma3-absent": ("gemma3", {}),
 }
-FAMILIES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2),
-}
+VARIANTS |= {f"{family}-{kind}": (family, _scaled(family, kind)) for family in FAMILIES for kind in ROPES}
+for _family, _keys in DEFAULTS.items():
+    VARIANTS[f"{_family}-absent"][1].update(dict.fromkeys(_keys, ABSENT))
 
 
 def reference_model(
@@ -103,7 +245,7 @@ def reference_model(
             if name.endswith("bias"):
                 torch.nn.init.normal_(tensor, std=0.3)
             elif "norm" in name:
-                torch.nn.init.normal_(tensor, mean=1.0 if family == "llama" else 0.0, std=0.2)
+                torch.nn.init.normal_(tensor, mean=0.0 if family.startswith("gemma") else 1.0, std=0.2)
     return model.to(dtype).eval()
 
 
@@ -127,7 +269,8 @@ def save_checkpoint(
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "1GB")
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps({key: value for key, value in config.items() if keys.get(key) is not ABSENT}))
+    spelled = {**config, **keys}  # as they were given, where transformers would write them otherwise
+    file.write_text(json.dumps({key: value for key, value in spelled.items() if value is not ABSENT}))
     return folder
 
 

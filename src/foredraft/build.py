@@ -28,7 +28,7 @@ __all__ = ["DRAFTERS", "POLICIES", "load"]
 Progress = Callable[[str, int, int], None]
 Needs = Callable[[Tokenizer | None], tuple[int, int]]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # Caches may take this share of what is free: the rest is for passes and other programs.
 _SHARE = {"cpu": 0.5, "cuda": 0.8}
@@ -62,7 +62,8 @@ def load(
     where a draft is given and "none" otherwise. draft: the draft model's folder or id.
     policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
     draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
-    dtype: "bfloat16" or "float32", by default the checkpoint's. device: "cpu", "cuda", "cuda:1", ...
+    dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
+    device: "cpu", "cuda", "cuda:1", ...
     max_batch: sequences decoded together, by default as many as fit, 8 at most on a CPU and 32 on a GPU.
     max_length: positions of each, by default the model's; where memory cannot hold 8 sequences of them,
     they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on to 512.
@@ -167,11 +168,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _dtype(name: str | None, folder: Path) -> torch.dtype:
-    if name is None:
-        name = ModelSpec.from_folder(folder).dtype
-        if name not in DTYPES:
-            raise ConfigError(f"{folder} is stored as {name}; give dtype='bfloat16' or 'float32'")
-    return DTYPES[name]
+    return DTYPES[ModelSpec.from_folder(folder).dtype if name is None else name]
 
 
 def _default_params(folder: Path) -> SamplingParams:

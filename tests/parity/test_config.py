@@ -1,4 +1,4 @@
-"""A config.json as transformers reads it: what is absent, and where the rotary parameters come from.
+"""A config.json as transformers reads it: what is absent, and where rotary parameters and windows come from.
 
 Seen to fail on: soft-caps off where absent, key heads of a Gemma 2 defaulting to its heads, Llama tied by
 default, the refusal of contradicting rotary parameters left out.
@@ -10,28 +10,31 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints import GEMMA2, GEMMA2_DEFAULTS, LLAMA, LLAMA3_ROPE, LLAMA_DEFAULTS
+from checkpoints import DEFAULTS, FAMILIES, FULL, GEMMA3, LLAMA, LLAMA3_ROPE, SLIDING
 from foredraft.errors import CheckpointError
+from foredraft.model.rope import frequencies
 from foredraft.model.spec import ModelSpec, Rope
 
 TOKENS = ["bos_token_id", "eos_token_id"]
-CASES = [
-    *((LlamaConfig, "LlamaForCausalLM", LLAMA, key) for key in LLAMA_DEFAULTS + TOKENS),
-    *((Gemma2Config, "Gemma2ForCausalLM", GEMMA2, key) for key in GEMMA2_DEFAULTS + TOKENS),
-]
+CASES = [(family, key) for family, keys in DEFAULTS.items() for key in keys + TOKENS]
+# transformers' number of key heads must divide the heads
+HEADS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_attention_heads": 8},
+    "qwen2": {"num_attention_heads": 32, "hidden_size": 128},
+    "qwen3": {"num_attention_heads": 32},
+}
 
 
-@pytest.mark.parametrize(
-    ("config_class", "architecture", "base", "key"), CASES, ids=[f"{case[1]}-{case[3]}" for case in CASES]
-)
-def test_an_absent_key_has_the_default_of_transformers(
-    config_class: type[LlamaConfig | Gemma2Config], architecture: str, base: dict[str, Any], key: str
-) -> None:
-    rest = {name: value for name, value in base.items() if name != key}
+@pytest.mark.parametrize(("family", "key"), CASES, ids="-".join)
+def test_an_absent_key_has_the_default_of_transformers(family: str, key: str) -> None:
+    config_class, model_class, base = FAMILIES[family]
+    rest = {name: value for name, value in {**base, **HEADS.get(family, {})}.items() if name != key}
     spelled = {**rest, key: config_class(**rest).to_dict()[key]}
-    names = {"architectures": [architecture]}
+    names = {"architectures": [model_class.__name__]}
     assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | spelled)
 
 
@@ -78,3 +81,119 @@ def test_rope_that_contradicts_itself_is_refused(keys: dict[str, Any]) -> None:
     """transformers takes rope_scaling before rope_parameters, and the theta inside before the one outside."""
     with pytest.raises(CheckpointError, match="keep the one that the model was trained with"):
         ModelSpec.from_hf(config_of(keys))
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LINEAR,
+        OLD,
+        {"rope_type": "dynamic", "factor": 4.0},
+        YARN,
+        {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
+        {**YARN, "attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0},
+        {**YARN, "mscale": 2.0, "mscale_all_dim": 1.0},
+        {**YARN, "mscale": 2.0},
+        {**YARN, "attention_factor": None, "mscale": None, "beta_fast": None, "beta_slow": None},
+        {**YARN, "beta_fast": 8, "beta_slow": 0.5},
+        {**YARN, "factor": None},
+        {**YARN, "factor": 0.5},
+    ],
+    ids=str,
+)
+def test_scalings_are_those_of_transformers(family: str, rope: dict[str, Any]) -> None:
+    """The frequencies themselves and the factor of attention, by transformers' own functions."""
+    config_class, model_class, base = FAMILIES[family]
+    config = config_class(**base, rope_scaling=copy.deepcopy(rope), rope_theta=700.0)
+    by_layer = {"layer_type": "full_attention"} if family == "gemma3" else {}
+    expected, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **by_layer)
+    spelled = {"rope_scaling": rope, "rope_theta": 700.0, "architectures": [model_class.__name__]}
+    spec = ModelSpec.from_hf({**base, **spelled})
+    torch.testing.assert_close(frequencies(spec.rope, spec.head_dim), expected, rtol=1e-6, atol=0)
+    assert spec.rope.attention_factor == attention
+
+
+def gemma3(keys: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["Gemma3ForCausalLM"], **GEMMA3, **copy.deepcopy(keys)}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
+        {"rope_scaling": LINEAR},
+        {"rope_scaling": {**LINEAR, "type": "linear"}, "rope_theta": 500.0},
+        {"rope_parameters": {"full_attention": {"type": "linear", "factor": 4.0}}},
+        {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": DEFAULT}},
+        {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 500.0}}, "rope_scaling": None},
+        {"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 50.0}}},
+        {"rope_parameters": {"full_attention": LINEAR}, "rope_scaling": LINEAR},
+        {"rope_parameters": {"full_attention": DEFAULT}, "rope_theta": 500.0},
+        {"rope_parameters": None, "rope_theta": 500},
+    ],
+    ids=str,
+)
+def test_ropes_by_layer_are_read_alike(keys: dict[str, Any]) -> None:
+    found = Gemma3TextConfig(**gemma3(keys)).rope_parameters
+    spec = ModelSpec.from_hf(gemma3(keys))
+    for rope, kind in ((spec.rope, "full_attention"), (spec.window_rope, "sliding_attention")):
+        theirs = found[kind]
+        assert rope == Rope(theirs["rope_type"], theirs["rope_theta"], theirs.get("factor", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rope_parameters": {"full_attention": LINEAR}, "rope_scaling": DEFAULT}, "differ; keep the one"),
+        ({"rope_parameters": {"full_attention": DEFAULT}, "rope_theta": 1e6}, "rope_theta is 1000000.0"),
+        (
+            {"rope_parameters": {"sliding_attention": DEFAULT}, "rope_local_base_freq": 1e4},
+            "rope_local_base_freq is 10000.0",
+        ),
+        ({"rope_parameters": DEFAULT}, "rope_parameters: rope_type = 'default' is not supported"),
+        ({"rope_parameters": {"chunked_attention": DEFAULT}}, "rope_parameters: chunked_attention"),
+        ({"rope_parameters": {"full_attention": "default"}}, "full_attention is 'default'"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "rope_scaling: type is 'linear'; spell it rope_type",
+        ),
+        ({"rope_local_base_freq": "1"}, "rope_local_base_freq is '1'"),
+    ],
+)
+def test_ropes_by_layer_that_are_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelSpec.from_hf(gemma3(keys))
+    assert named in str(caught.value)
+
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 7}),
+    ("qwen2", {"use_sliding_window": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]}),
+    ("qwen3", {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1}),
+    ("gemma3", {"sliding_window_pattern": 3}),
+    ("gemma3", {"sliding_window_pattern": 1, "_sliding_window_pattern": 1}),
+    ("gemma3", {"layer_types": [FULL, *[SLIDING] * 6], "_sliding_window_pattern": 6}),
+    ("gemma3", {"layer_types": None, "sliding_window": 7}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys"), WINDOWS, ids=str)
+def test_windows_are_read_alike(family: str, keys: dict[str, Any]) -> None:
+    config_class, model_class, base = FAMILIES[family]
+    config = config_class(**{**base, **keys})
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers  # Mistral has none
+    spec = ModelSpec.from_hf({"architectures": [model_class.__name__], **base, **keys})
+    assert spec.windows == tuple(config.sliding_window if kind == SLIDING else None for kind in kinds)

@@ -11,9 +11,10 @@ import test_logits
 from test_logits import Pair
 
 from checkpoints import save_variant
-from foredraft.model import attention, decoder, layers
-from foredraft.model.runner import passes
+from foredraft.model import attention, decoder, families, rope, rope_config, spec, weights
+from foredraft.model.runner import packed, passes
 from foredraft.model.runner.runner import Runner
+from foredraft.model.weights import load_decoder
 from planting import Mutant, assert_caught
 
 
@@ -38,11 +39,30 @@ def one_column(name: str) -> None:
     test_logits.test_token_by_token_after_prefill(anew(name))
 
 
+def loaded_anew(name: str) -> None:
+    """The same expectations, with everything read and loaded under the defect."""
+    made, again = pair(name), object.__new__(Pair)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(load_decoder(save_variant(Path(folder), name)))
+    again.__dict__.update(made.__dict__, runner=runner)
+    test_logits.test_token_by_token_after_prefill(again)
+
+
 def check(kind: object, name: str) -> functools.partial[None]:
     return functools.partial(kind, name)  # type: ignore[call-overload,no-any-return]
 
 
 MASKS = attention.causal_masks
+# every column rotates by the base of the pass's longest position
+DYNAMIC_BY_PASS = (
+    (
+        passes.build_pass,
+        "table[rows].chunk(2, 1)",
+        "(rope_table(Rope('default', rope.theta * (rope.factor * max(starts[0] + queries, rope.original_positions)"
+        " / rope.original_positions - (rope.factor - 1)) ** (spec.head_dim / (spec.head_dim - 2))), spec.head_dim,"
+        " len(table), device, table.dtype) if rope.kind == 'dynamic' else table)[rows].chunk(2, 1)",
+    ),
+)
 MUTANTS = [
     Mutant(
         "window one too wide", ((MASKS, "last - hides", "last - hides - 1"),), check(one_column, "gemma2")
@@ -75,22 +95,22 @@ MUTANTS = [
         ((MASKS, "keys <= last", "keys < last.clamp(min=1)"),),
         check(one_column, "llama"),
     ),
-    Mutant("rotary sign", ((layers.rope_table, "[-sin, sin]", "[sin, -sin]"),), check(one_column, "llama")),
+    Mutant("rotary sign", ((rope.rope_table, "[-sin, sin]", "[sin, -sin]"),), check(one_column, "llama")),
     Mutant(
         "rotary one position late",
         (
             (
                 passes.build_pass,
-                "table[starts[0] : starts[0] + queries]",
-                "table[starts[0] + 1 : starts[0] + 1 + queries] * (starts[0] > 0) + table[: queries] * (starts[0] == 0)",
+                "rows: Tensor | slice = slice(starts[0], starts[0] + queries)",
+                "rows: Tensor | slice = slice(starts[0] + (starts[0] > 0), starts[0] + (starts[0] > 0) + queries)",
             ),
         ),
         check(one_column, "llama"),
     ),
     Mutant(
         "long waves not stretched",
-        ((layers.frequencies, "inverse / rope.factor, inverse)", "inverse, inverse)"),),
-        check(one_column, "llama-llama3-rope"),
+        ((rope._llama3, "inverse / rope.factor, inverse)", "inverse, inverse)"),),
+        check(one_column, "llama-llama3"),
     ),
     Mutant(
         "attention without its soft-cap",
@@ -128,6 +148,166 @@ MUTANTS = [
             ),
         ),
         check(one_column, "llama-gqa-tied"),
+    ),
+    Mutant(
+        "window left out",
+        ((MASKS, "if window is None or window > reach", "if True"),),
+        check(one_column, "mistral"),
+    ),
+    Mutant(
+        "window of every layer one too wide",
+        ((MASKS, "last - hides", "last - hides - 1"),),
+        check(one_column, "mistral"),
+    ),
+    Mutant(
+        "window of every layer one too narrow",
+        ((MASKS, "last - hides", "last - hides + 1"),),
+        check(several_columns, "mistral"),
+    ),
+    Mutant(
+        "windows before the layer they count from",
+        (
+            (
+                families._qwen_windows,
+                "SLIDING if layer >= first else FULL",
+                "FULL if layer >= first else SLIDING",
+            ),
+        ),
+        check(loaded_anew, "qwen2-windows"),
+    ),
+    Mutant(
+        "windows from a layer too late",
+        ((families._qwen_windows, "layer >= first", "layer > first"),),
+        check(loaded_anew, "qwen3-windows"),
+    ),
+    Mutant(
+        "windows though they are switched off",
+        (
+            (
+                families._qwen_windows,
+                'not read.flag("use_sliding_window") or window is None',
+                "window is None",
+            ),
+        ),
+        check(loaded_anew, "qwen2-windows-off"),
+    ),
+    Mutant(
+        "biases of queries, keys and values left out",
+        ((packed.pack, "_packed(weight.contiguous()), bias", "_packed(weight.contiguous()), None"),),
+        check(loaded_anew, "qwen2"),
+    ),
+    Mutant(
+        "norms of queries and keys left out",
+        ((decoder.Decoder._attention, "weights.q_norm is not None and", "False and"),),
+        check(one_column, "qwen3"),
+    ),
+    Mutant(
+        "norm of keys left out",
+        ((decoder.Decoder._attention, "k.copy_(weights.k_norm(k))", "pass"),),
+        check(one_column, "gemma3"),
+    ),
+    Mutant(
+        "norm of queries in place of that of keys",
+        ((decoder.Decoder._attention, "weights.k_norm(k)", "weights.q_norm(k)"),),
+        check(one_column, "qwen3"),
+    ),
+    Mutant(
+        "values normed like keys",
+        ((decoder.Decoder._attention, "spec.heads : spec.heads + spec.kv_heads", "spec.heads :"),),
+        check(one_column, "qwen3"),
+    ),
+    Mutant(
+        "norms of queries and keys without their offset",
+        (
+            (
+                weights._build,
+                "weight.float() + 1.0 if offset",
+                "weight.float() + float(size == hidden) if offset",
+            ),
+        ),
+        check(loaded_anew, "gemma3"),
+    ),
+    Mutant(
+        "local base in layers that see everything",
+        ((spec.ModelSpec.rope_of, "self.rope if window is None or", "self.rope if"),),
+        check(one_column, "gemma3"),
+    ),
+    Mutant(
+        "global base in layers with a window",
+        ((spec.ModelSpec.rope_of, "self.rope if window is None or", "self.rope if True or"),),
+        check(one_column, "gemma3"),
+    ),
+    Mutant(
+        "every fifth layer sees everything",
+        ((families._gemma3_windows, '"sliding_window_pattern", 6', '"sliding_window_pattern", 5'),),
+        check(loaded_anew, "gemma3-default-pattern"),
+    ),
+    Mutant(
+        "the layer after every fifth sees everything",
+        ((families._gemma3_windows, "(layer + 1) % pattern", "layer % pattern"),),
+        check(loaded_anew, "gemma3-default-pattern"),
+    ),
+    Mutant(
+        "scores scaled by the head's size",
+        (
+            (
+                families._gemma,
+                'read.number("query_pre_attn_scalar", 256)',
+                '(0 * read.number("query_pre_attn_scalar", 256) + 24)',
+            ),
+        ),
+        check(loaded_anew, "gemma3-head-dim-scalar"),
+    ),
+    Mutant(
+        "positions not divided",
+        ((rope.frequencies, "inverse / rope.factor", "inverse"),),
+        check(one_column, "gemma3-linear"),
+    ),
+    Mutant(
+        "yarn's attention factor left out",
+        ((rope.rope_table, "angles.cos() * rope.attention_factor", "angles.cos()"),),
+        check(one_column, "llama-yarn"),
+    ),
+    Mutant(
+        "yarn's attention factor from the factor alone",
+        ((rope_config._attention_factor, "of(over) / of(under)", "of(1.0)"),),
+        check(loaded_anew, "llama-yarn-mscale"),
+    ),
+    Mutant(
+        "yarn's bounds on whole channels",
+        ((rope._yarn, "if rope.truncate", "if True"),),
+        check(one_column, "llama-yarn-untruncated"),
+    ),
+    Mutant(
+        "yarn's fast waves stretched and its slow ones kept",
+        (
+            (
+                rope._yarn,
+                "inverse / rope.factor * stretched + inverse *",
+                "inverse * stretched + inverse / rope.factor *",
+            ),
+        ),
+        check(one_column, "qwen3-yarn"),
+    ),
+    Mutant(
+        "dynamic base of the position before",
+        ((rope._grown_theta, "torch.arange(1, positions + 1)", "torch.arange(0, positions)"),),
+        check(one_column, "llama-dynamic"),
+    ),
+    Mutant(
+        "dynamic base not grown",
+        ((rope._grown_theta, "stretch **", "1.0 **"),),
+        check(one_column, "mistral-dynamic"),
+    ),
+    Mutant(
+        "dynamic base by pass, of several columns",
+        DYNAMIC_BY_PASS,
+        check(several_columns, "llama-dynamic"),
+    ),
+    Mutant(
+        "dynamic base by pass, after a prefill",
+        DYNAMIC_BY_PASS,
+        check(one_column, "qwen2-dynamic"),
     ),
 ]
 CHECKS = {mutant.check.func.__name__ + " " + mutant.check.args[0]: mutant.check for mutant in MUTANTS}  # type: ignore[attr-defined]

@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import GEMMA2, LLAMA, LLAMA3_ROPE
+from checkpoints import FAMILIES, FULL, GEMMA2, LLAMA, LLAMA3_ROPE, SLIDING
 from foredraft.errors import CheckpointError
 from foredraft.model.spec import ModelSpec, Rope
 
 LLAMA_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 GEMMA2_CONFIG: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **GEMMA2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    family: {"architectures": [model_class.__name__], "model_type": config_class.model_type, **base}
+    for family, (config_class, model_class, base) in FAMILIES.items()
+}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OLD_ROPE = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 
 
@@ -150,8 +155,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ({"pretraining_tp": 2}, "pretraining_tp"),
     ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        "'longrope' is not supported; supported are default, dynamic, linear, llama3, yarn",
+    ),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "low_freq_factor = 1.0"),
+    ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is missing"),
+    ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor is '2'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "alpha = 1000.0"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: factor is missing"),
+    ({"rope_scaling": {**YARN, "factor": -1}}, "factor is -1"),
+    ({"rope_scaling": {**YARN, "attention_factor": "1"}}, "attention_factor is '1'"),
+    ({"rope_scaling": {**YARN, "mscale": [1]}}, "mscale is [1]"),
+    ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_slow, 1.0, must be below beta_fast, 1.0"),
+    ({"rope_scaling": {**YARN, "beta_slow": 64}}, "beta_slow is 64"),
+    ({"rope_scaling": {**YARN, "truncate": None}}, "truncate is None"),
+    ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta is 1.0; yarn needs one above 1"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim is 2"),
+    ({"rope_parameters": {"full_attention": YARN}}, "full_attention"),
+    ({"num_experts": 8}, "num_experts = 8"),
+    ({"vision_config": {"hidden_size": 8}}, "vision_config"),
     ({"rope_scaling": without(OLD_ROPE, "high_freq_factor")}, "rope_scaling: high_freq_factor is missing"),
     ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be a JSON object"),
     ({"rope_parameters": [1]}, "rope_parameters is [1]"),
@@ -239,22 +265,141 @@ def test_gemma2_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
         ModelSpec.from_hf({**GEMMA2_CONFIG, **keys})
 
 
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    ("mistral", {"sliding_window": "24"}, "sliding_window is '24'"),
+    ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "it must name sliding_attention for each"),
+    ("mistral", {"attention_bias": True}, "attention_bias = True"),
+    ("mistral", {"num_local_experts": 8}, "num_local_experts = 8"),
+    ("mistral", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1"),
+    ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1"),
+    ("qwen2", {"max_window_layers": 1.5}, "max_window_layers is 1.5"),
+    ("qwen2", {"max_window_layers": False}, "max_window_layers is False"),
+    ("qwen2", {"sliding_window": 0}, "sliding_window is 0"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "it must name full_attention for each"),
+    ("qwen2", {"use_mrope": True}, "use_mrope = True"),
+    ("qwen2", {"attention_bias": True}, "attention_bias = True"),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 1}}, "dual_chunk_attention_config"),
+    ("qwen3", {"head_dim": None}, "head_dim is None"),
+    ("qwen3", {"head_dim": 15}, "head_dim = 15"),
+    ("qwen3", {"attention_bias": None}, "attention_bias is None"),
+    ("qwen3", {"num_experts": 128}, "num_experts = 128"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    ("gemma3", {"sliding_window_pattern": None}, "sliding_window_pattern is None"),
+    (
+        "gemma3",
+        {"sliding_window_pattern": 2, "layer_types": ["full_attention"] * 7},
+        "layer_types says other",
+    ),
+    ("gemma3", {"_sliding_window_pattern": 2}, "_sliding_window_pattern is 2; give layer_types"),
+    ("gemma3", {"sliding_window": None}, "sliding_window is None"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    ("gemma3", {"model_type": "gemma3"}, "model_type is 'gemma3'"),
+    (
+        "gemma3",
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+        "it reads more than text, so give a checkpoint of its language model alone",
+    ),
+    ("gemma3", {"layer_types": ["sliding_attention"] * 6 + [["full_attention"]]}, "layer_types is"),
+    *(
+        (family, {"quantization_config": {"bits": 4}}, "quantization_config")
+        for family in ("mistral", "qwen2", "qwen3", "gemma3")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "named"), OTHERS, ids=str)
+def test_refusals_of_the_other_families(family: str, keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelSpec.from_hf({**CONFIGS[family], **keys})
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("mistral", {"attention_bias": False, "use_sliding_window": False, "layer_types": None}),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}),
+        (
+            "qwen2",
+            {"use_mrope": False, "use_sliding_window": False, "max_window_layers": 28, "sliding_window": 9},
+        ),
+        ("qwen2", {"layer_types": ["full_attention"] * 3, "head_dim": 16, "rope_scaling": None}),
+        ("qwen3", {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False}),
+        ("gemma3", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None}),
+        ("gemma3", {"sliding_window_pattern": 6, "_sliding_window_pattern": 6}),
+        ("gemma3", {"use_bidirectional_attention": False, "cache_implementation": "hybrid"}),
+    ],
+    ids=str,
+)
+def test_what_published_checkpoints_spell_out_is_let_through(family: str, keys: dict[str, Any]) -> None:
+    assert ModelSpec.from_hf({**CONFIGS[family], **keys}) == ModelSpec.from_hf(CONFIGS[family])
+
+
+def test_what_the_families_differ_in() -> None:
+    specs = {family: ModelSpec.from_hf(config) for family, config in CONFIGS.items()}
+    assert {family for family, spec in specs.items() if spec.qkv_bias} == {"qwen2"}
+    assert {family for family, spec in specs.items() if spec.head_norms} == {"qwen3", "gemma3"}
+    assert {family for family, spec in specs.items() if spec.tied} == {"gemma2", "gemma3"}
+    assert specs["mistral"].windows == (24, 24, 24)
+    assert specs["gemma3"].windows == (*[24] * 5, None, 24)
+    assert (specs["gemma3"].rope.theta, specs["gemma3"].rope_of(24).theta) == (1e6, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "positions"),
+    [
+        ({}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),  # the key says the scaled length
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.5}}, 5120),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, 2048),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e300}}, 2**31 - 1),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 2048}}, 8192),
+        ({"rope_scaling": YARN}, 2048),  # 4 times 64 would be less
+        ({"rope_scaling": OLD_ROPE}, 2048),
+    ],
+)
+def test_how_far_a_request_may_go(keys: dict[str, Any], positions: int) -> None:
+    assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}).max_positions == positions
+
+
 SCALARS = (
-    st.sampled_from([None, True, False, "llama3", "", -1, 0, 1, 3, 2**40, 10**400, 0.5, 1e300, -0.0])
+    st.sampled_from(
+        [None, True, False, "llama3", "yarn", "dynamic", "", -1, 0, 1, 3, 2**40, 10**400, 0.5, 1e300, -0.0]
+    )
     | st.floats()
 )
-NESTED = st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_from([*LLAMA3_ROPE, "type"]), SCALARS)
+ROPE_KEYS = [
+    *LLAMA3_ROPE,
+    *YARN,
+    "type",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_fast",
+    "truncate",
+]
+NESTED = st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_from(ROPE_KEYS), SCALARS)
 
 
 KEYS = """rope_theta rope_scaling rope_parameters dtype hidden_act layer_types hidden_activation rms_norm_eps
-attention_bias sliding_window_size attention_multiplier""".split()
+attention_bias sliding_window_size attention_multiplier use_sliding_window max_window_layers sliding_window_pattern
+_sliding_window_pattern rope_local_base_freq""".split()
 
 
 @given(
-    st.sampled_from([LLAMA_CONFIG, GEMMA2_CONFIG]),
+    st.sampled_from([*CONFIGS.values()]),
     st.dictionaries(
         st.sampled_from([*GEMMA2_CONFIG, *KEYS]),
-        SCALARS | NESTED | st.lists(NESTED, max_size=2),
+        SCALARS
+        | NESTED
+        | st.lists(NESTED, max_size=2)
+        | st.dictionaries(st.sampled_from([FULL, SLIDING]), NESTED),
         min_size=1,
         max_size=3,
     ),

@@ -1,6 +1,7 @@
 """Loading is strict: every damage to a checkpoint is an error that names the tensor or the file.
 
-Seen to fail on: the extra-tensor check left out, the shape check left out, the index's files not compared.
+Seen to fail on: the extra-tensor check left out, the shape check left out, the index's files not compared, weights
+kept on the file's map.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from checkpoints import save_checkpoint, save_variant
 from foredraft.errors import CheckpointError
+from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,14 +71,20 @@ def test_dtype_is_the_checkpoints_unless_chosen(tmp_path: Path) -> None:
     assert load_decoder(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
-def test_the_decoder_outlives_its_file(folder: Path) -> None:
-    decoder = load_decoder(folder)
-    before = decoder.embedding.clone()
-    size = (folder / SINGLE).stat().st_size
-    with (folder / SINGLE).open("r+b") as file:
-        file.seek(size // 2)
-        file.write(b"\xff" * (size - size // 2))
-    assert torch.equal(decoder.embedding, before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_a_model_outlives_its_file(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Packed or not, nothing that it holds is on the file's pages; all of its logits say so."""
+    save_variant(tmp_path, name, dtype=dtype)
+    runner, tokens = Runner(load_decoder(tmp_path)), torch.arange(3, 35)[None]
+    before = runner.forward(runner.new_cache(1, 64), tokens, [0]).logits
+    size = (tmp_path / SINGLE).stat().st_size
+    with (tmp_path / SINGLE).open("r+b") as file:
+        file.write(b"\xff" * size)
+    after = runner.forward(runner.new_cache(1, 64), tokens, [0]).logits
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -114,6 +122,20 @@ def test_a_transposed_shape_of_equal_size_is_named(folder: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     edit(folder, {name: torch.zeros(96, 64)})
     assert name in refusal(folder)
+
+
+def test_a_norm_of_heads_that_is_missing_is_named(tmp_path: Path) -> None:
+    save_variant(tmp_path, "qwen3")
+    edit(tmp_path, {"model.layers.2.self_attn.k_norm.weight": None})
+    assert "tensor model.layers.2.self_attn.k_norm.weight is missing" in refusal(tmp_path)
+    edit(tmp_path, {"model.layers.2.self_attn.k_norm.weight": torch.ones(16)})
+    assert "model.layers.2.self_attn.k_norm.weight has shape [16]" in refusal(tmp_path)
+
+
+def test_a_bias_that_the_family_always_has_is_named(tmp_path: Path) -> None:
+    save_variant(tmp_path, "qwen2")
+    edit(tmp_path, {"model.layers.0.self_attn.v_proj.bias": None})
+    assert "tensor model.layers.0.self_attn.v_proj.bias is missing" in refusal(tmp_path)
 
 
 def test_a_quantised_tensor_is_named(folder: Path) -> None:

@@ -21,6 +21,8 @@ from foredraft.model.cache import KVCache
 from foredraft.model.layers import RowSpan, soft_cap
 from foredraft.model.spec import ModelSpec
 
+Rotation = tuple[Tensor, ...]  # cosines, and sines signed for the rolled half: [B * T, 1, D] each
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -31,8 +33,7 @@ class Pass:
     batch: int  # B
     queries: int  # T
     length: int  # L, the attended length
-    cos: Tensor  # [B * T, 1, D]
-    sin: Tensor  # [B * T, 1, D], signed for the rolled half
+    rotary: Mapping[int | None, Rotation]  # window -> rotation of every column
     masks: Mapping[int | None, Tensor]  # window -> [B, 1, T * G, L], 0 or -inf
     write: Tensor | slice  # flat indices of k and v in a layer, or the position slice of a single row
     span: RowSpan | None  # row counts of exact products; None = any
@@ -71,18 +72,17 @@ def _additive(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
-    """Rotate, store keys and values, attend: qkv [B * T, (H + 2 * Hk) * D] -> [B * T, H * D]."""
+    """Rotate, store keys and values, attend: qkv [B * T, H + 2 * Hk, D] -> [B * T, H * D]."""
     heads, kv_heads, dim, groups = spec.heads, spec.kv_heads, spec.head_dim, spec.groups
-    batch, queries = pass_.batch, pass_.queries
-    qkv = qkv.view(batch * queries, heads + 2 * kv_heads, dim)
+    batch, queries, window = pass_.batch, pass_.queries, spec.windows[layer]
+    cos, sin = pass_.rotary[window]
     qk = qkv[:, : heads + kv_heads]
-    torch.addcmul(qk * pass_.cos, qk.roll(dim // 2, -1), pass_.sin, out=qk)
+    torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin, out=qk)
     _store(qkv[:, heads:], layer, kv_heads, pass_)
     q = qkv[:, :heads].view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(batch, kv_heads, queries * groups, dim)  # [B, Hk, T * G, D]
     k, v = pass_.cache.read(layer, pass_.first_row, batch, pass_.length)  # [B, Hk, L, D]
-    mask = pass_.masks[spec.windows[layer]]
-    out = mix(spec, q, k, v, mask, pass_.apart)
+    out = mix(spec, q, k, v, pass_.masks[window], pass_.apart)
     out = out.view(batch, kv_heads, queries, groups, dim).permute(0, 2, 1, 3, 4)
     return out.reshape(batch * queries, heads * dim)
 

@@ -1,7 +1,8 @@
 """Reading a `config.json` strictly: every key is consumed, known to be harmless, or checked to be neutral.
 
 Contract: `ConfigReader` remembers which keys its caller took; `refuse_rest` refuses whatever is left and
-could change the mathematics, by name and value. Which keys mean what is `spec.py`'s business alone.
+could change the mathematics, by name and value. Which keys mean what is the business of `spec.py`,
+`families.py` and `rope_config.py` alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HARMLESS = frozenset(
 # Keys that would change the mathematics, with the values that do not.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
+    "attention_bias": (None, False),
     "attn_logit_softcapping": (None,),
     "auto_map": (None, {}),  # modelling code that the checkpoint brings along
     "cross_attention_hidden_size": (None,),
@@ -52,6 +54,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "sliding_window": (None,),
     "tie_encoder_decoder": (False,),
     "use_bidirectional_attention": (None, False),
+    "use_mrope": (None, False),
     "use_sliding_window": (None, False),
 }
 
@@ -98,13 +101,21 @@ class ConfigReader:
             raise self.wrong(key, "it must be a finite number above 0")
         return float(value)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(
+        self, key: str, default: int | None = None, *, null: int | None = None, zero: bool = False
+    ) -> int:
+        """A whole number above 0, or from it with `zero`; `null` is what null stands for, if for anything."""
+        value = self.take(key, default)
+        if value is None and null is not None:
+            return null
+        if zero and value == 0 and not isinstance(value, bool):
+            return 0
         value = self.number(key, default)
         if value != int(value) or value >= 2**31:
             raise self.wrong(key, "it must be a whole number below 2^31")
         return int(value)
 
-    def optional(self, key: str, default: float) -> float | None:
+    def optional(self, key: str, default: float | None = None) -> float | None:
         """A number, or None for null."""
         return None if self.take(key, default) is None else self.number(key, default)
 

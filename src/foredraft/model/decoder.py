@@ -51,6 +51,8 @@ class Attention:
     qkv: Product
     output: Product
     post_norm: RMSNorm | None = None
+    q_norm: RMSNorm | None = None  # of each head's query
+    k_norm: RMSNorm | None = None  # of each head's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,14 @@ class Decoder:
         return x.view(hidden.shape)
 
     def _attention(self, weights: Attention, x: Tensor, index: int, pass_: Pass) -> Tensor:
+        spec = self.spec
         qkv = product(weights.qkv, weights.norm(x), pass_.span)
-        y = product(weights.output, attend(self.spec, index, qkv, pass_), pass_.span)
+        qkv = qkv.view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = qkv[:, : spec.heads], qkv[:, spec.heads : spec.heads + spec.kv_heads]
+            q.copy_(weights.q_norm(q))
+            k.copy_(weights.k_norm(k))
+        y = product(weights.output, attend(spec, index, qkv, pass_), pass_.span)
         return y if weights.post_norm is None else weights.post_norm(y)
 
     def _mlp(self, weights: MLP, x: Tensor, span: RowSpan | None) -> Tensor:

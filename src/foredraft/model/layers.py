@@ -1,4 +1,4 @@
-"""The parts of a decoder that see one position at a time: products, norms, rotary tables, activations.
+"""The parts of a decoder that see one position at a time: products, norms, activations.
 
 Contract: weights only, no run state. What decides bits but not meaning (how many rows a product may see at
 once) arrives as an argument, the `RowSpan` of the pass.
@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from foredraft.model.spec import ModelSpec, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class RMSNorm:
     float32.
     """
 
-    weight: Tensor  # [D]; with `offset` it holds 1 + weight, in float32
+    weight: Tensor  # [D], of a state or of one head; with `offset` it holds 1 + weight, in float32
     eps: float
     offset: bool = False
 
@@ -101,32 +99,6 @@ class RMSNorm:
         if self.offset:
             return F.rms_norm(x.float(), shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, shape, None, self.eps) * self.weight
-
-
-def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angles per position of each pair of channels, in float32."""
-    inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))  # [D/2]
-    if rope.kind == "default":
-        return inverse
-    # llama3: long waves are stretched by `factor`, short ones kept, those between blended
-    wavelength = 2 * math.pi / inverse
-    longest = rope.original_positions / rope.low_frequency
-    shortest = rope.original_positions / rope.high_frequency
-    blend = (rope.original_positions / wavelength - rope.low_frequency) / (
-        rope.high_frequency - rope.low_frequency
-    )
-    blended = (1 - blend) * inverse / rope.factor + blend * inverse
-    stretched = torch.where(wavelength > longest, inverse / rope.factor, inverse)
-    between = (wavelength <= longest) & (wavelength >= shortest)
-    return torch.where(between, blended, stretched)
-
-
-def rope_table(spec: ModelSpec, positions: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Cosines and signed sines of every position, made to be used as x * cos + roll(x, D/2) * sin."""
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(spec.rope, spec.head_dim)
-    cos, sin = angles.cos(), angles.sin()  # [P, D/2]
-    table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-    return table.to(device=device, dtype=dtype)  # [P, 2, D]
 
 
 def gate(activation: str, gate_up: Tensor) -> Tensor:

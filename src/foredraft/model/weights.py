@@ -1,15 +1,21 @@
 """Safetensors -> decoder: the only place that knows Hugging Face tensor names.
 
 Contract: strict. Every tensor that the spec asks for is there in the right shape, and nothing else is, save a
-few extras that are known to carry no information; a shard cut short by a broken download is named. Tensors
-are loaded, fused (q, k, v and gate, up), packed and freed one after another, so the peak stays near one copy
-of the model.
+few extras that are known to carry no information; a shard cut short by a broken download is named.
+
+Memory: files are mapped while they are read, and a decoder keeps nothing of a map, so whoever replaces a
+checkpoint later, in place even, changes no model that runs. Each weight goes from the map to its place on the
+device, fused (q, k, v and gate, up) and converted on the way; where products are packed, they all pass
+through one buffer. So the host holds the weights once, plus the embedding where the head is tied to it (the
+head is packed, the embedding cannot be) and for a while that buffer; and nothing but single tensors where the
+device is not the host.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +28,12 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
-from foredraft.model.runner.packed import pack
+from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 FLOATS = {"F64", "F32", "F16", "BF16"}
 # buffers that old versions saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -40,7 +48,7 @@ def load_decoder(
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), chosen)
         decoder = _build(spec, tensors)
-        tensors.refuse_rest(spec, decoder.embedding)
+        tensors.refuse_rest(spec)
     return decoder
 
 
@@ -49,14 +57,15 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
     hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
-    def norm(name: str) -> RMSNorm:
-        weight = tensors.take(f"{name}.weight", (hidden,))
+    def norm(name: str, size: int = hidden) -> RMSNorm:
+        weight = tensors.take({f"{name}.weight": (size,)})
         return RMSNorm(weight.float() + 1.0 if offset else weight, eps, offset)
 
-    def linear(names: dict[str, int], columns: int, bias: bool) -> Product:
-        weight = [tensors.take(f"{name}.weight", (rows, columns)) for name, rows in names.items()]
-        biases = [tensors.take(f"{name}.bias", (rows,)) for name, rows in names.items()] if bias else None
-        return pack(_joined(weight), None if biases is None else _joined(biases))
+    def linear(names: dict[str, int], columns: int, bias: bool = False) -> Product:
+        weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
+        biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
+        weight = tensors.lend(weights) if packs(tensors.device, tensors.dtype) else tensors.take(weights)
+        return pack(weight, tensors.take(biases) if bias else None)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"
@@ -68,6 +77,8 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
             qkv=linear(qkv, hidden, spec.qkv_bias),
             output=linear({f"{at}.self_attn.o_proj": hidden}, q_rows, spec.output_bias),
             post_norm=norm(f"{at}.post_attention_layernorm") if spec.post_norms else None,
+            q_norm=norm(f"{at}.self_attn.q_norm", spec.head_dim) if spec.head_norms else None,
+            k_norm=norm(f"{at}.self_attn.k_norm", spec.head_dim) if spec.head_norms else None,
         )
         mlp = MLP(
             norm=norm(f"{at}.{before_mlp}"),
@@ -79,25 +90,23 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
         )
         return Layer(attention, mlp)
 
-    embedding = tensors.take("model.embed_tokens.weight", (spec.vocab_size, hidden))
+    # the embedding passes through no buffer: coming last, it takes the place of the largest that did
+    head = linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
     layers = tuple(layer(index) for index in range(spec.layers))
-    final = norm("model.norm")
-    head = embedding if spec.tied else tensors.take("lm_head.weight", (spec.vocab_size, hidden))
-    return Decoder(spec, embedding, layers, final, pack(head))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    tensors.end_loans()
+    embedding = tensors.take({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
+    return Decoder(spec, embedding, layers, norm("model.norm"), head)
 
 
 class _Tensors:
-    """The tensors of a folder by name, each to be taken once."""
+    """The tensors of a folder by name, mapped."""
 
     def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.files: dict[str, Any] = {}  # tensor name -> open file
         self.taken: set[str] = set()
         self.shards: dict[str, str] = {}  # tensor name -> file name
+        self.buffer = torch.empty(0)  # what `lend` lends
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             for name, file in _open(folder / SINGLE, stack):
@@ -130,16 +139,47 @@ class _Tensors:
                     f"{folder / shard} lacks {name}, which {INDEX} lists there; download it again"
                 )
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, shapes: Shapes) -> Tensor:
+        """The named tensors, joined along their first dimension, to keep."""
+        shape = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
+        return self._fill(shapes, torch.empty(shape, device=self.device, dtype=self.dtype))
+
+    def lend(self, shapes: Shapes) -> Tensor:
+        """The same to read and forget: on the map itself, or in a buffer that the next loan overwrites."""
+        if len(shapes) == 1:
+            [(name, shape)] = shapes.items()
+            if (view := self.view(name, shape)).dtype == self.dtype:
+                return view
+        values = sum(math.prod(shape) for shape in shapes.values())
+        if self.buffer.numel() < values:
+            self.buffer = torch.empty(0)  # gone before the next one comes
+            self.buffer = torch.empty(values, device=self.device, dtype=self.dtype)
+        columns = next(iter(shapes.values()))[1:]
+        return self._fill(shapes, self.buffer[:values].view(-1, *columns))
+
+    def end_loans(self) -> None:
+        """Give the buffer's memory back."""
+        self.buffer = torch.empty(0)
+
+    def _fill(self, shapes: Shapes, joined: Tensor) -> Tensor:
+        end = 0
+        for name, shape in shapes.items():
+            joined[end : end + shape[0]].copy_(self.view(name, shape))
+            end += shape[0]
+        return joined
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor as the file has it; on a map of the file, so not to be kept."""
         if name not in self.files:
             raise CheckpointError(f"tensor {name} is missing from the checkpoint")
-        view = self.files[name].get_slice(name)
-        if tuple(view.get_shape()) != shape:
-            found = list(view.get_shape())
-            raise CheckpointError(f"tensor {name} has shape {found}, but config.json asks for {list(shape)}")
-        if view.get_dtype() not in FLOATS:
+        found = self.files[name].get_slice(name)
+        if tuple(found.get_shape()) != shape:
             raise CheckpointError(
-                f"tensor {name} is stored as {view.get_dtype()}; quantised checkpoints are not supported, "
+                f"tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
+            )
+        if found.get_dtype() not in FLOATS:
+            raise CheckpointError(
+                f"tensor {name} is stored as {found.get_dtype()}; quantised checkpoints are not supported, "
                 "use one in float32, bfloat16 or float16"
             )
         self.taken.add(name)
@@ -147,18 +187,19 @@ class _Tensors:
             tensor: Tensor = self.files[name].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.shards[name]}: tensor {name} cannot be read ({error})") from error
-        # a copy, never a view: on CPU `get_tensor` may map the file, which the user is free to replace
-        return tensor.to(device=self.device, dtype=self.dtype, copy=True)
+        return tensor
 
-    def refuse_rest(self, spec: ModelSpec, embedding: Tensor) -> None:
+    def refuse_rest(self, spec: ModelSpec) -> None:
         for name in sorted(set(self.files) - self.taken):
             if IGNORED.fullmatch(name):
                 continue
-            if name == "lm_head.weight" and spec.tied:
-                if not torch.equal(self.take(name, (spec.vocab_size, spec.hidden_size)), embedding):
+            if name == f"{HEAD}.weight" and spec.tied:
+                vocabulary = (spec.vocab_size, spec.hidden_size)
+                embedding = self.view(f"{EMBEDDING}.weight", vocabulary)
+                if not torch.equal(self.view(name, vocabulary).to(embedding.dtype), embedding):
                     raise CheckpointError(
-                        "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json ties "
-                        "them (tie_word_embeddings)"
+                        f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them "
+                        "(tie_word_embeddings)"
                     )
                 continue
             raise CheckpointError(

@@ -53,9 +53,14 @@ def _packed(weight: Tensor) -> Tensor:
     return out
 
 
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `pack` makes a copy of such a weight, so that the weight may go."""
+    return device.type == "cpu" and _works(dtype)
+
+
 def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """The fastest product on this weight; the caller should not keep the weight itself."""
-    if weight.device.type == "cpu" and _works(weight.dtype):
+    """The fastest product on this weight."""
+    if packs(weight.device, weight.dtype):
         return PackedLinear(_packed(weight.contiguous()), bias)
     return Linear(weight, bias)
 

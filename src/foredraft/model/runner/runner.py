@@ -19,8 +19,8 @@ from foredraft.model.attention import Pass
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.device import upload
-from foredraft.model.layers import rope_table
-from foredraft.model.runner.passes import build_pass
+from foredraft.model.rope import Rope
+from foredraft.model.runner.passes import build_pass, rope_tables
 from foredraft.model.runner.shapes import LOOSE, ExactShapes, find_shapes
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
@@ -59,7 +59,8 @@ class Runner:
         self.chunk = CHUNK
         self.forwarded = 0
         self._full = Plan.full(decoder.spec.layers)
-        self._table = torch.empty(0)
+        self._tables: dict[Rope, Tensor] = {}
+        self._positions = 0  # that the rotary tables hold
         self._reserve(2 * CHUNK)
         self.shapes: ExactShapes = find_shapes(decoder) if deterministic else LOOSE
         self.max_queries = max(self.shapes.query_buckets, default=64)
@@ -218,7 +219,7 @@ class Runner:
             raise ValueError(f"{queries} columns are more than the slack of {cache.slack} positions holds")
         return build_pass(
             self.decoder.spec,
-            self._table,
+            self._tables,
             cache,
             [min(start, cache.scratch) for start in starts],
             queries,
@@ -229,9 +230,11 @@ class Runner:
         )
 
     def _reserve(self, positions: int) -> None:
-        """Have a rotary table of at least that many positions."""
-        if self._table.shape[0] < positions:
-            self._table = rope_table(self.decoder.spec, positions, self.decoder.device, self.decoder.dtype)
+        """Have rotary tables of at least that many positions."""
+        if self._positions < positions:
+            decoder = self.decoder
+            self._tables = rope_tables(decoder.spec, positions, decoder.device, decoder.dtype)
+            self._positions = positions
 
 
 @dataclass(frozen=True, slots=True)

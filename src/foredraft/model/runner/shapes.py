@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.layers import Product, RowSpan, rope_table
-from foredraft.model.runner.passes import build_pass
+from foredraft.model.layers import Product, RowSpan
+from foredraft.model.runner.passes import build_pass, rope_tables
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class _Trial:
         self.cache.data.copy_(torch.randn(self.cache.data[:, :, :1].shape, generator=random))
         hidden = torch.randn(max(QUERIES), self.spec.hidden_size, generator=random)
         self.hidden = hidden.to(decoder.device, decoder.dtype)  # [T, D]
-        self.table = rope_table(self.spec, 512, decoder.device, decoder.dtype)
+        self.tables = rope_tables(self.spec, 512, decoder.device, decoder.dtype)
         self.context = self.cache.data.clone()
 
     def states(self, batch: int, queries: int, place: int) -> Tensor:
@@ -200,7 +200,7 @@ class _Trial:
         hidden[place] = self.hidden[:queries]
         pass_ = build_pass(
             self.spec,
-            self.table,
+            self.tables,
             self.cache,
             [150 - 7 * abs(row - place) for row in range(batch)],
             queries,
