@@ -42,6 +42,8 @@ def load(
     *,
     drafter: str | None = None,
     draft: str | Path | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
     policy: str = "fixed",
     max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
@@ -58,6 +60,7 @@ def load(
     path: a folder or a hub id; None is the demo pair, with its draft model.
     drafter: a name in `DRAFTERS`, who drafts unless a request says otherwise; None means "draft-model"
     where a draft is given and "none" otherwise. draft: the draft model's folder or id.
+    revision, draft_revision: the branch, tag or commit of a hub id; "owner/name@revision" says the same.
     policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
     draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
     dtype: "bfloat16" or "float32", by default the checkpoint's. device: "cpu", "cuda", "cuda:1", ...
@@ -69,7 +72,7 @@ def load(
     for than that, unless max_batch or max_length says so.
     progress: called as (stage, done, total) while loading and prefilling.
 
-    Raises ConfigError (an option), CheckpointError (a folder).
+    Raises ConfigError (an option), CheckpointError (a folder, or what the hub has).
     """
     _check_name("drafter", drafter, (None, *DRAFTERS))
     _check_name("policy", policy, POLICIES)
@@ -79,6 +82,9 @@ def load(
         if value is not None and value < 1:
             instead = ", or drafter='none'" if option == "max_draft" else ""
             raise ConfigError(f"{option} is {value}; give 1 or more{instead}")
+    for option, wanted, of in (("revision", revision, path), ("draft_revision", draft_revision, draft)):
+        if wanted is not None and of is None:
+            raise ConfigError(f"{option} is {wanted!r}, but no hub id is given that has it; leave it out")
     if path is None:
         path, draft = demo.target_path(), demo.draft_path() if draft is None else draft
     drafter = drafter or default_drafter(draft is not None)
@@ -93,9 +99,9 @@ def load(
     where = _device(device)
 
     report = progress or _silent
-    folders = [resolve(str(path))]
+    folders = [resolve(str(path), revision, report)]
     if draft is not None:
-        folders.append(resolve(str(draft)))
+        folders.append(resolve(str(draft), draft_revision, report))
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))

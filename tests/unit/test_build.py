@@ -220,3 +220,12 @@ def test_the_tables_do_not_wait_for_torch() -> None:
     code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
+
+
+def test_a_revision_of_nothing_is_refused(models: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_revision is 'v1', but no hub id is given that has it"):
+        load(models, draft_revision="v1")
+    with pytest.raises(ConfigError, match="^revision is 'v1', but no hub id is given"):
+        foredraft.load(revision="v1")
+    with pytest.raises(ConfigError, match="is a local folder, which has no revision 'v1'"):
+        load(models, draft=models / "small", draft_revision="v1")
