@@ -105,8 +105,8 @@ def _explained(error: Exception, repository: str, revision: str | None, name: st
         return f"{repository} is gated on the hub; accept its terms there and {login}"
     if isinstance(error, hub.RepositoryNotFoundError):
         return (
-            f"{repository} is neither a local folder nor a model on the hub; check its spelling, or {login} if"
-            " it is private"
+            f"{repository} is neither a local folder nor a model on the hub; check its spelling, or {login}"
+            " if it is private"
         )
     if isinstance(error, hub.RevisionNotFoundError):
         return (

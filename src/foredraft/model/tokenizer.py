@@ -1,6 +1,8 @@
 """Text <-> ids, over the `tokenizers` library, and text as it grows.
 
-Contract: BOS and EOS are added as the `tokenizer.json`'s own post-processor says, never by rules of ours. A
+Contract: BOS and EOS are added as the `tokenizer.json`'s own post-processor says, never by rules of ours; to
+a conversation none is added, since its template writes them. An id that has no token (a model's vocabulary is
+often padded beyond its tokenizer's) has no text. A
 `Detokenizer` shows text as soon as later ids can no longer change it, and never waits for more than a bounded
 number of them. `Tokenizer.decode` pushes its ids through one, so pieces join to the decoded text however the
 ids were pushed; and that text is the library's own, save where a run of more than `LONGEST_RUN` byte tokens
@@ -19,7 +21,8 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, RequestError
+from foredraft.model.chat import ChatTemplate, Message
 
 FILE = "tokenizer.json"
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -31,13 +34,14 @@ LONGEST_RUN = 32
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder."""
+    """The tokenizer of a checkpoint folder; chat: its template for conversations, where it has one."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
         inner.no_truncation()
         inner.no_padding()
         content = json.loads(inner.to_str())
         self._inner = inner
+        self.chat = chat
         self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
         self._byte_fallback = _has_byte_fallback(content.get("decoder"))
         self.fingerprint = _fingerprint(content)
@@ -49,15 +53,28 @@ class Tokenizer:
         if not file.is_file():
             return None
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+            inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{file} is not a readable tokenizer ({error}); download it again"
             ) from error
+        return cls(inner, ChatTemplate.from_folder(Path(path)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The ids of a conversation, as `ChatTemplate.render` spells it; variables: what it takes.
+
+        Raises RequestError: there is no template, or what `render` raises.
+        """
+        if self.chat is None:
+            raise RequestError(
+                "the model's folder has no chat template; give a plain prompt, use a model that was trained"
+                " to chat, or put its chat_template.jinja into the folder"
+            )
+        return self.encode(self.chat.render(messages, **variables), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
         """The text that `ids` add to that of `after`, the ids before them."""
