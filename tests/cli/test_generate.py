@@ -401,7 +401,8 @@ def test_help_lists_every_option() -> None:
     text = foredraft("generate", "--help").stdout
     options = """--model --draft --drafter --policy --max-draft --draft-sampling --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --n --acceptance --ignore-eos --dtype --device
-        --max-batch --max-length --truncate --no-deterministic --compare --json --no-color"""
+        --max-batch --max-length --truncate --no-deterministic --compare --json --no-color --revision
+        --draft-revision --chat --system --show-special"""
     for option in options.split():
         assert f"{option} " in text, option
 
@@ -411,7 +412,7 @@ def test_defaults_are_those_of_the_library() -> None:
     from dataclasses import asdict
 
     import foredraft as package
-    from foredraft.cli.generate import DraftOptions, ModelOptions, SamplingOptions
+    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():

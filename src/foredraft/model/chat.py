@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import ext, nodes, sandbox
@@ -111,7 +111,7 @@ class Refusal(jinja2.TemplateError):
 class Generation(ext.Extension):
     """`{% generation %}`, with which templates mark a model's own words for training: a plain block here."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  Jinja declares it an instance variable
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
