@@ -15,7 +15,7 @@ from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Reque
 
 if TYPE_CHECKING:
     from foredraft.build import load
-    from foredraft.decode.sampling import SamplingParams
+    from foredraft.decode.params import SamplingParams
     from foredraft.decode.stats import Stats
     from foredraft.llm import LLM, Output, Piece
 
@@ -38,7 +38,7 @@ _HOME = {
     "LLM": "foredraft.llm",
     "Output": "foredraft.llm",
     "Piece": "foredraft.llm",
-    "SamplingParams": "foredraft.decode.sampling",
+    "SamplingParams": "foredraft.decode.params",
     "Stats": "foredraft.decode.stats",
     "load": "foredraft.build",
 }
