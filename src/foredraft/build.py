@@ -104,6 +104,7 @@ def load(
     folders = [resolve(str(path), revision, report)]
     if draft is not None:
         folders.append(resolve(str(draft), draft_revision, report))
+    tokenizer = _tokenizer(folders[0])
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))
@@ -112,7 +113,6 @@ def load(
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
-    tokenizer = Tokenizer.from_folder(folders[0])
     if len(runners) == 2:
         _check_vocabulary(folders, runners, tokenizer)
     needed = (None, None) if needs is None else needs(tokenizer)
@@ -187,6 +187,31 @@ def _default_params(folder: Path) -> SamplingParams:
         raise CheckpointError(f"{folder}: generation_config.json asks for what cannot be: {error}") from error
 
 
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer, where it can be its model's.
+
+    A model's vocabulary is often padded beyond its tokenizer's, never the other way round; and the tokens
+    that the model begins and ends with have to be there.
+    """
+    tokenizer, spec = Tokenizer.from_folder(folder), ModelSpec.from_folder(folder)
+    if tokenizer is None:
+        return None
+    found = ""
+    if tokenizer.size > spec.vocab_size:
+        found = f"ids up to {tokenizer.size - 1}, but the model's vocabulary is {spec.vocab_size}"
+    bos = () if spec.bos_token_id is None else (spec.bos_token_id,)
+    for name, ids in (("bos_token_id", bos), ("eos_token_id", spec.eos_token_ids)):
+        for id in ids:
+            if not found and not tokenizer.has(id):
+                found = f"no token {id}, which is the model's {name}"
+    if found:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is not the tokenizer of {folder / 'config.json'}: it has {found};"
+            " put the model's own tokenizer there"
+        )
+    return tokenizer
+
+
 def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
     most = target.max_queries - 1
     if max_draft is None:
@@ -199,7 +224,7 @@ def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
 def _check_vocabulary(folders: list[Path], runners: list[Runner], tokenizer: Tokenizer | None) -> None:
     """A draft's ids must mean the same as the target's."""
     sizes = [runner.decoder.spec.vocab_size for runner in runners]
-    other = Tokenizer.from_folder(folders[1])
+    other = _tokenizer(folders[1])
     same = tokenizer is None or other is None or tokenizer.fingerprint == other.fingerprint
     if sizes[0] != sizes[1] or not same:
         raise ConfigError(

@@ -54,7 +54,7 @@ def generate(
     """
     check(model, drafting, output)
     talking = chat.chat and prompt is None
-    check_chat(chat, sampling, output, talking=talking)
+    check_request(chat, sampling, output, talking=talking)
     text = "" if talking else read_prompt(prompt, model.model)
     from foredraft import SamplingParams
 
@@ -106,8 +106,12 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
         raise ConfigError(f"stdin is not UTF-8 text (byte {error.start}); convert it first") from error
 
 
-def check_chat(chat: ChatOptions, sampling: SamplingOptions, output: OutputOptions, *, talking: bool) -> None:
-    """Refuse what chat leaves without a meaning."""
+def check_request(
+    chat: ChatOptions, sampling: SamplingOptions, output: OutputOptions, *, talking: bool
+) -> None:
+    """Refuse what the other options leave without a meaning."""
+    if output.compare and sampling.max_new_tokens == 0:
+        raise ConfigError("--compare has nothing to time with --max-new-tokens 0; give more, or leave it out")
     if chat.system is not None and not chat.chat:
         raise ConfigError("--system has no use without --chat; add --chat, or leave it out")
     if chat.system is not None:

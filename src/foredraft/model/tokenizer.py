@@ -60,6 +60,15 @@ class Tokenizer:
             ) from error
         return cls(inner, ChatTemplate.from_folder(Path(path)))
 
+    @property
+    def size(self) -> int:
+        """One more than the largest id; there may be ids below it without a token."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def has(self, id: int) -> bool:
+        """Whether the id has a token."""
+        return self._inner.id_to_token(id) is not None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -92,7 +101,7 @@ class Tokenizer:
 
     def shows(self, id: int, skip_special: bool) -> bool:
         """Whether the decoder gets to see the id."""
-        return not (skip_special and id in self._special) and self._inner.id_to_token(id) is not None
+        return not (skip_special and id in self._special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
         """The byte that an id stands for in a vocabulary that spells unknown characters as bytes."""
