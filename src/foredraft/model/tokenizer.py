@@ -43,7 +43,8 @@ class Tokenizer:
         self._inner = inner
         self.chat = chat
         self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
-        self._byte_fallback = _has_byte_fallback(content.get("decoder"))
+        self._byte_fallback = _has("ByteFallback", content.get("decoder"))
+        self._byte_level = _has("ByteLevel", content.get("decoder"))
         self.fingerprint = _fingerprint(content)
 
     @classmethod
@@ -110,6 +111,15 @@ class Tokenizer:
         spelled = BYTE.fullmatch(self._inner.id_to_token(id) or "")
         return bytes.fromhex(spelled[1]) if spelled else None
 
+    def cuts(self, ids: Iterable[int]) -> bool:
+        """Whether the bytes of ids that show end within a character, which later ids may complete."""
+        if not self._byte_level:
+            return False
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for id in ids:
+            decoder.decode(_bytes(self._inner.id_to_token(id) or ""))
+        return bool(decoder.getstate()[0])
+
     def text(self, ids: list[int], skip_special: bool) -> str:
         """The library's decoding of some ids as a whole text."""
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
@@ -120,7 +130,8 @@ class Detokenizer:
     """Text of a growing sequence of ids.
 
     Only a window of the latest ids is decoded at each push; characters of its text up to `_shown` are out.
-    Two kinds of text may still change. A character cut off at the end reads U+FFFD until its last byte comes.
+    Two kinds of text may still change. A character cut off at the end reads U+FFFD until its last byte comes;
+    one that is invalid, or is U+FFFD, reads so for good.
     And the library decodes a run of byte tokens as a whole: one bad byte turns every byte of the run into
     U+FFFD. So a run is held back until it ends or breaks, or is long and at a character's end; then what
     follows counts as a run of its own.
@@ -192,7 +203,7 @@ class Detokenizer:
                 return ""
             return self._cut_run()
         text = self._text(self._window)
-        certain = len(text) - (byte is None and text.endswith(UNDECODED))
+        certain = len(text) - (text.endswith(UNDECODED) and self._tokenizer.cuts(self._window))
         piece, self._shown = text[self._shown : certain], certain
         if byte is None and len(self._window) > 2 * CONTEXT:
             self._window = self._window[-CONTEXT:]
@@ -247,10 +258,28 @@ class Detokenizer:
         return self._tokenizer.text(ids, self._skip_special)
 
 
-def _has_byte_fallback(decoder: dict[str, Any] | None) -> bool:
+def _has(kind: str, decoder: dict[str, Any] | None) -> bool:
+    """Whether a decoder is of a kind, or has a part that is."""
     if decoder is None:
         return False
-    return decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
+    return decoder["type"] == kind or any(_has(kind, part) for part in decoder.get("decoders", ()))
+
+
+def _byte_level_table() -> dict[str, int]:
+    """The character that stands for each byte: itself where it shows, else the next from U+0100 on (GPT-2,
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+BYTE_LEVEL = _byte_level_table()
+
+
+def _bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary; one that was added may not be spelled in the table."""
+    spelled = [BYTE_LEVEL.get(character) for character in token]
+    return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
 
 
 def _fingerprint(content: dict[str, Any]) -> str:
