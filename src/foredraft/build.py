@@ -44,6 +44,8 @@ def load(
     *,
     drafter: str | None = None,
     draft: str | Path | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
     policy: str = "fixed",
     max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
@@ -60,6 +62,7 @@ def load(
     path: a folder or a hub id; None is the demo pair, with its draft model.
     drafter: a name in `DRAFTERS`, who drafts unless a request says otherwise; None means "draft-model"
     where a draft is given and "none" otherwise. draft: the draft model's folder or id.
+    revision, draft_revision: the branch, tag or commit of a hub id; "owner/name@revision" says the same.
     policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
     draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
     dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
@@ -72,7 +75,7 @@ def load(
     for than that, unless max_batch or max_length says so.
     progress: called as (stage, done, total) while loading and prefilling.
 
-    Raises ConfigError (an option), CheckpointError (a folder).
+    Raises ConfigError (an option), CheckpointError (a folder, or what the hub has).
     """
     _check_name("drafter", drafter, (None, *DRAFTERS))
     _check_name("policy", policy, POLICIES)
@@ -82,6 +85,9 @@ def load(
         if value is not None and value < 1:
             instead = ", or drafter='none'" if option == "max_draft" else ""
             raise ConfigError(f"{option} is {value}; give 1 or more{instead}")
+    for option, wanted, of in (("revision", revision, path), ("draft_revision", draft_revision, draft)):
+        if wanted is not None and of is None:
+            raise ConfigError(f"{option} is {wanted!r}, but no hub id is given that has it; leave it out")
     if path is None:
         path, draft = demo.target_path(), demo.draft_path() if draft is None else draft
     drafter = drafter or default_drafter(draft is not None)
@@ -96,9 +102,10 @@ def load(
     where = _device(device)
 
     report = progress or _silent
-    folders = [resolve(str(path))]
+    folders = [resolve(str(path), revision, report)]
     if draft is not None:
-        folders.append(resolve(str(draft)))
+        folders.append(resolve(str(draft), draft_revision, report))
+    tokenizer = _tokenizer(folders[0])
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))
@@ -107,7 +114,6 @@ def load(
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
-    tokenizer = Tokenizer.from_folder(folders[0])
     if len(runners) == 2:
         _check_vocabulary(folders, runners, tokenizer)
     needed = (None, None) if needs is None else needs(tokenizer)
@@ -178,6 +184,31 @@ def _default_params(folder: Path) -> SamplingParams:
         raise CheckpointError(f"{folder}: generation_config.json asks for what cannot be: {error}") from error
 
 
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer, where it can be its model's.
+
+    A model's vocabulary is often padded beyond its tokenizer's, never the other way round; and the tokens
+    that the model begins and ends with have to be there.
+    """
+    tokenizer, spec = Tokenizer.from_folder(folder), ModelSpec.from_folder(folder)
+    if tokenizer is None:
+        return None
+    found = ""
+    if tokenizer.size > spec.vocab_size:
+        found = f"ids up to {tokenizer.size - 1}, but the model's vocabulary is {spec.vocab_size}"
+    bos = () if spec.bos_token_id is None else (spec.bos_token_id,)
+    for name, ids in (("bos_token_id", bos), ("eos_token_id", spec.eos_token_ids)):
+        for id in ids:
+            if not found and not tokenizer.has(id):
+                found = f"no token {id}, which is the model's {name}"
+    if found:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is not the tokenizer of {folder / 'config.json'}: it has {found};"
+            " put the model's own tokenizer there"
+        )
+    return tokenizer
+
+
 def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
     most = target.max_queries - 1
     if max_draft is None:
@@ -190,7 +221,7 @@ def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
 def _check_vocabulary(folders: list[Path], runners: list[Runner], tokenizer: Tokenizer | None) -> None:
     """A draft's ids must mean the same as the target's."""
     sizes = [runner.decoder.spec.vocab_size for runner in runners]
-    other = Tokenizer.from_folder(folders[1])
+    other = _tokenizer(folders[1])
     same = tokenizer is None or other is None or tokenizer.fingerprint == other.fingerprint
     if sizes[0] != sizes[1] or not same:
         raise ConfigError(

@@ -158,7 +158,8 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--drafter", "oracle"], '"draft-model"'),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "--top-p is 0.0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),
+        (["--compare", "--drafter", "lookup", "--max-new-tokens", "0"], "--compare has nothing to time with"),
         (["--seed", "-3"], "seed is -3"),
         (["--n", "0"], "n is 0"),
         (["--drafter", "lookup", "--max-draft", "0"], "--max-draft is 0; give 1 or more, or --drafter none"),
@@ -401,7 +402,8 @@ def test_help_lists_every_option() -> None:
     text = foredraft("generate", "--help").stdout
     options = """--model --draft --drafter --policy --max-draft --draft-sampling --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --n --acceptance --ignore-eos --dtype --device
-        --max-batch --max-length --truncate --no-deterministic --compare --json --no-color"""
+        --max-batch --max-length --truncate --no-deterministic --compare --json --no-color --revision
+        --draft-revision --chat --system --show-special"""
     for option in options.split():
         assert f"{option} " in text, option
 
@@ -411,7 +413,7 @@ def test_defaults_are_those_of_the_library() -> None:
     from dataclasses import asdict
 
     import foredraft as package
-    from foredraft.cli.generate import DraftOptions, ModelOptions, SamplingOptions
+    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, Output, SamplingParams
-from foredraft.cli import interrupt, main, spelled_as_options
+from foredraft.cli import interrupt, main
 from foredraft.cli.render import ProgressBars
+from foredraft.cli.spelling import spelled_as_options
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
 Request = Callable[[], list[Output]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import checkpoints
 import foredraft
-from foredraft import ConfigError, SamplingParams, build, kinds
+from foredraft import CheckpointError, ConfigError, SamplingParams, build, kinds
 from foredraft.build import DRAFTERS, POLICIES
 from foredraft.drafters.lookup import Lookup
 
@@ -220,3 +221,39 @@ def test_the_tables_do_not_wait_for_torch() -> None:
     code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
+
+
+def test_a_revision_of_nothing_is_refused(models: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_revision is 'v1', but no hub id is given that has it"):
+        load(models, draft_revision="v1")
+    with pytest.raises(ConfigError, match="^revision is 'v1', but no hub id is given"):
+        foredraft.load(revision="v1")
+    with pytest.raises(ConfigError, match="is a local folder, which has no revision 'v1'"):
+        load(models, draft=models / "small", draft_revision="v1")
+
+
+def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
+    """Too large, or without the model's own end; a model padded beyond its tokenizer is none such."""
+    small, padded, endless = tmp_path / "small", tmp_path / "padded", tmp_path / "endless"
+    for folder, keys in (
+        (small, {"vocab_size": 383}),
+        (padded, {"vocab_size": 512}),
+        (endless, {"vocab_size": 512, "eos_token_id": [2, 500]}),
+    ):
+        checkpoints.save_checkpoint(folder, seed=1, **keys)  # type: ignore[arg-type]
+        shutil.copy(models / "big/tokenizer.json", folder)
+    for folder, told in (
+        (small, "has ids up to 383, but the model's vocabulary is 383"),
+        (endless, "has no token 500, which is the model's eos_token_id"),
+    ):
+        for options in ({}, {"draft": folder}):
+            with pytest.raises(CheckpointError) as caught:
+                foredraft.load(models / "big" if options else folder, device="cpu", **options)
+            line = str(caught.value)
+            assert line.startswith(
+                f"{folder}/tokenizer.json is not the tokenizer of {folder}/config.json: it"
+            )
+            assert told in line and "\n" not in line
+    llm = foredraft.load(padded, device="cpu", max_length=64)
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode([5, 500, 6]) == llm.tokenizer.decode([5, 6])  # no token, no text

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.hub import resolve
 
 
@@ -29,9 +29,28 @@ def test_neither_folder_nor_hub_name(name: str) -> None:
         resolve(name if name else "no such folder")
 
 
+@pytest.mark.parametrize("name", ["owner/name@", "owner/name@a b", "@main", "owner@main"])
+def test_no_revision_is_no_hub_name(name: str) -> None:
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
+        resolve(name)
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a local folder, which has no revision 'v1'; leave"):
+        resolve(tmp_path, "v1")
+    named = tmp_path / "owner/name@v1"  # a folder may be called so
+    named.mkdir(parents=True)
+    assert resolve(named) == named
+
+
+def test_two_revisions() -> None:
+    with pytest.raises(ConfigError, match="owner/name@v1 names another revision than 'v2'; give one"):
+        resolve("owner/name@v1", "v2")
+
+
 def test_offline_and_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="not in the local hub cache") as caught:
+    with pytest.raises(CheckpointError, match="not in the local hub cache.*HF_HUB_OFFLINE") as caught:
         resolve("foredraft-tests/no-such-model")
     assert "\n" not in str(caught.value)
 
@@ -55,7 +74,7 @@ def test_unknown_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         (type("ReadTimeout", (Exception,), {})("timed out\nmany lines"), "(timed out)"),
         (type("ConnectError", (Exception,), {})(), "(ConnectError)"),
         (OSError(28, "No space left on device"), "No space left on device"),
-        (ValueError("\nodd"), "(ValueError)"),
+        (ValueError("\nodd"), "(odd)"),
     ],
     ids=["http client", "no message", "disk", "empty line"],
 )
@@ -81,18 +100,3 @@ def test_an_interrupt_is_no_download_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
     with pytest.raises(KeyboardInterrupt):
         resolve("owner/name")
-
-
-def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
-
-    def fetch(name: str, **options: object) -> str:
-        seen.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert resolve("owner/name") == tmp_path
-    assert seen == {
-        "name": "owner/name",
-        "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
-    }

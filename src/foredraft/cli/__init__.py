@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
 from cyclopts import App, CycloptsError
 
 import foredraft
-from foredraft.cli.generate import INTERRUPTED, OPTIONS, STDIN, generate
+from foredraft.cli.generate import INTERRUPTED, generate
+from foredraft.cli.spelling import STDIN, spelled_as_options
 from foredraft.errors import ForedraftError
 
 __all__ = ["app", "main"]
 
 USER_ERROR = 2
-NAMES = [field.name for group in OPTIONS for field in fields(group)]
-ANY_NAME = "|".join(NAMES)
-OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a language is spelled like that
 
 app = App(
     name="foredraft",
@@ -70,24 +66,3 @@ class OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return f"foredraft: {' '.join(record.getMessage().split())}"
-
-
-def spelled_as_options(message: str) -> str:
-    """One line, in which the library's names of options are spelled as they are typed here.
-
-    truncate='left' reads --truncate left, and max_batch reads --max-batch; a name that is also a word
-    (draft, seed) is told by what stands around it.
-    """
-    line = " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
-    line = re.sub(rf"\b({ANY_NAME})='([^']*)'((?: or '[^']*')*)", _assigned, line)
-    line = re.sub(rf"\b({ANY_NAME})=(?!\w)", _named, line)
-    line = re.sub(rf"(?<![\w/.-])({OWN_NAME})(?![\w/.-])", _named, line)
-    return re.sub(rf"^({ANY_NAME})(?= is )", _named, line)
-
-
-def _named(found: re.Match[str]) -> str:
-    return f"--{found[1].replace('_', '-')}"
-
-
-def _assigned(found: re.Match[str]) -> str:
-    return f"{_named(found)} {found[2]}{found[3].replace(chr(39), '')}"

@@ -1,136 +1,37 @@
-"""`foredraft generate`: text, streamed in the colours of who wrote it, and what it took.
-
-Seconds are the wall clock of the whole request, its prompt and all its samples included.
-"""
+"""`foredraft generate`: text, streamed in the colours of who wrote it, and what it took."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
-
-from cyclopts import Group, Parameter
+from typing import TYPE_CHECKING
 
 from foredraft.cli.compare import Comparison, alternate
+from foredraft.cli.conversation import CONVERSATION, Conversation, converse
 from foredraft.cli.interrupt import Interrupt
+from foredraft.cli.job import Job, Run, show, stream
+from foredraft.cli.options import (
+    ChatOptions,
+    DraftOptions,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    loading,
+)
 from foredraft.cli.render import Painter, ProgressBars, document, last_line
+from foredraft.cli.spelling import STDIN
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS, POLICIES, default_drafter
+from foredraft.kinds import DRAFTERS, default_drafter
 
 if TYPE_CHECKING:
-    from foredraft import LLM, Output, SamplingParams, Stats
-    from foredraft.model.tokenizer import Detokenizer, Tokenizer
+    from foredraft import SamplingParams, Stats
+    from foredraft.model.tokenizer import Tokenizer
 
-    DrafterName: TypeAlias = str
-    PolicyName: TypeAlias = str
-else:
-    DrafterName = Literal[tuple(DRAFTERS)]
-    PolicyName = Literal[tuple(POLICIES)]
-
-__all__ = ["OPTIONS", "STDIN", "generate"]
+__all__ = ["INTERRUPTED", "check", "generate", "read_prompt"]
 
 FAILED, INTERRUPTED = 1, 130
-STDIN = "\0"  # what `-` reads as: no real argument can hold it
-
-Flag = Annotated[bool, Parameter(negative=())]  # one that is off unless given
-MODEL = Group("Model", sort_key=1)
-DRAFTING = Group("Drafting", sort_key=2)
-SAMPLING = Group("Sampling", sort_key=3)
-OUTPUT = Group("Output", sort_key=4)
-
-DRAFTER_HELP = "; ".join(
-    f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in DRAFTERS.items()
-)
-POLICY_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in POLICIES.items())
-MAX_DRAFT_HELP = " and ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
-
-
-@Parameter(name="*", group=MODEL)
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    model: str | None = None
-    """The target: a folder, or a Hugging Face id. Without it, the demo models that ship with Foredraft."""
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """Arithmetic of the models; without it, what the checkpoint is stored as."""
-    device: str | None = None
-    """cpu, cuda, or cuda:N; without it, cuda where there is one."""
-    max_batch: int | None = None
-    """Sequences that are decoded side by side at most; without it, --n or as many as memory allows."""
-    max_length: int | None = None
-    """Room for prompt and output together, in tokens; without it, what this prompt needs."""
-    truncate: Literal["left"] | None = None
-    """Drop the beginning of a prompt that is too long, instead of refusing it."""
-    deterministic: bool = True
-    """Keep to shapes whose results agree bit for bit, so that greedy output is plain decoding's."""
-
-
-@Parameter(name="*", group=DRAFTING)
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """None: not given, so the library's default holds."""
-
-    drafter: Annotated[
-        DrafterName | None,
-        Parameter(
-            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it, {default_drafter(True)} where there is a"
-            f" draft model and {default_drafter(False)} otherwise."
-        ),
-    ] = None
-    draft: str | None = None
-    """The draft model: a folder, or a Hugging Face id."""
-    policy: Annotated[
-        PolicyName | None,
-        Parameter(help=f"How long a draft is. {POLICY_HELP}. Without it, {next(iter(POLICIES))}."),
-    ] = None
-    max_draft: Annotated[
-        int | None, Parameter(help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}.")
-    ] = None
-    draft_sampling: Literal["sampled", "greedy"] | None = None
-    """How a draft model picks: as the target would (the default), or its likeliest token."""
-    acceptance: Literal["speculative", "coupled"] | None = None
-    """speculative accepts more; coupled gives one text per seed, however it is drafted. Without it,
-    coupled with --seed and speculative otherwise. Both are lossless."""
-
-
-@Parameter(name="*", group=SAMPLING)
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    max_new_tokens: int = 128
-    """Tokens to generate at most."""
-    temperature: float | None = None
-    """0 is greedy: top-k, top-p, min-p, seed and acceptance then change nothing. Without it 1, and 0 with
-    --compare."""
-    top_k: int = 0
-    """Keep only the k likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that make up this mass; 1 is off."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0 is off."""
-    seed: int | None = None
-    """For a text that can be had again; without it a fresh one, which --json reports."""
-    n: int = 1
-    """Samples of the prompt."""
-    ignore_eos: Flag = False
-    """Go on past the end-of-text token."""
-
-
-@Parameter(name="*", group=OUTPUT)
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    compare: Flag = False
-    """Also time plain decoding, in alternation, and say whether the outputs are identical."""
-    json: Flag = False
-    """Print one JSON document instead of text. Its seconds are the whole request's, the prompt included;
-    with --compare, those of a warm run."""
-    color: bool = True
-    """Colour the text by who wrote it, where stdout is a terminal."""
-
-
-OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, OutputOptions)
 
 
 def generate(
@@ -140,6 +41,7 @@ def generate(
     model: ModelOptions = ModelOptions(),
     drafting: DraftOptions = DraftOptions(),
     sampling: SamplingOptions = SamplingOptions(),
+    chat: ChatOptions = ChatOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> int:
     """Generate text: the target's own, drafted ahead and checked.
@@ -148,10 +50,12 @@ def generate(
     ----------
     prompt
         The text to go on from; - reads it from stdin, less one closing newline, and nothing else reads
-        stdin. May be left out with the demo models, which then go on from a text of theirs.
+        stdin. May be left out with the demo models, which then go on from a text of theirs, and with --chat.
     """
-    text = read_prompt(prompt, model.model)
     check(model, drafting, output)
+    talking = chat.chat and prompt is None
+    check_request(chat, sampling, output, talking=talking)
+    text = "" if talking else read_prompt(prompt, model.model)
     from foredraft import SamplingParams
 
     options = asdict(sampling)
@@ -159,19 +63,27 @@ def generate(
     if sampling.temperature is None:
         options["temperature"] = 0.0 if output.compare else 1.0
     params = SamplingParams(**options, acceptance=drafting.acceptance)
+    conversation = Conversation(chat.system)
     bars = ProgressBars()
 
-    def needs(tokenizer: Tokenizer | None) -> tuple[int, int]:
-        length = 0 if tokenizer is None else len(tokenizer.encode(text))
-        return max(n, 1), length + params.max_new_tokens
+    def encoded(tokenizer: Tokenizer | None) -> list[int]:
+        if chat.chat:
+            return conversation.ids(tokenizer, text)
+        return [] if tokenizer is None else tokenizer.encode(text)
 
-    given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
-    loading = {name: given[name] for name in given.keys() - {"model", "truncate", "acceptance"}}
+    def needs(tokenizer: Tokenizer | None) -> tuple[int, int]:
+        length = len(encoded(tokenizer)) + params.max_new_tokens
+        return max(n, 1), max(length, CONVERSATION) if talking else length
+
     try:
         import foredraft
 
-        llm = foredraft.load(model.model, **loading, needs=needs, progress=bars.show)
-        return run(Job(llm, text, params, n, model.truncate), output, bars, show_prompt=prompt is None)
+        llm = foredraft.load(model.model, **loading(model, drafting), needs=needs, progress=bars.show)
+        asked = encoded(llm.tokenizer) if chat.chat else text
+        job = Job(llm, asked, params, n, model.truncate, output.show_special)
+        if talking:
+            return converse(job, conversation, Painter(sys.stdout, color=output.color), bars)
+        return run(job, output, bars, text if prompt is None else None)
     finally:
         bars.clear()
 
@@ -184,12 +96,7 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
     if prompt is None:
         raise ConfigError("no prompt; give one, or - to read it from stdin")
     if prompt != STDIN:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"the prompt is not UTF-8 text (character {error.start}); convert it first"
-            ) from error
+        check_text("the prompt", prompt)
         return prompt
     if sys.stdin is None:
         raise ConfigError("stdin is closed; give the prompt as an argument, or something to read it from")
@@ -197,6 +104,38 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"stdin is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def check_request(
+    chat: ChatOptions, sampling: SamplingOptions, output: OutputOptions, *, talking: bool
+) -> None:
+    """Refuse what the other options leave without a meaning."""
+    if output.compare and sampling.max_new_tokens == 0:
+        raise ConfigError("--compare has nothing to time with --max-new-tokens 0; give more, or leave it out")
+    if chat.system is not None and not chat.chat:
+        raise ConfigError("--system has no use without --chat; add --chat, or leave it out")
+    if chat.system is not None:
+        check_text("the system's message", chat.system)
+    if not talking:
+        return
+    if not on_terminal():
+        raise ConfigError(
+            "no prompt, and no terminal to keep a conversation on; give a prompt, or - to read it from stdin"
+        )
+    for option, given in {"json": output.json, "compare": output.compare, "n": sampling.n != 1}.items():
+        if given:
+            raise ConfigError(f"--{option} has no use in a conversation; give a prompt, or leave it out")
+
+
+def on_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def check_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is not UTF-8 text (character {error.start}); convert it first") from error
 
 
 def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
@@ -215,58 +154,16 @@ def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) ->
             raise ConfigError(f"--{option.replace('_', '-')} has no use with drafter {name}; leave it out")
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt, and all that decides what becomes of it."""
-
-    llm: LLM
-    prompt: str
-    params: SamplingParams
-    n: int
-    truncate: Literal["left"] | None
-
-    def detokenizer(self) -> Detokenizer:
-        assert self.llm.tokenizer is not None  # without one, a prompt of text was refused
-        return self.llm.tokenizer.detokenizer(after=self.llm.tokenizer.encode(self.prompt))
-
-    def outputs(self, params: SamplingParams) -> list[Output]:
-        return self.llm.generate(self.prompt, params, n=self.n, truncate=self.truncate)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What came of one request, and its figures by the wall clock."""
-
-    outputs: list[Output]
-    stats: Stats
-
-    @classmethod
-    def of(cls, request: Callable[[], list[Output]]) -> Run:
-        from foredraft import Stats
-
-        start = time.perf_counter()
-        outputs = request()
-        seconds = time.perf_counter() - start
-        return cls(outputs, Stats.merge((output.stats for output in outputs), seconds))
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [output.token_ids for output in self.outputs]
-
-    @property
-    def errors(self) -> list[str]:
-        return [output.error for output in self.outputs if output.error]
-
-
-def run(job: Job, options: OutputOptions, bars: ProgressBars, *, show_prompt: bool) -> int:
+def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None) -> int:
+    """before: a text to show first."""
     painter = Painter(sys.stdout, color=options.color)
     streams = job.n == 1 and not options.json
     comparison = None
     # Printing is inside: a Ctrl-C now would otherwise take back what there is.
     with Interrupt(job.llm) as interrupt:
         interrupt.check()
-        if show_prompt and not options.json:
-            painter.write(job.prompt if streams else f"{job.prompt}\n")
+        if before is not None and not options.json:
+            painter.write(before if streams else f"{before}\n")
         shown = Run.of(
             partial(stream, job, painter, bars, interrupt) if streams else partial(job.outputs, job.params)
         )
@@ -280,7 +177,8 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, *, show_prompt: bo
                 pass
         bars.clear()
         if options.json:
-            print(json.dumps(document(shown.outputs, stats, comparison), allow_nan=False))
+            outputs = [job.spelled(output) for output in shown.outputs]
+            print(json.dumps(document(outputs, stats, comparison), allow_nan=False))
         else:
             if not streams:
                 show(job, shown.outputs, painter)
@@ -288,31 +186,6 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, *, show_prompt: bo
         for error in errors:
             print(f"foredraft: error: {error}", file=sys.stderr)
     return INTERRUPTED if interrupt.came else FAILED if errors else 0
-
-
-def stream(job: Job, painter: Painter, bars: ProgressBars, interrupt: Interrupt) -> list[Output]:
-    """Show every token as it comes."""
-    pieces = job.llm.stream(job.prompt, job.params, truncate=job.truncate)
-    detokenizer = job.detokenizer()
-    output = None
-    for piece in pieces:
-        bars.clear()
-        painter.tokens(detokenizer, piece.token_ids, piece.origins)
-        output = piece.output
-        if interrupt.came:  # perhaps before there was a request to end
-            job.llm.cancel_all()
-    assert output is not None
-    painter.finish(detokenizer)
-    return [output]
-
-
-def show(job: Job, outputs: list[Output], painter: Painter) -> None:
-    """Several samples, one after the other."""
-    for number, output in enumerate(outputs, start=1):
-        painter.write(f"[{number}/{len(outputs)}]\n")
-        detokenizer = job.detokenizer()
-        painter.tokens(detokenizer, output.token_ids, output.origins)
-        painter.finish(detokenizer)
 
 
 class Stopped(Exception):

@@ -27,7 +27,12 @@ ORIGINS = {
     "target": ("33", "yellow", "the target's own word"),
     "bonus": ("36", "cyan", "the target's bonus after a fully accepted draft"),
 }
-STAGES = {"load": "Loading", "prefill": "Reading the prompt", "compare": "Comparing"}
+STAGES = {
+    "download": "Downloading (MB)",
+    "load": "Loading",
+    "prefill": "Reading the prompt",
+    "compare": "Comparing",
+}
 
 
 class Painter:

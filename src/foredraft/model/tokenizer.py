@@ -1,6 +1,8 @@
 """Text <-> ids, over the `tokenizers` library, and text as it grows.
 
-Contract: BOS and EOS are added as the `tokenizer.json`'s own post-processor says, never by rules of ours. A
+Contract: BOS and EOS are added as the `tokenizer.json`'s own post-processor says, never by rules of ours; to
+a conversation none is added, since its template writes them. An id that has no token (a model's vocabulary is
+often padded beyond its tokenizer's) has no text. A
 `Detokenizer` shows text as soon as later ids can no longer change it, and never waits for more than a bounded
 number of them. `Tokenizer.decode` pushes its ids through one, so pieces join to the decoded text however the
 ids were pushed; and that text is the library's own, save where a run of more than `LONGEST_RUN` byte tokens
@@ -19,7 +21,8 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, RequestError
+from foredraft.model.chat import ChatTemplate, Message
 
 FILE = "tokenizer.json"
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -31,15 +34,17 @@ LONGEST_RUN = 32
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder."""
+    """The tokenizer of a checkpoint folder; chat: its template for conversations, where it has one."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
         inner.no_truncation()
         inner.no_padding()
         content = json.loads(inner.to_str())
         self._inner = inner
+        self.chat = chat
         self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
-        self._byte_fallback = _has_byte_fallback(content.get("decoder"))
+        self._byte_fallback = _has("ByteFallback", content.get("decoder"))
+        self._byte_level = _has("ByteLevel", content.get("decoder"))
         self.fingerprint = _fingerprint(content)
 
     @classmethod
@@ -49,15 +54,37 @@ class Tokenizer:
         if not file.is_file():
             return None
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+            inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{file} is not a readable tokenizer ({error}); download it again"
             ) from error
+        return cls(inner, ChatTemplate.from_folder(Path(path)))
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id; there may be ids below it without a token."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def has(self, id: int) -> bool:
+        """Whether the id has a token."""
+        return self._inner.id_to_token(id) is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The ids of a conversation, as `ChatTemplate.render` spells it; variables: what it takes.
+
+        Raises RequestError: there is no template, or what `render` raises.
+        """
+        if self.chat is None:
+            raise RequestError(
+                "the model's folder has no chat template; give a plain prompt, use a model that was trained"
+                " to chat, or put its chat_template.jinja into the folder"
+            )
+        return self.encode(self.chat.render(messages, **variables), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
         """The text that `ids` add to that of `after`, the ids before them."""
@@ -75,7 +102,7 @@ class Tokenizer:
 
     def shows(self, id: int, skip_special: bool) -> bool:
         """Whether the decoder gets to see the id."""
-        return not (skip_special and id in self._special) and self._inner.id_to_token(id) is not None
+        return not (skip_special and id in self._special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
         """The byte that an id stands for in a vocabulary that spells unknown characters as bytes."""
@@ -83,6 +110,15 @@ class Tokenizer:
             return None
         spelled = BYTE.fullmatch(self._inner.id_to_token(id) or "")
         return bytes.fromhex(spelled[1]) if spelled else None
+
+    def cuts(self, ids: Iterable[int]) -> bool:
+        """Whether the bytes of ids that show end within a character, which later ids may complete."""
+        if not self._byte_level:
+            return False
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for id in ids:
+            decoder.decode(_bytes(self._inner.id_to_token(id) or ""))
+        return bool(decoder.getstate()[0])
 
     def text(self, ids: list[int], skip_special: bool) -> str:
         """The library's decoding of some ids as a whole text."""
@@ -94,7 +130,8 @@ class Detokenizer:
     """Text of a growing sequence of ids.
 
     Only a window of the latest ids is decoded at each push; characters of its text up to `_shown` are out.
-    Two kinds of text may still change. A character cut off at the end reads U+FFFD until its last byte comes.
+    Two kinds of text may still change. A character cut off at the end reads U+FFFD until its last byte comes;
+    one that is invalid, or is U+FFFD, reads so for good.
     And the library decodes a run of byte tokens as a whole: one bad byte turns every byte of the run into
     U+FFFD. So a run is held back until it ends or breaks, or is long and at a character's end; then what
     follows counts as a run of its own.
@@ -166,7 +203,7 @@ class Detokenizer:
                 return ""
             return self._cut_run()
         text = self._text(self._window)
-        certain = len(text) - (byte is None and text.endswith(UNDECODED))
+        certain = len(text) - (text.endswith(UNDECODED) and self._tokenizer.cuts(self._window))
         piece, self._shown = text[self._shown : certain], certain
         if byte is None and len(self._window) > 2 * CONTEXT:
             self._window = self._window[-CONTEXT:]
@@ -221,10 +258,28 @@ class Detokenizer:
         return self._tokenizer.text(ids, self._skip_special)
 
 
-def _has_byte_fallback(decoder: dict[str, Any] | None) -> bool:
+def _has(kind: str, decoder: dict[str, Any] | None) -> bool:
+    """Whether a decoder is of a kind, or has a part that is."""
     if decoder is None:
         return False
-    return decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
+    return decoder["type"] == kind or any(_has(kind, part) for part in decoder.get("decoders", ()))
+
+
+def _byte_level_table() -> dict[str, int]:
+    """The character that stands for each byte: itself where it shows, else the next from U+0100 on (GPT-2,
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+BYTE_LEVEL = _byte_level_table()
+
+
+def _bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary; one that was added may not be spelled in the table."""
+    spelled = [BYTE_LEVEL.get(character) for character in token]
+    return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
 
 
 def _fingerprint(content: dict[str, Any]) -> str:

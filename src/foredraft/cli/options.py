@@ -1,0 +1,152 @@
+"""The options of the commands that generate, by the groups in which `--help` shows them.
+
+Contract: None means not given, so that the library's default holds. Choices and their help come from the
+tables of `kinds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from cyclopts import Group, Parameter
+
+from foredraft.kinds import DRAFTERS, POLICIES, default_drafter
+
+if TYPE_CHECKING:
+    DrafterName: TypeAlias = str
+    PolicyName: TypeAlias = str
+else:
+    DrafterName = Literal[tuple(DRAFTERS)]
+    PolicyName = Literal[tuple(POLICIES)]
+
+__all__ = [
+    "OPTIONS",
+    "ChatOptions",
+    "DraftOptions",
+    "Flag",
+    "ModelOptions",
+    "OutputOptions",
+    "SamplingOptions",
+    "loading",
+]
+
+Flag = Annotated[bool, Parameter(negative=())]  # one that is off unless given
+MODEL = Group("Model", sort_key=1)
+DRAFTING = Group("Drafting", sort_key=2)
+SAMPLING = Group("Sampling", sort_key=3)
+CHAT = Group("Chat", sort_key=4)
+OUTPUT = Group("Output", sort_key=5)
+
+DRAFTER_HELP = "; ".join(
+    f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in DRAFTERS.items()
+)
+POLICY_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in POLICIES.items())
+MAX_DRAFT_HELP = " and ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
+
+
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    model: str | None = None
+    """The target: a folder, or a Hugging Face id. Without it, the demo models that ship with Foredraft."""
+    revision: str | None = None
+    """Branch, tag or commit of --model on the hub; --model owner/name@REVISION says the same."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Arithmetic of the models; without it, what the checkpoint is stored as."""
+    device: str | None = None
+    """cpu, cuda, or cuda:N; without it, cuda where there is one."""
+    max_batch: int | None = None
+    """Sequences that are decoded side by side at most; without it, --n or as many as memory allows."""
+    max_length: int | None = None
+    """Room for prompt and output together, in tokens; without it, what this prompt needs, and for a
+    conversation 8192 or all that the model has."""
+    truncate: Literal["left"] | None = None
+    """Drop the beginning of a prompt that is too long, instead of refusing it."""
+    deterministic: bool = True
+    """Keep to shapes whose results agree bit for bit, so that greedy output is plain decoding's."""
+
+
+@Parameter(name="*", group=DRAFTING)
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """None: not given, so the library's default holds."""
+
+    drafter: Annotated[
+        DrafterName | None,
+        Parameter(
+            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it, {default_drafter(True)} where there is a"
+            f" draft model and {default_drafter(False)} otherwise."
+        ),
+    ] = None
+    draft: str | None = None
+    """The draft model: a folder, or a Hugging Face id."""
+    draft_revision: str | None = None
+    """Branch, tag or commit of --draft on the hub."""
+    policy: Annotated[
+        PolicyName | None,
+        Parameter(help=f"How long a draft is. {POLICY_HELP}. Without it, {next(iter(POLICIES))}."),
+    ] = None
+    max_draft: Annotated[
+        int | None, Parameter(help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}.")
+    ] = None
+    draft_sampling: Literal["sampled", "greedy"] | None = None
+    """How a draft model picks: as the target would (the default), or its likeliest token."""
+    acceptance: Literal["speculative", "coupled"] | None = None
+    """speculative accepts more; coupled gives one text per seed, however it is drafted. Without it,
+    coupled with --seed and speculative otherwise. Both are lossless."""
+
+
+@Parameter(name="*", group=SAMPLING)
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    max_new_tokens: int = 128
+    """Tokens to generate at most."""
+    temperature: float | None = None
+    """0 is greedy: top-k, top-p, min-p, seed and acceptance then change nothing. Without it 1, and 0 with
+    --compare."""
+    top_k: int = 0
+    """Keep only the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that make up this mass; 1 is off."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    seed: int | None = None
+    """For a text that can be had again; without it a fresh one, which --json reports."""
+    n: int = 1
+    """Samples of the prompt."""
+    ignore_eos: Flag = False
+    """Go on past the end-of-text token."""
+
+
+@Parameter(name="*", group=CHAT)
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    chat: Flag = False
+    """Take PROMPT as a user's message, and put it into the model's chat template. Without PROMPT, on a
+    terminal, keep a conversation: /reset forgets it, /exit or Ctrl-D ends it, Ctrl-C ends a reply."""
+    system: str | None = None
+    """With --chat: the system's message, which comes first."""
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    compare: Flag = False
+    """Also time plain decoding, in alternation, and say whether the outputs are identical."""
+    json: Flag = False
+    """Print one JSON document instead of text. Its seconds are the whole request's, the prompt included;
+    with --compare, those of a warm run."""
+    show_special: Flag = False
+    """Show special tokens, such as the end-of-text token, instead of leaving them out."""
+    color: bool = True
+    """Colour the text by who wrote it, where stdout is a terminal."""
+
+
+OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions)
+
+
+def loading(model: ModelOptions, drafting: DraftOptions) -> dict[str, Any]:
+    """What of them `foredraft.load` takes."""
+    given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
+    return {name: given[name] for name in given.keys() - {"model", "truncate", "acceptance"}}

@@ -1,0 +1,36 @@
+"""The library's messages in the words of the command line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+from foredraft.cli.options import OPTIONS
+
+__all__ = ["STDIN", "spelled_as_options"]
+
+STDIN = "\0"  # what `-` reads as: no real argument can hold it
+NAMES = [field.name for group in OPTIONS for field in fields(group)]
+ANY_NAME = "|".join(NAMES)
+OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a language is spelled like that
+
+
+def spelled_as_options(message: str) -> str:
+    """One line, in which the library's names of options are spelled as they are typed here.
+
+    truncate='left' reads --truncate left, and max_batch reads --max-batch; a name that is also a word
+    (draft, seed) is told by what stands around it.
+    """
+    line = " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
+    line = re.sub(rf"\b({ANY_NAME})='([^']*)'((?: or '[^']*')*)", _assigned, line)
+    line = re.sub(rf"\b({ANY_NAME})=(?!\w)", _named, line)
+    line = re.sub(rf"(?<![\w/.-])({OWN_NAME})(?![\w/.-])", _named, line)
+    return re.sub(rf"^({ANY_NAME})(?= is )", _named, line)
+
+
+def _named(found: re.Match[str]) -> str:
+    return f"--{found[1].replace('_', '-')}"
+
+
+def _assigned(found: re.Match[str]) -> str:
+    return f"{_named(found)} {found[2]}{found[3].replace(chr(39), '')}"

@@ -1,0 +1,243 @@
+"""A hub on 127.0.0.1: as much of the Hugging Face hub's protocol as a client meets that fetches a model.
+
+Contract: what a repository holds at a revision is a folder; its commit is a hash of name and revision. Small
+files are answered at once; those that the hub keeps in large-file storage by a redirect to a second server,
+which knows no tokens, counts bytes and serves ranges. `log` holds every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_thetokenofthesetests"
+API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?")
+RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+@dataclass
+class Repository:
+    """revisions: names -> folders. gated: anyone sees it, nobody may have its files; private: TOKEN's alone."""
+
+    revisions: dict[str, Path]
+    gated: bool = False
+    private: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    range: str | None
+    authorization: str | None
+
+
+@dataclass
+class Hub:
+    """breaks: how often the connection breaks in the middle of a file; fails: files answered with 500."""
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    breaks: dict[str, int] = field(default_factory=dict)
+    fails: set[str] = field(default_factory=set)
+    log: list[Request] = field(default_factory=list)
+    endpoint: str = ""
+    storage: str = ""
+
+    def environment(self, home: Path, **changes: str) -> dict[str, str]:
+        """Of a client process that uses this hub, with a cache of its own."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("HF_") and not name.lower().endswith("_proxy")
+        }
+        ours = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        return kept | ours | changes
+
+    def fetched(self) -> list[str]:
+        """The files whose bytes were asked for, by name."""
+        return [
+            Path(request.path).name for request in self.log if request.method == "GET" and _of_file(request)
+        ]
+
+
+def commit(name: str, revision: str) -> str:
+    return hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    hub = Hub()
+    servers = []
+    for kind in (HubHandler, StorageHandler):
+        handler = type(kind.__name__, (kind,), {"hub": hub})
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+    hub.endpoint, hub.storage = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+    threads = [Thread(target=server.serve_forever, args=(0.05,), daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield hub
+    finally:
+        for server in servers:
+            server.shutdown(), server.server_close()
+        for thread in threads:
+            thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: ClassVar[Hub]
+
+    def do_HEAD(self) -> None:
+        self.noted()
+
+    def do_GET(self) -> None:
+        self.noted()
+
+    def noted(self) -> None:
+        headers = self.headers
+        path = urlsplit(self.path).path
+        self.hub.log.append(
+            Request(self.command, unquote(path), headers.get("Range"), headers.get("Authorization"))
+        )
+        self.answer(path)
+
+    def answer(self, path: str) -> None:
+        raise NotImplementedError
+
+    def send(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        self.send(status, X_Error_Code=code, X_Error_Message=message)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+class HubHandler(Handler):
+    def answer(self, path: str) -> None:
+        if found := API.fullmatch(path):
+            name, what, revision = found.groups("main")
+            folder = self.folder(name, unquote(revision), files=False)
+            if folder is not None and what == "tree":
+                self.send_json(_tree(folder[0]))
+            elif folder is not None:
+                self.send_json({"id": name, "sha": folder[1], "private": False, "siblings": []})
+        elif found := RESOLVE.fullmatch(path):
+            name, revision, file = map(unquote, found.groups())
+            folder = self.folder(name, revision, files=True)
+            if folder is not None:
+                self.send_file(folder[0] / file, folder[1])
+        else:
+            self.send(404)
+
+    def folder(self, name: str, revision: str, *, files: bool) -> tuple[Path, str] | None:
+        """Where a revision lies, and its commit; None once refused."""
+        authorization = self.headers.get("Authorization")
+        if authorization not in (None, f"Bearer {TOKEN}"):
+            self.refuse(401, "", "Invalid credentials in Authorization header")
+            return None
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and authorization is None):
+            # without a token the hub does not tell what is private from what is not there
+            self.refuse(401 if authorization is None else 404, "RepoNotFound", "Repository not found")
+            return None
+        if files and repository.gated:
+            self.refuse(401 if authorization is None else 403, "GatedRepo", f"Access to {name} is restricted")
+            return None
+        for known, folder in repository.revisions.items():
+            if revision in (known, commit(name, known)):
+                return folder, commit(name, known)
+        self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return None
+
+    def send_json(self, content: Any) -> None:
+        self.send(200, json.dumps(content).encode(), Content_Type="application/json")
+
+    def send_file(self, file: Path, sha: str) -> None:
+        if not file.is_file():
+            self.refuse(404, "EntryNotFound", "Entry not found")
+        elif _large(file):
+            self.send(
+                302,
+                Location=f"{self.hub.storage}{file}",
+                X_Repo_Commit=sha,
+                X_Linked_Etag=f'"{_sha256(file)}"',
+                X_Linked_Size=str(file.stat().st_size),
+            )
+        elif file.name in self.hub.fails and self.command == "GET":
+            self.send(500)
+        else:
+            self.send(200, file.read_bytes(), ETag=f'"{_blob(file)}"', X_Repo_Commit=sha)
+
+
+class StorageHandler(Handler):
+    def answer(self, path: str) -> None:
+        file = Path(unquote(path))
+        if file.name in self.hub.fails:
+            self.send(500)
+            return
+        content = file.read_bytes()
+        start = int(re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])  # type: ignore[index]
+        part = content[start:]
+        breaks = self.hub.breaks.get(file.name, 0)
+        sent = part[: len(part) // 2] if breaks else part
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(part)))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        self.wfile.write(sent)
+        if breaks:
+            self.hub.breaks[file.name] -= 1
+            self.close_connection = True
+
+
+def _of_file(request: Request) -> bool:
+    return not request.path.startswith("/api/") and not (
+        RESOLVE.fullmatch(request.path) and _large(Path(request.path))  # the redirect, not the bytes
+    )
+
+
+def _large(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin", ".gguf")
+
+
+def _tree(folder: Path) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            entries.append({"type": "directory", "path": name, "oid": "0" * 40, "size": 0})
+            continue
+        entry = {"type": "file", "path": name, "oid": _blob(path), "size": path.stat().st_size}
+        if _large(path):
+            entry["lfs"] = {"oid": _sha256(path), "size": path.stat().st_size, "pointerSize": 134}
+        entries.append(entry)
+    return entries
+
+
+def _blob(file: Path) -> str:
+    """Git's name of a file's content."""
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,384 @@
+"""Chat templates: the text that transformers makes of the same messages, and one line where there is none.
+
+The templates are written in the shapes that checkpoints carry. Seen to fail on: white space around blocks kept,
+JSON escaped for HTML, the generation prompt left out, a token stored as an object, the older file of tokens
+unread, tools that do not choose their template, the caller's messages changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints import tiny_tokenizer
+from foredraft.errors import CheckpointError, RequestError
+from foredraft.model.chat import ChatTemplate
+from foredraft.model.tokenizer import Tokenizer
+
+CHATML = """{% for message in messages %}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{% endif %}
+"""
+HEADERS = """{%- for message in messages %}
+    {%- set text = '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|turn|>' %}
+    {%- if loop.index0 == 0 %}
+        {%- set text = bos_token + text %}
+    {%- endif %}
+    {{- text }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}
+"""
+INSTRUCT = """{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'] -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{- raise_exception('After the optional system message, roles must alternate user/assistant!') -}}
+    {%- endif -%}
+    {%- if message['role'] == 'user' -%}
+        {%- if loop.last and system is defined -%}
+            {{- '[INST] ' + system + '\\n\\n' + message['content'] + '[/INST]' -}}
+        {%- else -%}
+            {{- '[INST] ' + message['content'] + '[/INST]' -}}
+        {%- endif -%}
+    {%- elif message['role'] == 'assistant' -%}
+        {{- ' ' + message['content'] + eos_token -}}
+    {%- else -%}
+        {{- raise_exception('Only user and assistant roles are supported!') -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+NO_SYSTEM = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+THINKING = """{%- set ns = namespace(last=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == "user" and message.content is string %}
+        {%- set ns.last = index %}
+        {%- set ns.found = true %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "system" and not loop.first %}{%- continue %}{%- endif %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "assistant" and loop.index0 < ns.last and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+DATED = """{%- if date is not defined %}{%- set date = strftime_now('%d %b %Y') %}{%- endif %}
+{{- bos_token + 'Today: ' + date + '\\n' }}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}"""
+TOOLS = """{%- if tools %}
+{{- '# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson(indent=2) + '\\n' + (tool | tojson) + '\\n' }}{%- endfor %}
+{%- endif %}
+{%- if documents %}{%- for document in documents %}{{- document.title + ': ' + document.text + '\\n' }}{%- endfor %}{%- endif %}
+{%- for message in messages %}{{- message | tojson(sort_keys=true, separators=(',', ':')) }}{%- endfor %}"""
+TRAINED = """{% for message in messages %}
+  {% if message.role == 'assistant' %}
+    {% generation %}
+    {% set word = message.content %}
+{{ word }}<|im_end|>
+    {% endgeneration %}
+  {% else %}
+{{ message.role }}: {{ message.content }}
+  {% endif %}
+{{ word }}
+{% endfor %}
+"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "instruct": INSTRUCT,
+    "no-system": NO_SYSTEM,
+    "thinking": THINKING,
+    "dated": DATED,
+    "tools": TOOLS,
+    "trained": TRAINED,
+}
+
+USER = {"role": "user", "content": '  Is 2 < 3 & "so" on? 漢🙂 '}
+REPLY = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
+AGAIN = {"role": "user", "content": "Why?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é<"}}}],
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "It's <wet> in Zürich", "parameters": {"type": "object"}},
+}
+CONVERSATIONS = [[USER], [USER, REPLY, AGAIN], [SYSTEM, USER], [SYSTEM, USER, REPLY, AGAIN, REPLY]]
+
+
+def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) -> Path:
+    """A tokenizer's folder, its template where older checkpoints have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = tiny_tokenizer()
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    inner.save(str(folder / "tokenizer.json"))
+    if isinstance(templates, dict):
+        templates = [{"name": name, "template": text} for name, text in templates.items()]  # type: ignore[assignment]
+    written = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"} | config
+    if templates is not None:
+        written["chat_template"] = templates
+    (folder / "tokenizer_config.json").write_text(json.dumps(written), encoding="utf-8")
+    return folder
+
+
+def ours(folder: Path) -> Tokenizer:
+    made = Tokenizer.from_folder(folder)
+    assert made is not None and made.chat is not None
+    return made
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def assert_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> None:
+    """The same text and the same ids, or neither has any."""
+    mine, reference = ours(folder), theirs(folder)
+    variables = {"add_generation_prompt": True} | variables
+    refusal = ""
+    try:
+        expected = reference.apply_chat_template(messages, tokenize=False, **variables)
+    except Exception as error:
+        refusal = " ".join(str(error).split())
+    if refusal:
+        with pytest.raises(RequestError) as told:
+            mine.encode_chat(messages, **variables)
+        assert refusal in str(told.value)
+        return
+    assert mine.chat is not None
+    assert mine.chat.render(messages, **variables) == expected
+    ids = reference.apply_chat_template(messages, tokenize=True, **variables)["input_ids"]
+    assert mine.encode_chat(messages, **variables) == ids
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    for name, template in TEMPLATES.items():
+        save(folder / name, template)
+    return folder
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda m: "-".join(x["role"][0] for x in m))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_that_of_transformers(folders: Path, name: str, messages: list[dict[str, Any]]) -> None:
+    before = copy.deepcopy(messages)
+    for prompt in (True, False):
+        assert_alike(folders / name, messages, add_generation_prompt=prompt)
+    assert messages == before
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("thinking", {"enable_thinking": False}),
+        ("thinking", {"enable_thinking": True}),
+        ("dated", {"date": "1 May 2024"}),
+        ("dated", {"bos_token": "<begin>"}),
+        ("tools", {"tools": [WEATHER, WEATHER]}),
+        ("tools", {"tools": []}),
+        ("tools", {"documents": [{"title": "T", "text": "<b>"}]}),
+    ],
+    ids=str,
+)
+def test_variables_reach_the_template(folders: Path, name: str, variables: dict[str, Any]) -> None:
+    assert_alike(folders / name, [USER, REPLY, AGAIN], **variables)
+    plain = ours(folders / name).encode_chat([USER, REPLY, AGAIN])
+    told = ours(folders / name).encode_chat([USER, REPLY, AGAIN], **variables)
+    inert = variables in ({"enable_thinking": True}, {"tools": []})
+    assert (plain == told) is inert
+
+
+def test_calls_of_tools_and_their_results(folders: Path) -> None:
+    result = {"role": "tool", "content": "3", "name": "add"}
+    for name in ("thinking", "tools"):
+        assert_alike(folders / name, [USER, CALL, result], tools=[WEATHER])
+    assert "null" not in ours(folders / "tools").chat.render([USER, CALL])  # type: ignore[union-attr]
+
+
+WORDS = st.text(st.sampled_from("ab \n'\"<&é漢🙂{}%\\"), max_size=8)
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": WORDS}),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(TURNS, st.sampled_from(sorted(TEMPLATES)), st.booleans())
+def test_any_messages_render_alike(
+    folders: Path, messages: list[dict[str, Any]], name: str, prompt: bool
+) -> None:
+    assert_alike(folders / name, messages, add_generation_prompt=prompt)
+
+
+def test_special_tokens_are_those_of_the_files(tmp_path: Path) -> None:
+    shown = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ messages[0].content }}"
+    kept = {"content": "<pad>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    table = {"2": kept | {"content": "</s>", "special": True}}
+    older = {"bos_token": kept, "unk_token": "</s>"}
+    for name, config in {
+        "plain": {},
+        "object": {"pad_token": {"__type": "AddedToken"} | kept},
+        "null": {"bos_token": None},
+        "older": {},
+        "newer": {"added_tokens_decoder": table},
+    }.items():
+        folder = save(tmp_path / name, shown, **config)
+        if name in ("older", "newer"):
+            (folder / "special_tokens_map.json").write_text(json.dumps(older))
+        assert_alike(folder, [USER])
+    texts = {
+        name: ours(tmp_path / name).chat.render([AGAIN]) for name in ("plain", "object", "null", "older")
+    }  # type: ignore[union-attr]
+    assert texts == {
+        "plain": "<s>|</s>|||Why?",
+        "object": "<s>|</s>|<pad>||Why?",
+        "null": "|</s>|||Why?",
+        "older": "<pad>|</s>||</s>|Why?",
+    }
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    def write(path: Path, text: str) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    listed = save(tmp_path / "listed", {"default": "plain", "tool_use": "tools {{ tools | length }}"})
+    filed = save(tmp_path / "filed", "config")
+    write(filed / "chat_template.jinja", "file ü")
+    several = save(tmp_path / "several", "config")
+    write(several / "chat_template.jinja", "file")
+    write(several / "additional_chat_templates/tool_use.jinja", "tools")
+    write(several / "additional_chat_templates/rag.jinja", "rag")
+    for folder, plain, tools in (
+        (listed, "plain", "tools 1"),
+        (filed, "file ü", "file ü"),
+        (several, "file", "tools"),
+    ):
+        assert_alike(folder, [USER]), assert_alike(folder, [USER], tools=[WEATHER])
+        chat = ours(folder).chat
+        assert chat is not None
+        assert (chat.render([USER]), chat.render([USER], tools=[WEATHER])) == (plain, tools)
+    nameless = save(tmp_path / "nameless", {"rag": "rag", "tool_use": "tools"})
+    with pytest.raises(RequestError, match="has chat templates for rag, tool_use but none by default; put"):
+        ours(nameless).encode_chat([USER])
+    assert ours(nameless).chat.render([USER], tools=[WEATHER]) == "tools"  # type: ignore[union-attr]
+
+
+def test_no_template(tmp_path: Path) -> None:
+    made = Tokenizer.from_folder(save(tmp_path, None))
+    assert made is not None and made.chat is None
+    with pytest.raises(RequestError, match=r"no chat template; give a plain prompt, .* chat_template\.jinja"):
+        made.encode_chat([USER])
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert ChatTemplate.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "found", [5, [], [{"name": "default"}], [5], [{"name": 1, "template": ""}], {"a": "b"}]
+)
+def test_a_config_with_something_else_for_a_template(tmp_path: Path, found: Any) -> None:
+    save(tmp_path, None, chat_template=found)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template is neither"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_template_that_is_not_text(tmp_path: Path) -> None:
+    (save(tmp_path, None) / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="has a chat template that cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('no\n\nway') }}", "the chat template refuses the messages: no way"),
+        ("{% if %}", "cannot be rendered with these messages (Expected an expression"),
+        ("{{ messages[0].nothing.more }}", "cannot be rendered with these messages ('dict object' has no"),
+        ("{{ messages[7] | tojson }}", "is not JSON serializable"),
+        ("{{ messages.append(1) }}", "access to attribute 'append'"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ 1 // 0 }}", "zero"),
+        ("{{ messages[0].content.encode('ascii') }}", "ascii"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(template: str, told: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate({"default": template}).render([USER])
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+class Role(enum.StrEnum):
+    USER = "user"
+
+
+def test_values_are_copied_plain(folders: Path) -> None:
+    chat = ours(folders / "chatml").chat
+    assert chat is not None
+    assert chat.render([{"role": Role.USER, "content": "x"}]) == chat.render(
+        [{"role": "user", "content": "x"}]
+    )
+    with pytest.raises(RequestError, match=r"messages\[0\] holds a PosixPath; give text, numbers"):
+        chat.render([{"role": "user", "content": [Path("x")]}])
+    with pytest.raises(RequestError, match=r"tools holds a function"):
+        chat.render([USER], tools=[{"call": save}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ("hello", "messages is not a list"),
+        (USER, "messages is not a list"),
+        (5, "messages is not a list"),
+        ([], "messages is empty"),
+        (["hello"], "messages[0] is not an object"),
+        ([USER, {"content": "x"}], "messages[1] has no role"),
+        ([{"role": 5, "content": "x"}], "messages[0] has no role that is text"),
+        ([{"role": "user"}], "messages[0] has no content; give text"),
+        ([{"role": "user", "content": None}], "messages[0] has no content; give text"),
+        ([{"role": "user", "content": 5}], "messages[0] has content that is neither text nor"),
+        ([{"role": "user", "content": "a\udcff"}], "a message is not valid Unicode"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_none(folders: Path, messages: Any, told: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ours(folders / "chatml").encode_chat(messages)
+    assert told in str(caught.value) and "\n" not in str(caught.value)

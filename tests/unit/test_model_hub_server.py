@@ -1,0 +1,261 @@
+"""Fetching from a hub, as `huggingface_hub` does it: what crosses the wire, what the cache keeps, what is told.
+
+Each client is a process of its own with a cache of its own, because the hub's settings are read at import.
+Seen to fail on: every file of the repository wanted, the revision not passed on, the hub's own progress bars,
+weights not looked for, each kind of refusal told as another.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkpoints import save_checkpoint
+from hub_server import TOKEN, Hub, Repository, commit, serving
+
+SOURCE = Path(__file__).parents[2] / "src"
+RESOLVE = """
+import json, sys
+from foredraft.errors import ForedraftError
+from foredraft.model.hub import resolve
+reports = []
+try:
+    told = "folder", str(resolve(sys.argv[1], *sys.argv[2:], report=lambda *report: reports.append(report)))
+except ForedraftError as error:
+    told = type(error).__name__, str(error)
+print(json.dumps([*told, reports]))
+"""
+LOAD = """
+import json, sys
+import foredraft
+llm = foredraft.load("owner/big", draft="owner/small@v1", revision=sys.argv[1], device="cpu", max_length=64)
+[output] = llm.generate("x", foredraft.SamplingParams(temperature=0, max_new_tokens=4))
+print(json.dumps([output.token_ids, output.stats.drafted]))
+"""
+
+
+@dataclass
+class Client:
+    """Processes that share a cache."""
+
+    hub: Hub
+    home: Path
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        self.hub.log.clear()
+        environment = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | environment
+        return subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            env=self.hub.environment(self.home, **environment),
+            capture_output=True,
+            encoding="utf-8",
+            timeout=120,
+        )
+
+    def resolve(self, *arguments: str, **environment: str) -> Path:
+        kind, folder, _ = json.loads(self.run(RESOLVE, *arguments, **environment).stdout)
+        assert kind == "folder", folder
+        return Path(folder)
+
+    def refused(self, *arguments: str, **environment: str) -> str:
+        """The message of the error."""
+        done = self.run(RESOLVE, *arguments, **environment)
+        kind, message, _ = json.loads(done.stdout)
+        assert (kind, "\n" in message) == ("CheckpointError", False)
+        assert done.stderr == ""
+        return str(message)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`big` in shards, with files beside it that nobody needs; `small`; `other`, another revision of `big`."""
+    folder = tmp_path_factory.mktemp("models")
+    save_checkpoint(folder / "big", tokenizer=True, seed=1, shards=True)
+    save_checkpoint(folder / "other", tokenizer=True, seed=3)
+    save_checkpoint(folder / "small", tokenizer=True, seed=2, num_hidden_layers=1)
+    big = folder / "big"
+    for path in [
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "special_tokens_map.json",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "model.gguf",
+        "README.md",
+        "original/params.json",
+        "original/model.safetensors",
+        "onnx/config.json",
+    ]:
+        (big / path).parent.mkdir(exist_ok=True)
+        (big / path).write_text(json.dumps({path: path}))  # alike, they would be fetched once
+    (big / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def client(folders: Path, tmp_path: Path) -> Iterator[Client]:
+    with serving() as hub:
+        hub.repositories["owner/big"] = Repository({"main": folders / "big", "refs/pr/1": folders / "other"})
+        hub.repositories["owner/small"] = Repository({"v1": folders / "small"})
+        yield Client(hub, tmp_path / "home")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_is_loaded_then_loaded_again_offline(client: Client, folders: Path) -> None:
+    first = client.run(LOAD, "main")
+    assert first.returncode == 0, first.stderr
+    assert "model-00001-of" in " ".join(client.hub.fetched())
+    again = client.run(LOAD, "main", HF_HUB_OFFLINE="1")
+    assert client.hub.log == []
+    assert again.stdout == first.stdout
+    ids, drafted = json.loads(first.stdout)
+    assert len(ids) > 0 and drafted > 0
+    # what the folder itself says
+    script = LOAD.replace('"owner/big"', repr(str(folders / "big"))).replace(", revision=sys.argv[1]", "")
+    local = client.run(script.replace('"owner/small@v1"', repr(str(folders / "small"))))
+    assert local.stdout == first.stdout
+    other = client.run(LOAD, "refs/pr/1")  # other weights
+    assert json.loads(other.stdout)[0] != ids
+
+
+def test_only_what_a_model_is_read_from_is_fetched(client: Client, folders: Path) -> None:
+    folder = client.resolve("owner/big")
+    unwanted = {
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "model.gguf",
+        "README.md",
+        "original/params.json",
+        "original/model.safetensors",
+        "onnx/config.json",
+    }
+    assert files(folder) == files(folders / "big") - unwanted
+    assert {"model.safetensors.index.json", "chat_template.jinja"} < files(folder)
+    assert sorted(client.hub.fetched()) == sorted(Path(file).name for file in files(folder))
+    for file in files(folder):
+        assert (folder / file).read_bytes() == (folders / "big" / file).read_bytes()
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(client: Client) -> None:
+    folder = client.resolve("owner/small", "v1")
+    assert client.resolve("owner/small@v1") == folder
+    assert client.hub.fetched() == []
+    whole = commit("owner/small", "v1")
+    assert client.resolve("owner/small", whole) == folder
+    assert client.resolve("owner/small", whole, HF_ENDPOINT="http://127.0.0.1:9") == folder  # nobody is there
+
+
+def test_a_revision_is_the_one_that_was_asked_for(client: Client, folders: Path) -> None:
+    for name in ("owner/big@refs/pr/1", "owner/big@" + commit("owner/big", "refs/pr/1")):
+        folder = client.resolve(name)
+        assert folder.name == commit("owner/big", "refs/pr/1")
+        weights = "model.safetensors"
+        assert (folder / weights).read_bytes() == (folders / "other" / weights).read_bytes()
+    assert client.resolve("owner/big").name == commit("owner/big", "main")
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(client: Client, tmp_path: Path) -> None:
+    """The client keeps what came in chunks of 10 MiB, so the file is larger than two of them."""
+    folder = tmp_path / "long"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    content = b"".join(number.to_bytes(8, "little") for number in range(3 * 2**20))
+    (folder / "model.safetensors").write_bytes(content)
+    client.hub.repositories["owner/long"] = Repository({"main": folder})
+    client.hub.breaks["model.safetensors"] = 1
+    fetched = client.resolve("owner/long")
+    assert (fetched / "model.safetensors").read_bytes() == content
+    ranges = [r.range for r in client.hub.log if r.method == "GET" and r.path.endswith("/model.safetensors")]
+    assert ranges == [None, f"bytes={10 * 2**20}-"]
+
+
+def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
+    client: Client, folders: Path
+) -> None:
+    last = max(folders.glob("big/model-*.safetensors"))
+    client.hub.fails.add(last.name)
+    told = client.refused("owner/big")
+    assert told.startswith("owner/big could not be fetched from the hub (Server error '500")
+    assert "try again, or give a local folder" in told
+    had = set(client.hub.fetched()) - client.hub.fails
+    offline = client.refused("owner/big", HF_HUB_OFFLINE="1")
+    assert "owner/big is not in the local hub cache, or not all of it, and HF_HUB_OFFLINE" in offline
+    client.hub.fails.clear()
+    folder = client.resolve("owner/big")
+    assert set(client.hub.fetched()).isdisjoint(had)
+    assert had | set(client.hub.fetched()) == {Path(file).name for file in files(folder)}
+
+
+def test_the_token_goes_to_the_hub_and_nowhere_else(client: Client, folders: Path) -> None:
+    client.hub.repositories["owner/secret"] = Repository({"main": folders / "other"}, private=True)
+    assert "neither a local folder nor a model on the hub" in client.refused("owner/secret")
+    client.resolve("owner/secret", HF_TOKEN=TOKEN)
+    sent = {request.authorization for request in client.hub.log if "owner/secret" in request.path}
+    assert sent == {f"Bearer {TOKEN}"}
+    stored = [request for request in client.hub.log if request.path.startswith(str(folders))]
+    assert stored and {request.authorization for request in stored} == {None}
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_refusals_are_told_in_one_line(client: Client, folders: Path, token: str | None) -> None:
+    environment = {} if token is None else {"HF_TOKEN": token}
+    client.hub.repositories["owner/gated"] = Repository({"main": folders / "other"}, gated=True)
+    told = client.refused("owner/gated", **environment)
+    assert told.startswith(
+        "owner/gated is gated on the hub; accept its terms there and log in (`hf auth login`"
+    )
+    told = client.refused("owner/none", **environment)
+    assert told.startswith("owner/none is neither a local folder nor a model on the hub; check its spelling")
+    for spelling in (["owner/big@v2"], ["owner/big", "v2"], ["owner/big", "0" * 40]):
+        told = client.refused(*spelling, **environment)
+        assert (
+            told.startswith("owner/big has no revision ") and "give a branch, a tag or a whole commit" in told
+        )
+    assert "has no revision 'main' on the hub" in client.refused("owner/small", **environment)
+
+
+def test_a_token_that_the_hub_does_not_know(client: Client) -> None:
+    told = client.refused("owner/big", HF_TOKEN="hf_ofsomebodyelse")
+    assert told.startswith("the hub refuses the token that it got for owner/big; log in")
+
+
+def test_no_network(client: Client) -> None:
+    told = client.refused("owner/big", HF_ENDPOINT="http://127.0.0.1:9")
+    assert told == (
+        "owner/big is not in the local hub cache, or not all of it, and the hub cannot be reached; go online,"
+        " or give a local folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("config.json", "owner/part has no config.json on the hub; choose a checkpoint"),
+        ("model.safetensors", "owner/part has no model.safetensors on the hub; choose a repository or"),
+    ],
+)
+def test_a_repository_without_a_file(
+    client: Client, folders: Path, tmp_path: Path, missing: str, told: str
+) -> None:
+    shutil.copytree(folders / "other", tmp_path / "part")
+    (tmp_path / "part" / missing).rename(tmp_path / "part/pytorch_model.bin")
+    client.hub.repositories["owner/part"] = Repository({"main": tmp_path / "part"})
+    assert client.refused("owner/part").startswith(told)
+
+
+def test_progress_is_reported_and_not_printed(client: Client) -> None:
+    done = client.run(RESOLVE, "owner/big", TQDM_POSITION="-1")  # the hub's own bars would be forced out
+    _, _, reports = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert {stage for stage, _, _ in reports} == {"download"}
+    assert all(0 <= had <= total for _, had, total in reports) and reports[-1][2] == 1
