@@ -55,6 +55,16 @@ class Tokenizer:
                 f"{file} is not a readable tokenizer ({error}); download it again"
             ) from error
 
+    @property
+    def inner(self) -> tokenizers.Tokenizer:
+        """The library's own object, to read its tables from; nobody changes it."""
+        return self._inner
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+        return frozenset(self._special)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
