@@ -103,7 +103,7 @@ class Retokenize:
         """The `count` most probable tokens after `tokens`, each after the one before; none after a fault."""
         read = self._read[seat.row]
         start = self._catch_up(seat.row, tokens)
-        column = upload([tokens[start:]], self.cache.data.device, torch.int64)  # [1, T]
+        column = upload([tokens[start:]], self.runner.decoder.device, torch.int64)  # [1, T]
         drawn: list[Tensor] = []
         finite: list[Tensor] = []
         for _ in range(count):

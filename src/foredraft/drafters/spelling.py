@@ -18,7 +18,8 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["Spelling", "characters"]
 
-ANCHOR = "\n"  # no tokenizer joins it with the letters behind it
+# What few tokenizers join with the letters behind it: a line break, and what hardly any text has.
+ANCHORS = ("\n", "\N{OBJECT REPLACEMENT CHARACTER}")
 
 
 class Spelling:
@@ -80,11 +81,10 @@ class Spelling:
         yield self.encode(text)
         if text.startswith(" "):
             yield self.encode(text[1:])
-        ids = self.encode(ANCHOR + text)
-        for cut in range(1, len(ids)):
-            if self.join(ids[:cut]).strip(b" ") == ANCHOR.encode():
-                yield ids[cut:]
-                break
+        for anchor in ANCHORS:
+            ids = self.encode(anchor + text)
+            ends = (cut for cut in range(1, len(ids)) if self.join(ids[:cut]).endswith(anchor.encode()))
+            yield ids[next(ends, len(ids)) :]
 
     def _agreeing(self, ids: list[int], data: bytes) -> list[int]:
         """The leading ids whose bytes are those of `data`."""

@@ -71,9 +71,10 @@ class VocabularyMap:
 def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     """Whether both cut a text alike, up to special tokens and padding, so that one can read the other's ids.
 
-    They do if their models are of one type, their normalizers and pre-tokenizers are equal where both have
-    one, 99 % of either one's ordinary pieces are the other's too, the merges that both have come in one
-    order, and the same piece means the same text. Ids may differ.
+    They do if vocabulary, merges and special tokens are equal. Else, if their models are of one type, their
+    normalizers and pre-tokenizers equal where both have one, 99 % of either one's ordinary pieces are the
+    other's too, the merges that both have come in one order, and the same piece means the same text. Ids may
+    differ.
     """
     if target.fingerprint == draft.fingerprint:
         return True
@@ -99,8 +100,6 @@ def _ordinary(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, int]:
 def _merge_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     ranked = [[tuple(merge) for merge in model.get("merges") or []] for model in (mine, theirs)]
     shared = set(ranked[0]) & set(ranked[1])
-    if len(shared) < SHARED * max(map(len, ranked)):
-        return False
     first, second = ([merge for merge in merges if merge in shared] for merges in ranked)
     return first == second
 
