@@ -75,7 +75,8 @@ class Retokenize:
         seat.transcript.extend(sequence.tokens)
         tokens, held = seat.transcript.tokens(), seat.transcript.held
         fineness = min(len(tokens) / len(sequence.tokens), LONGEST)
-        count = min(math.ceil(budget * fineness), self.positions - len(tokens))
+        # one more, for where the draft stops the target's last token may be incomplete
+        count = min(math.ceil(budget * fineness) + 1, self.positions - len(tokens))
         if not tokens or count <= 0:
             return []
         said = self._draft.join(self._continue(sequence, seat, tokens, count))
@@ -140,14 +141,13 @@ class Retokenize:
         """The target's ids of what was said after `tokens`."""
         window = self._window(tokens)
         ids = self._target.spell(characters(window + said))
-        place = 0
-        for at, id in enumerate(ids):
-            if place == len(window):
-                return ids[at:]
-            place += len(self._target.of(id) or b"")
-            if place > len(window):  # it would join the last token, which is said and stays
-                break
-        return self._target.spell(characters(said))
+        place = at = 0
+        while place < len(window) and at < len(ids):
+            place += len(self._target.of(ids[at]) or b"")
+            at += 1
+        if place == len(window):
+            return ids[at:]
+        return self._target.spell(characters(said))  # a token would join what is said already, and that stays
 
     def _window(self, tokens: list[int]) -> bytes:
         """The bytes of the last few tokens, from a whole character on."""
