@@ -17,6 +17,7 @@ from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sampling import SamplingParams
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.retokenize import Retokenize
 from foredraft.model.runner import Forward
 
 CPU = torch.device("cpu")
@@ -62,6 +63,10 @@ class CheckedEngine(Engine):
                     if vocabulary is not None:
                         tokens = [vocabulary.draft_ids[token] for token in tokens]
                     _check_row(cache, row, tokens)
+        retokenize = self.drafters["retokenize"]
+        assert isinstance(retokenize, Retokenize)
+        for row, tokens in enumerate(retokenize._rows):  # its rows are its own affair
+            _check_row(retokenize.cache, row, tokens)  # type: ignore[arg-type]
         assert all(
             cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows)
         )

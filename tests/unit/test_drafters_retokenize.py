@@ -280,7 +280,7 @@ def test_a_text_beyond_its_positions_gets_no_drafts() -> None:
         drafter.join(sequence)
         follow(drafter, sequence, ids)
         assert drafter.propose(sequence, BUDGET) == []
-        assert 50 < len(drafter._read[0]) <= 60
+        assert 50 < len(drafter._rows[0]) <= 60
 
 
 def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ class Retokenize:
         self.positions = min(positions, runner.decoder.spec.max_positions)
         self.cache = runner.new_cache(rows, self.positions)
         self._target, self._draft = Spelling(target), Spelling(draft)
-        self._read: list[list[int]] = [[] for _ in range(rows)]  # the draft's tokens that each row holds
+        self._rows: list[list[int]] = [[] for _ in range(rows)]  # the draft's tokens that each row holds
         self._free = list(reversed(range(rows)))
         self._seats: dict[int, _Seat] = {}  # by the sequence's id
 
@@ -102,7 +102,7 @@ class Retokenize:
 
     def _continue(self, sequence: Sequence, seat: _Seat, tokens: list[int], count: int) -> list[int]:
         """The `count` most probable tokens after `tokens`, each after the one before; none after a fault."""
-        read = self._read[seat.row]
+        read = self._rows[seat.row]
         start = self._catch_up(seat.row, tokens)
         column = upload([tokens[start:]], self.runner.decoder.device, torch.int64)  # [1, T]
         drawn: list[Tensor] = []
@@ -126,7 +126,7 @@ class Retokenize:
     def _catch_up(self, row: int, tokens: list[int]) -> int:
         """Roll the row back to what it has in common with `tokens`, and read ahead where it is far behind;
         returns from where on to read. The last one is always read, for its logits."""
-        read = self._read[row]
+        read = self._rows[row]
         shared = min(len(read), len(tokens) - 1)
         start = next((at for at in range(shared) if read[at] != tokens[at]), shared)
         del read[start:]
@@ -168,4 +168,4 @@ class Retokenize:
 
     def _empty(self, row: int) -> None:
         self.cache.zero_row(row)
-        self._read[row].clear()
+        self._rows[row].clear()
