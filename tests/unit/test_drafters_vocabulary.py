@@ -58,6 +58,11 @@ def without_pieces(count: int) -> Any:
     return change
 
 
+def without_merges(content: dict[str, Any]) -> None:
+    """The pieces are there, and never come about."""
+    content["model"]["merges"] = content["model"]["merges"][:-20]
+
+
 def swapped_merges(content: dict[str, Any]) -> None:
     merges = content["model"]["merges"]
     merges[3], merges[40] = merges[40], merges[3]
@@ -74,6 +79,7 @@ SAME: dict[str, Any] = {
 OTHER: dict[str, Any] = {
     "another vocabulary": lambda: checkpoints.tiny_tokenizer(600),
     "fewer pieces": lambda: alphabets.changed(INNER, without_pieces(20)),
+    "fewer merges": lambda: alphabets.changed(INNER, without_merges),
     "merges in another order": lambda: alphabets.changed(INNER, swapped_merges),
     "another pre-tokenizer": lambda: alphabets.changed(
         with_specials(INNER, "<x>"), set_in("pre_tokenizer", "add_prefix_space", to=True)

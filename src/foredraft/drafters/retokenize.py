@@ -1,6 +1,6 @@
 """Retokenize: a draft model with another tokenizer guesses, and its text is encoded for the target.
 
-Universal assisted generation (Gante et al. 2024, "Universal Assisted Generation: Faster Decoding with Any
+Universal assisted generation (Korat et al. 2024, "Universal Assisted Generation: Faster Decoding with Any
 Assistant Model"; string-level exact match in Timor et al. 2025, "Accelerating LLM Inference with Lossless
 Speculative Decoding Algorithms for Heterogeneous Vocabularies"). The text so far is kept in the draft's own
 tokens, from which it goes on greedily in its own cache. What it says is spelled in the target's ids, byte by
