@@ -81,7 +81,7 @@ def decode(llm: LLM, prompts: list[Any], speculation: list[str], tokens: int) ->
     """speculation: the drafters that the prompts take in turn."""
     base = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     params = [
-        SamplingParams.of(**base, speculation=speculation[i % len(speculation)]) for i in range(len(prompts))
+        SamplingParams(**base, speculation=speculation[i % len(speculation)]) for i in range(len(prompts))
     ]
     if llm.engine.rows.capacity > 1:
         return [o.token_ids for o in llm.generate(prompts, params)]

@@ -15,9 +15,12 @@ from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Reque
 
 if TYPE_CHECKING:
     from foredraft.build import load
-    from foredraft.decode.sampling import SamplingParams
+    from foredraft.decode.params import SamplingParams
+    from foredraft.decode.scores import Score
     from foredraft.decode.stats import Stats
+    from foredraft.decode.trace import RoundTrace
     from foredraft.llm import LLM, Output, Piece
+    from foredraft.pages.trace import write_trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,19 +31,25 @@ __all__ = [
     "Output",
     "Piece",
     "RequestError",
+    "RoundTrace",
     "SamplingParams",
+    "Score",
     "Stats",
     "__version__",
     "load",
+    "write_trace",
 ]
 
 _HOME = {
     "LLM": "foredraft.llm",
     "Output": "foredraft.llm",
     "Piece": "foredraft.llm",
-    "SamplingParams": "foredraft.decode.sampling",
+    "SamplingParams": "foredraft.decode.params",
+    "RoundTrace": "foredraft.decode.trace",
+    "Score": "foredraft.decode.scores",
     "Stats": "foredraft.decode.stats",
     "load": "foredraft.build",
+    "write_trace": "foredraft.pages.trace",
 }
 
 

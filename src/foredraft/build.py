@@ -11,11 +11,13 @@ import torch
 
 from foredraft import demo
 from foredraft.decode.engine import Engine
+from foredraft.decode.params import SamplingParams
 from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
-from foredraft.errors import ConfigError
+from foredraft.errors import CheckpointError, ConfigError, RequestError
 from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter
 from foredraft.llm import LLM
 from foredraft.model.cache import KVCache
+from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
@@ -131,6 +133,7 @@ def load(
         tokenizer,
         default_drafter=None if DRAFTERS[drafter].make is None else drafter,
         max_length=positions,
+        default_params=_default_params(folders[0]),
         lossless={name: kind.lossless for name, kind in DRAFTERS.items()},
         deterministic=deterministic,
         progress=progress,
@@ -173,6 +176,13 @@ def _dtype(name: str | None, folder: Path) -> torch.dtype:
         if name not in DTYPES:
             raise ConfigError(f"{folder} is stored as {name}; give dtype='bfloat16' or 'float32'")
     return DTYPES[name]
+
+
+def _default_params(folder: Path) -> SamplingParams:
+    try:
+        return SamplingParams(**generation_defaults(folder))
+    except RequestError as error:
+        raise CheckpointError(f"{folder}: generation_config.json asks for what cannot be: {error}") from error
 
 
 def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:

@@ -17,14 +17,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
 
 from foredraft.decode.engine import Engine
-from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
+from foredraft.decode.trace import RoundTrace
+from foredraft.decode.transcript import Transcript
 from foredraft.errors import RequestError
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
@@ -41,8 +44,12 @@ logger = logging.getLogger(__name__)
 class Output:
     """What one sample of one prompt became.
 
-    text: None without a tokenizer. token_ids: the new ones only; origins: who wrote each.
-    finish_reason: "eos", "length", "cancelled" or "error", and then `error` says what happened.
+    text: None without a tokenizer. token_ids: the new ones only, the one that completed a stop string
+    included; origins: who wrote each; pieces: the text that each completed, which join to `text`.
+    finish_reason: "eos", "stop" (and `stopped_by` is the stop string), "length", "cancelled" or "error" (and
+    `error` says what happened).
+    logprobs: of each new token, prompt_logprobs: of each of the prompt's but the first; where asked for.
+    trace: what happened in each round, if asked for.
     seed: the request's, or the fresh one that it got; `sample` is the sample's index under that seed.
     lossless: the text has the model's own law, as docs/losslessness.md says it; deterministic: and its bits
     do not depend on who drafts and who shares the batch.
@@ -56,6 +63,11 @@ class Output:
     sample: int
     prompt_tokens: int
     stats: Stats
+    pieces: list[str] | None = None
+    stopped_by: str | None = None
+    logprobs: list[Score] | None = None
+    prompt_logprobs: list[Score | None] | None = None
+    trace: list[RoundTrace] | None = None
     error: str | None = None
     lossless: bool = True
     deterministic: bool = True
@@ -63,17 +75,25 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some successive tokens of a stream. text may lag behind the ids by an incomplete character."""
+    """Some successive tokens of a stream.
+
+    text may lag behind the ids, by an incomplete character or by what may be the beginning of a stop string.
+    parts: the same, each part with the index among the new tokens of the one that completed it.
+    logprobs: of the tokens, where asked for.
+    """
 
     text: str | None
     token_ids: list[int]
     origins: list[str]
+    parts: list[tuple[int, str]] | None = None
+    logprobs: list[Score] | None = None
     output: Output | None = None  # on the last piece
 
 
 class LLM:
     """A loaded model; `foredraft.load` makes one.
 
+    default_params: those of requests that come without, from the checkpoint's generation_config.json.
     default_drafter: who drafts for requests that name none; None = plain decoding.
     max_length: prompt and new tokens together that a request may take.
     lossless: whether outputs of each drafter have the model's own law; those not named do.
@@ -88,12 +108,14 @@ class LLM:
         *,
         default_drafter: str | None,
         max_length: int,
+        default_params: SamplingParams | None = None,
         lossless: Mapping[str, bool] | None = None,
         deterministic: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.engine, self.spec, self.tokenizer = engine, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
+        self.default_params = default_params or SamplingParams()
         self._lossless, self.deterministic = dict(lossless or {}), deterministic
         self._progress = progress
         self._ids = itertools.count()
@@ -102,6 +124,12 @@ class LLM:
         self._inbox: list[tuple[Callable[[Sequence], None], Sequence]] = []
         self._waiting: list[_Wish[Any]] = []
 
+    def params(self, **options: Any) -> SamplingParams:
+        """The model's default parameters with these options changed: `SamplingParams(...)` by itself knows
+        nothing of the model. Raises RequestError as it does."""
+        defaults = {field.name: getattr(self.default_params, field.name) for field in fields(SamplingParams)}
+        return SamplingParams(**defaults | options)
+
     def generate(
         self,
         prompts: Prompts,
@@ -109,11 +137,14 @@ class LLM:
         *,
         n: int = 1,
         truncate: Literal["left"] | None = None,
+        show_special: bool = False,
+        trace: bool = False,
     ) -> list[Output]:
         """`n` samples of each prompt, prompt-major.
 
-        prompts: text, token ids, or a list of either. params: one for all, or one per prompt.
-        truncate: "left" drops the oldest tokens of a prompt that is too long, instead of refusing it.
+        prompts: text, token ids, or a list of either. params: one for all, or one per prompt; without, the
+        model's own defaults. truncate: "left" drops the oldest tokens of a prompt that is too long, instead
+        of refusing it. show_special: special tokens are part of the text. trace: outputs tell of each round.
         Raises RequestError before anything runs if a prompt or an option cannot be served. A request that
         fails while running (logits that are not finite, a pass that broke off) is reported in its Output;
         the others go on. A KeyboardInterrupt ends the requests and is raised again; `cancel_all` and
@@ -122,14 +153,14 @@ class LLM:
         encoded = self._encode(prompts)
         if n < 1:
             raise RequestError(f"n is {n}; give 1 or more")
-        each = [params or SamplingParams()] * len(encoded) if not isinstance(params, Seq) else list(params)
+        each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(
                 f"{len(each)} sampling parameters for {len(encoded)} prompts; give one or as many"
             )
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
-            sequences += self._sequences(ids, own, n, truncate)
+            sequences += self._sequences(ids, own, n, truncate, show_special, trace)
 
         def outputs() -> list[Output] | None:
             if any(s.state is not State.FINISHED for s in reversed(sequences)):
@@ -150,6 +181,8 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         truncate: Literal["left"] | None = None,
+        show_special: bool = False,
+        trace: bool = False,
     ) -> Iterator[Piece]:
         """One sample, piece by piece as rounds end; closing the iterator cancels the request.
 
@@ -159,7 +192,8 @@ class LLM:
         encoded = self._encode(prompt)
         if len(encoded) != 1:
             raise RequestError(f"stream takes one prompt, not {len(encoded)}; use generate for several")
-        (sequence,) = self._sequences(encoded[0], params or SamplingParams(), 1, truncate)
+        own = params or self.default_params
+        (sequence,) = self._sequences(encoded[0], own, 1, truncate, show_special, trace)
         return self._pieces(sequence)
 
     def cancel_all(self) -> None:
@@ -170,27 +204,34 @@ class LLM:
             self._tell(engine.cancel, [*coming, *engine.scheduler.waiting, *engine.rows.sequences])
 
     def _pieces(self, sequence: Sequence) -> Iterator[Piece]:
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(after=sequence.prompt)
         shown = 0
 
-        def news() -> tuple[list[int], list[str], Output | None] | None:
+        def news() -> Piece | None:
+            nonlocal shown
             settled = sequence.settled
             output = self._output(sequence) if sequence.state is State.FINISHED else None
             if output is None and settled <= shown:
                 return None
-            origins = [str(origin) for origin in sequence.origins[shown:settled]]
-            return sequence.new_ids[shown:settled], origins, output
+            new, shown = slice(shown, settled), settled
+            parts = None
+            if sequence.transcript is not None:
+                sequence.write_up()
+                parts = sequence.transcript.release(settled)
+            return Piece(
+                text=None if parts is None else "".join(text for _, text in parts),
+                token_ids=sequence.new_ids[new],
+                origins=[str(origin) for origin in sequence.origins[new]],
+                parts=parts,
+                logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
+                output=output,
+            )
 
         try:
             self._submit([sequence])
             while True:
-                ids, origins, output = self._drive(news)
-                shown += len(ids)
-                text = None
-                if detokenizer is not None:
-                    text = detokenizer.push(ids) + (detokenizer.flush() if output is not None else "")
-                yield Piece(text, ids, origins, output)
-                if output is not None:
+                piece = self._drive(news)
+                yield piece
+                if piece.output is not None:
                     return
         finally:
             # no waiting here: an iterator that was dropped may be closed in the middle of a step
@@ -226,7 +267,13 @@ class LLM:
         return self.tokenizer.encode(text)
 
     def _sequences(
-        self, prompt: list[int], params: SamplingParams, n: int, truncate: Literal["left"] | None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        n: int,
+        truncate: Literal["left"] | None,
+        show_special: bool,
+        trace: bool,
     ) -> list[Sequence]:
         """n siblings, checked: nothing is submitted unless all of it can be served."""
         if not prompt:
@@ -238,16 +285,58 @@ class LLM:
                 )
         if truncate not in (None, "left"):
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
+        self._check(params, n)
         prompt = self._fitting(prompt, params.max_new_tokens, truncate)
         drafter = self._drafter(params.speculation)
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self._ids) for _ in range(n)]
         group = ids[0] if n > 1 else None
         eos = frozenset(self.spec.eos_token_ids)
+        scores: list[Score | None] = [None]  # nothing comes before the first token to hold it against
         return [
-            Sequence(i, prompt, params, seed, sample, eos, drafter, group=group)
+            Sequence(
+                i,
+                prompt,
+                params,
+                seed,
+                sample,
+                eos,
+                drafter,
+                group=group,
+                transcript=self._transcript(prompt, params, show_special),
+                traced=trace,
+                prompt_scores=scores,
+            )
             for sample, i in enumerate(ids)
         ]
+
+    def _check(self, params: SamplingParams, n: int) -> None:
+        """What the parameters alone cannot know."""
+        size = self.spec.vocab_size
+        for token in params.logit_bias or {}:
+            if token >= size:
+                raise RequestError(f"logit_bias names token {token}; the vocabulary ends at {size - 1}")
+        for name in ("top_k", "logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > size:
+                raise RequestError(f"{name} is {value}, but the vocabulary has {size} tokens; give fewer")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop needs text, but this model's folder has no tokenizer.json; leave it out")
+        if params.max_new_tokens == 0 and n > 1:
+            raise RequestError(f"max_new_tokens is 0, so there is nothing to sample {n} times; give n=1")
+
+    def _transcript(self, prompt: list[int], params: SamplingParams, show_special: bool) -> Transcript | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        ends = {tokenizer.special_id(stop): stop for stop in params.stop} if not show_special else {}
+        return Transcript(
+            lambda: tokenizer.detokenizer(after=prompt, skip_special=not show_special),
+            params.stop,
+            ends={token: stop for token, stop in ends.items() if token is not None},
+            include=params.include_stop,
+            least=params.min_new_tokens,
+        )
 
     def _fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
         """The prompt, cut on the left if asked for; a leading BOS stays, since models fail without."""
@@ -349,12 +438,20 @@ class LLM:
             self._progress("prefill", done, total)
 
     def _output(self, sequence: Sequence) -> Output:
-        ids = sequence.new_ids
         assert sequence.finish is not None
+        transcript, params = sequence.transcript, sequence.params
+        if transcript is not None:
+            sequence.write_up()
+            transcript.finish()
         return Output(
-            text=None if self.tokenizer is None else self.tokenizer.decode(ids, after=sequence.prompt),
-            token_ids=ids,
+            text=None if transcript is None else transcript.text,
+            token_ids=sequence.new_ids,
             origins=[str(origin) for origin in sequence.origins],
+            pieces=None if transcript is None else transcript.pieces,
+            stopped_by=None if transcript is None else transcript.stopped_by,
+            logprobs=None if params.logprobs is None else sequence.scores,
+            prompt_logprobs=None if params.prompt_logprobs is None else sequence.prompt_scores,
+            trace=sequence.trace if sequence.traced else None,
             finish_reason=str(sequence.finish),
             seed=sequence.seed,
             sample=sequence.sample,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foredraft.decode.engine import Engine
 from foredraft.decode.noise import ACCEPT, COUPLED, Noise, NoiseKeys
-from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Finish, Sequence, State
 
 

@@ -13,8 +13,8 @@ from tabular import Table, Tabular, TokenCache
 
 from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.engine import Engine
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
-from foredraft.decode.sampling import SamplingParams
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.retokenize import Retokenize

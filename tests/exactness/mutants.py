@@ -344,8 +344,8 @@ MUTANTS = [
         (
             (
                 sequence.Sequence.extend,
-                "if token in self.eos",
-                "if count == len(tokens) and token in self.eos",
+                "if self.finish is not None:",
+                "if self.finish is not None and (index + 1 == len(tokens) or self.finish is not Finish.EOS):",
             ),
         ),
         ends,
@@ -355,8 +355,8 @@ MUTANTS = [
         (
             (
                 sequence.Sequence.extend,
-                "if self.remaining == 0:",
-                "if count == len(tokens) and self.remaining <= 0:",
+                "if self.finish is not None:",
+                "if self.finish is not None and (index + 1 == len(tokens) or self.finish is not Finish.LENGTH):",
             ),
             (Engine._budget, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
         ),

@@ -11,8 +11,8 @@ from laws import outputs
 from parts import Fickle, LateBan, RandomBudgets, StopUnsure
 from tabular import Table
 
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
-from foredraft.decode.sampling import SamplingParams
 from foredraft.decode.sequence import Sequence
 
 V, JOINT = 3, 4

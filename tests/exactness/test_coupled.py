@@ -14,8 +14,8 @@ from tabular import Table
 from test_enumeration import TRANSFORMS
 
 from foredraft.decode.noise import COUPLED, Noise, NoiseKeys, seed_key
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
-from foredraft.decode.sampling import SamplingParams
 from foredraft.decode.sequence import Sequence
 
 V, NEW = 5, 16

@@ -49,9 +49,9 @@ def test_logits_are_those_of_the_cpu(tmp_path: Path, name: str) -> None:
 
 def test_greedy_ids(tmp_path: Path, dtype: str) -> None:
     llm = load(tmp_path, dtype)
-    alone = [llm.generate([p], SamplingParams.of(**_options("none")))[0].token_ids for p in PROMPTS]
+    alone = [llm.generate([p], SamplingParams(**_options("none")))[0].token_ids for p in PROMPTS]
     for name in ("none", "draft-model", "lookup"):
-        outputs = llm.generate(PROMPTS, SamplingParams.of(**_options(name)))
+        outputs = llm.generate(PROMPTS, SamplingParams(**_options(name)))
         assert [o.token_ids for o in outputs] == alone, name
 
 

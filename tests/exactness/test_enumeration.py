@@ -13,8 +13,8 @@ from harness import DRAFTERS, make_engine
 from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
 from tabular import Table
 
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic, Policy
-from foredraft.decode.sampling import SamplingParams
 
 V = 3
 TOLERANCE = 1e-5
@@ -39,8 +39,28 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "hot top-p": {"temperature": 1.5, "top_p": 0.7},
     "hot min-p": {"temperature": 1.5, "min_p": 0.25},
     "top-k top-p": {"top_k": 2, "top_p": 0.6},
+    "typical": {"typical_p": 0.6},
+    "bias": {"logit_bias": {0: 1.25, 2: -0.75}},
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 1.1},
+    "frequency": {"frequency_penalty": 0.8},
+    "late end": {"min_new_tokens": 2},
     "greedy": {"temperature": 0},
 }
+# one of each option, for pairs of them
+SINGLES = [
+    "cold",
+    "top-k",
+    "top-p",
+    "min-p",
+    "typical",
+    "bias",
+    "repetition",
+    "presence",
+    "frequency",
+    "late end",
+]
+PAIRS = [TRANSFORMS[one] | TRANSFORMS[other] for one, other in itertools.combinations(SINGLES, 2)]
 CONSTRAINTS: dict[str, Callable[[], Any]] = {
     "free": lambda: None,
     "no repeat": lambda: NoRepeat(V),
@@ -108,6 +128,32 @@ def test_greedy_drafts(policy: str) -> None:
 def test_every_transform(transform: str) -> None:
     cases = [case(transform, "draft-model"), case(transform, "script"), case(transform, None)]
     enumerate_and_compare(cases, POLICIES["fixed-2"])
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "script"])
+def test_every_pair_of_transforms(drafter: str) -> None:
+    """Rows of all pairs in one batch; token 2 ends a text, and 0 and 2 are biased."""
+    cases = [
+        Case(
+            str(options),
+            SamplingParams(max_new_tokens=3, acceptance="speculative", **options),
+            drafter=drafter,
+            eos=frozenset({2}),
+            prompt=(0, 1),
+        )
+        for options in PAIRS
+    ]
+    enumerate_and_compare(cases, POLICIES["fixed-2"])
+
+
+@pytest.mark.parametrize("transform", ["repetition", "presence", "frequency", "late end"])
+def test_what_was_said_counts_whoever_drafts(transform: str) -> None:
+    """Penalties along drafts of every kind, under a ban that takes tokens back, and to greedy drafts."""
+    end = frozenset({2})
+    cases = [case(transform, drafter, eos=end) for drafter in DRAFTERS]
+    cases += [case(transform, drafter, "late ban") for drafter in ("draft-model", "script", None)]
+    enumerate_and_compare(cases, POLICIES["fixed-2"])
+    enumerate_and_compare([case(transform, "tapping", eos=end)], POLICIES["random"], greedy_drafts=True)
 
 
 def test_rows_of_different_parameters_share_a_batch() -> None:

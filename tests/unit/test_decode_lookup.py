@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.lookup import Lookup, NGramIndex
 

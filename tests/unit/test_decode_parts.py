@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.rows import Rows
-from foredraft.decode.sampling import SamplingParams
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round, Stats

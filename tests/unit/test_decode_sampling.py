@@ -13,8 +13,10 @@ import torch
 from hypothesis import given
 
 from foredraft.decode.law import Law
-from foredraft.decode.sampling import SamplingParams, SamplingTable, law_of
-from foredraft.errors import RequestError
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.past import Past
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sequence import Origin, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 import laws
@@ -38,14 +40,54 @@ PARAMS = [
     {"temperature": 0.7, "top_p": 0.6},
     {"top_k": 4, "top_p": 0.7},
     {"top_p": 0.8, "min_p": 0.3},
+    {"typical_p": 0.6},
+    {"typical_p": 0.2},
+    {"temperature": 1.5, "typical_p": 0.85},
+    {"top_k": 5, "typical_p": 0.5},
+    {"top_p": 0.9, "min_p": 0.05, "typical_p": 0.7},
+    {"logit_bias": {2: 3.0, 5: -100}},
+    {"temperature": 0.5, "logit_bias": {0: -1.5, 6: 2}},
     {"temperature": 2.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
     {"temperature": 0},
     {"temperature": 0, "top_k": 2, "top_p": 0.1},
+    {"temperature": 0, "logit_bias": {3: 4.5}, "typical_p": 0.1},
+]
+# those whose law hangs on the text so far
+PAST = [
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7, "temperature": 0.8},
+    {"presence_penalty": 1.1},
+    {"presence_penalty": -0.9, "top_k": 4},
+    {"frequency_penalty": 0.6},
+    {"frequency_penalty": -0.4, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"min_new_tokens": 4},
+    {"min_new_tokens": 3, "ignore_eos": True},
+    {"temperature": 0, "repetition_penalty": 2.0},
+    {"logit_bias": {1: -2.0}, "repetition_penalty": 1.5, "min_p": 0.05},
+    {"min_new_tokens": 5, "frequency_penalty": 0.5, "top_p": 0.9},
 ]
 
 
+EOS = frozenset({0, 4})
+
+
 def table(*params: dict[str, Any]) -> SamplingTable:
-    return SamplingTable.of([SamplingParams(**p) for p in params], CPU)
+    made = [SamplingParams(**p) for p in params]
+    return SamplingTable.of(made, CPU, [EOS] * len(params))
+
+
+def rolled(params: list[dict[str, Any]], seed: int = 0) -> tuple[list[Sequence], torch.Tensor]:
+    """Texts of different lengths, with a draft [B, 4] that goes on from each."""
+    random = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(V, (count,), generator=random).tolist()
+
+    texts = []
+    for row, own in enumerate(params):
+        texts.append(Sequence(row, ids(1 + row % 4), SamplingParams(**own), 0))
+        texts[-1].extend(said := ids(row % 3), [Origin.TARGET] * len(said), [])
+    return texts, torch.tensor([ids(4) for _ in params])
 
 
 def logits(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -77,27 +119,101 @@ def test_masks_come_before_every_cut() -> None:
             assert weights[0, t].tolist() == pytest.approx(want, abs=2e-6)
 
 
+def test_what_was_said_and_drafted_counts() -> None:
+    """Every column of a verifying pass, and every step of a draft, knows all that comes before it."""
+    texts, drafted = rolled(PAST)
+    past = Past.of(texts, CPU)
+    assert past is not None
+    x, own = logits(len(PAST), 5, V, seed=7), table(*PAST)
+    together = law_of(x, own, past=past.along(drafted))[0].weights(V)
+    for row, (text, params) in enumerate(zip(texts, PAST, strict=True)):
+        for t in range(5):
+            new = [*text.new_ids, *drafted[row, :t].tolist()]
+            want = laws.transformed(x[row, t].tolist(), SamplingParams(**params), None, text.prompt, new, EOS)
+            assert together[row, t].tolist() == pytest.approx(want, abs=2e-6), (params, t)
+    for t in range(5):
+        step = law_of(x[:, t : t + 1], own, past=past.along(drafted[:, :t], ahead=t))[0].weights(V)
+        assert torch.equal(step[:, 0], together[:, t]), "bit for bit, or the draft is judged by another law"
+
+
+@given(st.lists(st.sampled_from(PAST + PARAMS), min_size=1, max_size=5), st.integers(0, 10_000))
+def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> None:
+    texts, drafted = rolled(params, seed)
+    x = logits(len(params), 5, V, seed=seed)
+
+    def law(rows: slice) -> torch.Tensor:
+        past = Past.of(texts[rows], CPU)
+        along = None if past is None else past.along(drafted[rows])
+        return law_of(x[rows], table(*params[rows]), past=along)[0].weights(V)
+
+    together = law(slice(None))
+    for row in range(len(params)):
+        assert torch.equal(law(slice(row, row + 1)), together[row : row + 1])
+
+
+def test_a_rollback_leaves_no_trace_in_the_tally() -> None:
+    (text,), _ = rolled([{"frequency_penalty": 1.0}])
+    before = dict(text.tally)
+    text.extend([5, 5, text.prompt[0]], [Origin.TARGET] * 3, [])
+    assert text.tally[5] == (2, False)
+    text._roll_back(0)
+    assert text.tally == before
+
+
+def test_the_logits_are_left_as_they_are() -> None:
+    """Log-probabilities of the model's own are read from them afterwards."""
+    texts, drafted = rolled(PAST)
+    past = Past.of(texts, CPU)
+    assert past is not None
+    x = logits(len(PAST), 5, V)
+    kept = x.clone()
+    law_of(x, table(*PAST), torch.rand(x.shape) < 0.7, past.along(drafted))
+    assert torch.equal(x, kept)
+
+
 @pytest.mark.parametrize("params", [p for p in PARAMS if p.get("temperature") != 0], ids=str)
 def test_a_law_is_that_of_transformers(params: dict[str, Any]) -> None:
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
+        SequenceBiasLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
+        TypicalLogitsWarper,
     )
 
     p = SamplingParams(**params)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(p.temperature))])
+    warpers = LogitsProcessorList()
+    if p.logit_bias:
+        bias = [[[token], float(value)] for token, value in p.logit_bias.items()]
+        warpers.append(SequenceBiasLogitsProcessor(bias))
+    warpers.append(TemperatureLogitsWarper(float(p.temperature)))
     if p.top_k:
         warpers.append(TopKLogitsWarper(p.top_k))
     if p.top_p < 1:
         warpers.append(TopPLogitsWarper(p.top_p))
     if p.min_p:
         warpers.append(MinPLogitsWarper(p.min_p))
+    if p.typical_p < 1:
+        warpers.append(TypicalLogitsWarper(p.typical_p))
     x = logits(1, 50, V, seed=3)  # no ties: transformers drops some at a top-p cut
     want = warpers(torch.zeros(50, 1, dtype=torch.int64), x[0].clone()).softmax(-1)
     torch.testing.assert_close(law_of(x, table(params))[0].weights(V)[0], want, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("penalty", [0.6, 1.4])
+def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    texts, _ = rolled([{"repetition_penalty": penalty}] * 6)
+    past = Past.of(texts, CPU)
+    assert past is not None
+    x = logits(6, 1, V)
+    got = law_of(x, table(*[{"repetition_penalty": penalty}] * 6), past=past.along(torch.zeros(6, 0).long()))
+    for row, text in enumerate(texts):
+        want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text.tokens]), x[row].clone())
+        torch.testing.assert_close(got[0].weights(V)[row], want.softmax(-1), atol=2e-6, rtol=0)
 
 
 def test_ties_at_a_cut_are_kept() -> None:
@@ -105,6 +221,8 @@ def test_ties_at_a_cut_are_kept() -> None:
     for params in ({"top_k": 2}, {"top_p": 0.6}):
         weights = law_of(x, table(params))[0].weights(V)[0, 0]
         assert (weights > 0).tolist() == [False, True, True, True, False, True, False], params
+    weights = law_of(x, table({"typical_p": 0.2}))[0].weights(V)[0, 0]  # the three 2.0 are the most typical
+    assert (weights > 0).tolist() == [False, False, True, True, False, True, False]
 
 
 def test_greedy_ties_go_to_the_smallest_id() -> None:
@@ -173,45 +291,6 @@ def test_a_broken_row_harms_no_other(params: dict[str, Any], bad: float) -> None
 def test_a_mask_that_allows_nothing_is_not_finite() -> None:
     _, finite = law_of(logits(1, 1, V), table({}), torch.zeros(1, 1, V, dtype=torch.bool))
     assert not finite.any()
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "1"),
-        ("temperature", True),
-        ("top_k", -1),
-        ("top_k", 1.5),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("max_new_tokens", 0),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("seed", 1.0),
-        ("acceptance", "both"),
-    ],
-)
-def test_a_bad_value_is_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=option):
-        SamplingParams(**{option: value})
-
-
-def test_an_unknown_option_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="top_q"):
-        SamplingParams.of(top_q=1)
-    assert SamplingParams.of(top_k=3) == SamplingParams(top_k=3)
-
-
-def test_acceptance_follows_the_seed() -> None:
-    assert not SamplingParams().is_coupled
-    assert SamplingParams(seed=1).is_coupled
-    assert SamplingParams(acceptance="coupled").is_coupled
-    assert not SamplingParams(seed=1, acceptance="speculative").is_coupled
 
 
 def test_a_law_mixes_its_two_representations() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.decode.constraint import masks_along
 from foredraft.decode.law import Law
 from foredraft.decode.noise import COUPLED, DRAFT, Noise, NoiseKeys
+from foredraft.decode.past import Past
 from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.sequence import Sequence
@@ -49,6 +50,7 @@ class RoundInputs:
 
     budgets [B]: tokens to draft at most, 0 in idle rows (those still in prefill) and plain ones.
     noise: keys of every position that the round may draw at, from each row's next one on.
+    past: what the rows have said, where that bears on a law.
     """
 
     sequences: list[Sequence]
@@ -58,6 +60,7 @@ class RoundInputs:
     vocabulary: int
     device: torch.device
     noise: NoiseKeys
+    past: Past | None = None
 
     @classmethod
     def of(
@@ -79,7 +82,8 @@ class RoundInputs:
             attempt = upload(rows, device)
         position = start[:, None] + torch.arange(width, device=device)
         noise = NoiseKeys(base, position, attempt, rounds)
-        return cls(sequences, idle, budgets, table, vocabulary, device, noise)
+        past = Past.of(sequences, device)
+        return cls(sequences, idle, budgets, table, vocabulary, device, noise, past)
 
 
 class Drafter(Protocol):
@@ -200,6 +204,7 @@ def _step_through(
     alive = upload(mine, device)  # [B]: the same, and finite
     sick = torch.zeros_like(alive)
     lengths = torch.zeros(len(sequences), dtype=torch.int64, device=device)
+    nothing = torch.zeros(len(sequences), 0, dtype=torch.int64, device=device)
     drawn: list[Tensor] = []
     laws: list[Law] = []
     walks = [_Walk(sequences[b]) if mine[b] and sequences[b].constraint is not None else None for b in rows]
@@ -210,7 +215,8 @@ def _step_through(
         at = upload([c - 1 for c in counts], device)
         logits = drafter.step(tokens, starts, counts, idle, at)[:, None]  # [B, 1, V]
         masks = _masks_of(walks, inputs) if any(walks) else None
-        q, finite = law_of(logits, inputs.table, masks, argmax=greedy)
+        past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
+        q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
         alive = alive & (budget > j)
         sick = sick | (alive & ~finite[:, 0])
         alive = alive & finite[:, 0]

@@ -17,22 +17,24 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Verdict, accept
+from foredraft.decode.accept import accept
 from foredraft.decode.constraint import masks_along
 from foredraft.decode.draft import Draft, Drafter, RoundInputs, Stepper, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Policy
+from foredraft.decode.prompt_scores import score_chunk
+from foredraft.decode.reading import Reading, read
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
+from foredraft.decode.trace import RoundTrace
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
 from foredraft.model.runner import Forward, Resume, next_chunk
@@ -64,17 +66,7 @@ class Target(Protocol):
         self, cache: KVCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()
     ) -> Forward: ...
 
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One row of what the host learns from a round."""
-
-    accepted: int
-    next_token: int
-    drafted: int
-    broken: bool  # logits of a real column were not finite
-    sick: bool  # logits of the drafter were not finite
-    tokens: list[int]  # [K]
+    def head(self, hidden: Tensor) -> Tensor: ...
 
 
 class Engine:
@@ -140,11 +132,12 @@ class Engine:
         draft = propose(self.drafters, inputs, self.policy, self.noise, greedy=self.greedy_drafts)
         forward = self._verify(inputs, draft)
         assert forward.logits is not None
-        p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft))
+        past = inputs.past and inputs.past.along(draft.tokens)
+        p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft), past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = accept(draft, p, keys, self.noise, coupled)
-        readings = _read(draft, verdict, finite)
+        readings = read(inputs.sequences, draft, verdict, p, forward.logits, finite)
         return self._commit(inputs, readings, forward)
 
     def _inputs(self) -> RoundInputs:
@@ -153,7 +146,8 @@ class Engine:
         budgets = [0 if i else self._budget(s) for s, i in zip(sequences, idle, strict=True)]
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
-            self._table = ids, SamplingTable.of([s.params for s in sequences], self.device)
+            params, ends = [s.params for s in sequences], [s.eos for s in sequences]
+            self._table = ids, SamplingTable.of(params, self.device, ends)
         return RoundInputs.of(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
 
     def _budget(self, sequence: Sequence) -> int:
@@ -203,7 +197,8 @@ class Engine:
     def _commit(self, inputs: RoundInputs, readings: list[Reading], forward: Forward) -> list[Sequence]:
         """Tokens, cache length, constraint, drafter and policy of each row move together."""
         over: list[tuple[Sequence, Finish, str | None]] = []
-        for sequence, idle, reading in zip(inputs.sequences, inputs.idle, readings, strict=True):
+        rows = zip(inputs.sequences, inputs.idle, inputs.budgets, readings, strict=True)
+        for sequence, idle, budget, reading in rows:
             if idle:
                 continue
             base = len(sequence.tokens) - 1
@@ -218,6 +213,8 @@ class Engine:
             else:
                 outcome = self._extend(sequence, reading)
             sequence.rounds.append(outcome)
+            if sequence.traced:
+                sequence.trace.append(_traced(sequence, reading, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             if sequence.drafter is not None:
                 drafter = self.drafters[sequence.drafter]
@@ -240,7 +237,7 @@ class Engine:
         whole = reading.accepted == reading.drafted > 0
         origins = [Origin.DRAFTER] * reading.accepted + [Origin.BONUS if whole else Origin.TARGET]
         before = len(sequence.tokens)
-        read = sequence.extend([*reading.tokens[: reading.accepted], reading.next_token], origins)
+        read = sequence.extend(reading.new, origins, reading.scores)
         emitted = len(sequence.tokens) - before
         if read <= reading.accepted:
             return Round(read, read, emitted)
@@ -267,6 +264,8 @@ class Engine:
         taps = self._taps(sequence)
         forward = self.target.prefill(self.cache, sequence.row, sequence.prompt[start:end], start, taps=taps)
         self.cache.lengths[sequence.row] = end
+        if sequence.params.prompt_logprobs is not None and not self._score(sequence, forward.hidden, start):
+            return
         if sequence.drafter is not None:
             drafter = self.drafters[sequence.drafter]
             if taps:
@@ -278,9 +277,23 @@ class Engine:
             sequence.state = State.RUNNING
             self._start([sequence])
 
+    def _score(self, sequence: Sequence, hidden: Tensor, start: int) -> bool:
+        """Scores of the prompt's tokens after the chunk's; False where the request fails for it."""
+        scores = score_chunk(self.target.head, hidden, sequence, start)
+        if scores is None:
+            self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
+            return False
+        # whoever reads the prompt anew, because its first reader was cancelled, scores it anew
+        del sequence.prompt_scores[start + 1 :]
+        sequence.prompt_scores += scores
+        return True
+
     def _start(self, ready: list[Sequence]) -> None:
         for sequence in ready:
             sequence.started = time.perf_counter()
+            if sequence.remaining == 0:  # only its prompt was to be scored
+                self._leave(sequence, Finish.LENGTH)
+                continue
             if sequence.drafter is not None:
                 self.drafters[sequence.drafter].join(sequence)
 
@@ -299,14 +312,20 @@ class Engine:
         return () if sequence.drafter is None else self.drafters[sequence.drafter].taps
 
 
-def _read(draft: Draft, verdict: Verdict, finite: Tensor) -> list[Reading]:
-    """The round's one device synchronisation."""
-    columns = torch.arange(finite.shape[1], device=finite.device)
-    broken = (~finite & (columns <= draft.lengths[:, None])).any(1)
-    sick = torch.zeros_like(broken) if draft.sick is None else draft.sick
-    figures = [verdict.accepted, verdict.next_token, draft.lengths, broken.long(), sick.long()]
-    rows = torch.cat([torch.stack(figures, 1), draft.tokens], 1).tolist()
-    return [Reading(row[0], row[1], row[2], bool(row[3]), bool(row[4]), row[5:]) for row in rows]
+def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, budget: int) -> RoundTrace:
+    """Of the round that began with so many tokens."""
+    return RoundTrace(
+        start=length - len(sequence.prompt),
+        drafter=sequence.drafter if budget else None,
+        budget=budget,
+        draft=reading.tokens[: reading.drafted],
+        p=reading.p,
+        q=reading.q,
+        accepted=outcome.accepted,
+        next_token=reading.next_token,
+        next_p=reading.next_p,
+        emitted=outcome.emitted,
+    )
 
 
 def _not_finite(sequence: Sequence) -> str:

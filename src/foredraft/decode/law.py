@@ -63,6 +63,11 @@ class Law:
             ids = self.ids.gather(1, index[:, None])
         return Law(probs, ids, self.certain)
 
+    def rows(self, index: Tensor) -> Law:
+        """Of some rows [R]."""
+        one, two, three = (None if x is None else x[index] for x in (self.probs, self.ids, self.certain))
+        return Law(one, two, three)
+
     def draw(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
         """One token per row and position -> [B, T] int64; `pick` draws from [B, T, V]. Certain rows need no
         noise."""

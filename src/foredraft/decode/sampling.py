@@ -1,90 +1,31 @@
-"""Sampling: what a request asks for, and logits -> laws, each row of a batch by its own parameters.
+"""Sampling: logits -> laws, each row of a batch by its own parameters.
 
-Order of the transforms: constraint masks, temperature, top-k, top-p, min-p, as in `transformers`;
-ties at a cut are kept. All in float32. Temperature 0 is argmax with ties to the smallest id, not a
-division by a small number. The same code makes p and q, so a draft is judged by what it was drawn from.
+Order of the transforms: logit bias, masks, penalties, temperature, top-k, top-p, min-p, typical-p, as in
+`transformers`; ties at a cut are kept. All in float32. Temperature 0 is argmax with ties to the smallest
+id, not a division by a small number. The same code makes p and q, so a draft is judged by what it was
+drawn from.
+
+Typical-p: Meister et al. 2022 (arXiv 2202.00666). Min-p: Nguyen et al. 2024 (arXiv 2407.01082).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from foredraft.decode.law import Law
-from foredraft.errors import RequestError
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.past import Past
 from foredraft.model.device import upload
 
-__all__ = ["SamplingParams", "SamplingTable", "law_of"]
+__all__ = ["SamplingTable", "law_of"]
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """What one request asks for.
-
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: 1 and 0 are off. seed: None draws a fresh
-    one, which the output reports. acceptance: "speculative" accepts more; "coupled" gives the same text
-    for the same seed whatever the drafter, the draft length and the load; None is "coupled" with a seed
-    and "speculative" without. speculation: "none", the name of a drafter, or None for the default.
-
-    Raises RequestError that names a value out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    seed: int | None = None
-    ignore_eos: bool = False
-    acceptance: Literal["speculative", "coupled"] | None = None
-    speculation: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-                raise RequestError(f"{name} is {value!r}; give a number")
-        for name in ("top_k", "max_new_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise RequestError(f"{name} is {value!r}; give a whole number")
-        _within("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or more")
-        _within("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
-        _within("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
-        _within("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 (off) to 1")
-        _within("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "1 or more")
-        if self.seed is not None:
-            whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-            _within("seed", self.seed, whole and 0 <= self.seed < 2**63, "a whole number from 0 to 2**63 - 1")
-        if self.acceptance not in (None, "speculative", "coupled"):
-            raise RequestError(f"acceptance is {self.acceptance!r}; give 'speculative', 'coupled' or None")
-
-    @classmethod
-    def of(cls, **options: object) -> SamplingParams:
-        """As the constructor, with an unknown option refused by name."""
-        known = {field.name for field in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise RequestError(f"unknown sampling option {name!r}; known: {', '.join(sorted(known))}")
-        return cls(**options)  # type: ignore[arg-type]
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def is_coupled(self) -> bool:
-        return self.acceptance == "coupled" or (self.acceptance is None and self.seed is not None)
-
-
-def _within(name: str, value: object, holds: bool, remedy: str) -> None:
-    if not holds:
-        raise RequestError(f"{name} is {value!r}; give {remedy}")
+T = TypeVar("T")
 
 
 def _single(temperature: float) -> float:
@@ -104,10 +45,20 @@ class SamplingTable:
     top_k_most: int
     top_p: Tensor | None  # [B] float32
     min_p: Tensor | None  # [B] float32
-    cut: Tensor | None  # [B] bool: rows with a top_p or a min_p
+    typical_p: Tensor | None  # [B] float32
+    cut: Tensor | None  # [B] bool: rows with a top_p, a min_p or a typical_p
+    penalties: Tensor | None  # [3, B] float32: repetition, presence, frequency
+    biased: Tensor | None  # [B, N] int64: ids, padded with 0
+    bias: Tensor | None  # [B, N] float32, padded with 0
+    least: Tensor | None  # [B] int64: min_new_tokens
+    ends: Tensor | None  # [B, E] int64: the ids that it bars, padded with the first
 
     @classmethod
-    def of(cls, params: Seq[SamplingParams], device: torch.device) -> SamplingTable:
+    def of(
+        cls, params: Seq[SamplingParams], device: torch.device, ends: Seq[frozenset[int]] | None = None
+    ) -> SamplingTable:
+        """ends: each row's end-of-text ids, which min_new_tokens bars."""
+
         def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             if all(v == off for v in values):
                 return None
@@ -116,7 +67,14 @@ class SamplingTable:
         greedy = [p.greedy for p in params]
         # greedy rows need no cuts: argmax survives every one of them
         top_k = [0 if p.greedy else p.top_k for p in params]
-        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0) for p in params]
+        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0 or p.typical_p < 1) for p in params]
+        penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        biases = [p.logit_bias or {} for p in params]
+        barred = [
+            sorted(own) if p.min_new_tokens and not p.ignore_eos else []
+            for p, own in zip(params, ends or [frozenset[int]()] * len(params), strict=True)
+        ]
+        most = max(map(len, barred), default=0)
         return cls(
             greedy=upload(greedy, device) if any(greedy) else None,
             all_greedy=all(greedy),
@@ -125,19 +83,48 @@ class SamplingTable:
             top_k_most=max(top_k, default=0),
             top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
             min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
+            typical_p=column([1.0 if p.greedy else p.typical_p for p in params], 1.0),
             cut=upload(cut, device) if any(cut) else None,
+            penalties=upload(penalties, device).T if any(p.penalised for p in params) else None,
+            biased=upload(_padded([list(bias) for bias in biases], 0), device) if any(biases) else None,
+            bias=upload(_padded([list(map(float, bias.values())) for bias in biases], 0.0), device)
+            if any(biases)
+            else None,
+            least=upload([p.min_new_tokens if b else 0 for p, b in zip(params, barred, strict=True)], device)
+            if most
+            else None,
+            ends=upload([row + row[:1] * (most - len(row)) or [0] * most for row in barred], device)
+            if most
+            else None,
         )
+
+    def of_prompt(self) -> SamplingTable:
+        """Without what counts or bars new tokens."""
+        if self.penalties is None:
+            return replace(self, least=None, ends=None)
+        repetition = self.penalties * upload([[1.0], [0.0], [0.0]], self.penalties.device)
+        return replace(self, penalties=repetition, least=None, ends=None)
+
+
+def _padded(rows: list[list[T]], value: T) -> list[list[T]]:
+    width = max(len(row) for row in rows)
+    return [row + [value] * (width - len(row)) for row in rows]
 
 
 def law_of(
-    logits: Tensor, table: SamplingTable, masks: Tensor | None = None, *, argmax: bool = False
+    logits: Tensor,
+    table: SamplingTable,
+    masks: Tensor | None = None,
+    past: Past | None = None,
+    *,
+    argmax: bool = False,
 ) -> tuple[Law, Tensor]:
     """logits [B, T, V] float32 -> the laws, and [B, T] bool: False where the logits are not finite.
 
-    masks: [B, T, V] bool, True = allowed. argmax: one-hot laws in every row (a greedy drafter's).
+    masks: [B, T, V] bool, True = allowed. past: needed where a row has a penalty or a min_new_tokens.
+    argmax: one-hot laws in every row (a greedy drafter's). The logits are left as they are.
     """
-    if masks is not None:
-        logits = logits.masked_fill(~masks, -math.inf)
+    logits = _edited(logits, table, masks, past)
     ids = logits.argmax(-1)  # ties to the smallest id
     top = logits.gather(-1, ids[..., None])[..., 0]
     finite = top.isfinite()  # NaN and +inf win an argmax, so one look at the top finds them
@@ -147,6 +134,35 @@ def law_of(
     if table.greedy is None:
         return Law(probs), finite
     return Law(probs, ids, table.greedy), finite
+
+
+def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Past | None) -> Tensor:
+    """Bias, masks and penalties. A row without one keeps every bit of its logits."""
+    columns = logits.shape[1]
+
+    def over(ids: Tensor) -> Tensor:
+        return ids[:, None].expand(-1, columns, -1)  # [B, T, N]
+
+    if table.biased is not None:
+        assert table.bias is not None
+        logits = logits.scatter_add(2, over(table.biased), over(table.bias))
+    if masks is not None:
+        logits = logits.masked_fill(~masks, -math.inf)
+    if table.least is not None:
+        assert table.ends is not None and past is not None
+        early = past.said(columns) < table.least[:, None]  # [B, T]
+        ends = over(table.ends)
+        bars = early[..., None].expand_as(ends)
+        logits = logits.scatter(2, ends, logits.gather(2, ends).masked_fill(bars, -math.inf))
+    if table.penalties is not None:
+        assert past is not None
+        repetition, presence, frequency = table.penalties[..., None, None]  # [B, 1, 1] each
+        ids, counts, seen = past.tally(columns)
+        x = logits.gather(2, over(ids))
+        x = torch.where(seen, torch.where(x < 0, x * repetition, x / repetition), x)
+        x = x - presence * (counts > 0) - frequency * counts
+        logits = logits.scatter(2, over(ids), x)
+    return logits
 
 
 def _transformed(logits: Tensor, top: Tensor, table: SamplingTable) -> Tensor:
@@ -170,9 +186,27 @@ def _transformed(logits: Tensor, top: Tensor, table: SamplingTable) -> Tensor:
     if table.min_p is not None:
         least = probs.amax(-1, keepdim=True) * table.min_p[:, None, None]
         probs = probs.where(probs >= least, 0.0)
+    if table.typical_p is not None:
+        probs = _typical(probs, table.typical_p[:, None, None])
     if table.cut is None:
         return probs
-    # a running sum adds in one order; `sum` splits a single long row over threads, and not several
-    total = probs.cumsum(-1)[..., -1:]
+    total = _total(probs)
     # only rows that were cut: another row's parameters must not change the last bit of this one's
     return torch.where(table.cut[:, None, None], probs / total, probs)
+
+
+def _typical(probs: Tensor, mass: Tensor) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the law's entropy, up to the mass [B, 1, 1]."""
+    p = probs / _total(probs)
+    surprise = -p.log()
+    entropy = _total((p * surprise).where(p > 0, 0.0))
+    distance = (surprise - entropy).abs().where(p > 0, math.inf)
+    ordered, at = distance.sort(-1)
+    last = (p.gather(-1, at).cumsum(-1) < mass).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
+    return probs.where((distance <= ordered.gather(-1, last)) | (mass >= 1), 0.0)
+
+
+def _total(x: Tensor) -> Tensor:
+    """The sum over the vocabulary. A running sum adds in one order; `sum` splits a single long row over
+    threads, and not several."""
+    return x.cumsum(-1)[..., -1:]

@@ -12,8 +12,11 @@ from typing import Any
 
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.noise import seed_key
-from foredraft.decode.sampling import SamplingParams
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.scores import Score
 from foredraft.decode.stats import Round
+from foredraft.decode.trace import RoundTrace
+from foredraft.decode.transcript import Transcript
 
 __all__ = ["Finish", "Origin", "Sequence", "State"]
 
@@ -27,6 +30,7 @@ class State(StrEnum):
 
 class Finish(StrEnum):
     EOS = "eos"
+    STOP = "stop"  # a stop string
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
@@ -42,7 +46,11 @@ class Origin(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """prompt: ids; eos: ids that end it; drafter: name, or None to decode plainly."""
+    """prompt: ids; eos: ids that end it; drafter: name, or None to decode plainly.
+
+    transcript: its text, needed where a stop string may end it. traced: rounds are recorded in `trace`.
+    prompt_scores: of the prompt's tokens, where they are asked for; siblings share the list.
+    """
 
     id: int
     prompt: list[int]
@@ -53,9 +61,15 @@ class Sequence:
     drafter: str | None = None
     constraint: Constraint | None = None
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
+    transcript: Transcript | None = None
+    traced: bool = False
+    prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
     origins: list[Origin] = field(default_factory=list)  # of the new ids
+    scores: list[Score] = field(default_factory=list)  # of the new ids, where they are asked for
+    tally: dict[int, tuple[int, bool]] = field(default_factory=dict)  # with a penalty: id -> see `_count`
+    trace: list[RoundTrace] = field(default_factory=list)
     state: State = State.WAITING
     finish: Finish | None = None
     error: str | None = None
@@ -72,6 +86,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        if self.params.penalised:
+            self.tally = dict.fromkeys(self.prompt, (0, True))
 
     @property
     def key(self) -> int:
@@ -93,32 +109,59 @@ class Sequence:
             return len(self.tokens) - len(self.prompt)
         return self.constraint.settled()
 
-    def extend(self, tokens: list[int], origins: list[Origin]) -> int:
-        """Append up to the first EOS, limit or ban's rollback; returns how many of `tokens` were read.
+    def extend(self, tokens: list[int], origins: list[Origin], scores: list[Score]) -> int:
+        """Append up to the first EOS, stop string, limit or ban's rollback; how many of `tokens` were read.
 
-        The sequence may end up *shorter* than before: a constraint may take back earlier tokens.
+        scores: of the tokens, or none. The sequence may end up *shorter* than before: a constraint may take
+        back earlier tokens.
         """
-        for count, (token, origin) in enumerate(zip(tokens, origins, strict=True), start=1):
+        for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self.tokens.append(token)
             self.origins.append(origin)
+            self.scores += scores[index : index + 1]
+            self._count(token, 1)
             if self.constraint is not None:
                 kept = self.constraint.advance(token)
                 if kept < len(self.tokens) - len(self.prompt):
                     self.constraint.roll_back(kept)
                     self._roll_back(kept)
-                    return count
-            if token in self.eos and not self.params.ignore_eos:
-                self.finish = Finish.EOS
-                return count
-            if self.remaining == 0:
-                self.finish = Finish.LENGTH
-                return count
+                    return index + 1
+            self.finish = self._end(token)
+            if self.finish is not None:
+                return index + 1
         return len(tokens)
+
+    def _end(self, token: int) -> Finish | None:
+        """Why the text ends with the token just appended, if it does."""
+        if token in self.eos and not self.params.ignore_eos:
+            return Finish.EOS
+        if self.params.stop:
+            self.write_up()
+            if self.transcript is not None and self.transcript.stopped_by is not None:
+                return Finish.STOP
+        return Finish.LENGTH if self.remaining == 0 else None
+
+    def write_up(self) -> None:
+        """Have the transcript read the tokens that it has not read."""
+        if self.transcript is not None:
+            self.transcript.push(self.tokens[len(self.prompt) + len(self.transcript.tokens) :])
+
+    def _count(self, token: int, times: int) -> None:
+        """Keep the tally: of each token said, how often it is in the output, and whether in the prompt."""
+        if self.params.penalised:
+            count, prompted = self.tally.get(token, (0, False))
+            self.tally[token] = (count + times, prompted)
+            if (count + times, prompted) == (0, False):
+                del self.tally[token]
 
     def _roll_back(self, kept: int) -> None:
         """Back to `kept` new tokens; the noise of every position crossed is never used again."""
         length = len(self.prompt) + kept
         for position in range(length, len(self.tokens)):
             self.attempts[position] = self.attempts.get(position, 0) + 1
+            self._count(self.tokens[position], -1)
         del self.tokens[length:]
         del self.origins[kept:]
+        del self.scores[kept:]
+        if self.transcript is not None:
+            self.transcript.rewind(kept)

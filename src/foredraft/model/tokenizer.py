@@ -78,6 +78,11 @@ class Tokenizer:
         """A stream of the text that ids add to that of `after`."""
         return Detokenizer(self, after, skip_special)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that reads so."""
+        id = self._inner.token_to_id(text)
+        return id if id in self._special else None
+
     def shows(self, id: int, skip_special: bool) -> bool:
         """Whether the decoder gets to see the id."""
         return not (skip_special and id in self._special) and self._inner.id_to_token(id) is not None
@@ -127,6 +132,16 @@ class Detokenizer:
     def flush(self) -> str:
         """The rest, an incomplete character as U+FFFD; nothing may be pushed after it."""
         return self._added(self._rest())
+
+    def pending(self) -> str:
+        """The whole characters that are held back: the rest of the text if it ended now, but for a character
+        cut off at its end."""
+        if self._held() == 0:
+            return ""
+        assert self._run is not None
+        partial = len(self._run.getstate()[0])
+        text = self._text(self._window[: len(self._window) - partial])[self._shown :]
+        return text.removeprefix(self._given)
 
     def _suffix(self, after: Sequence[int]) -> list[int]:
         """The end of `after` that decides what follows: a few ids that show, no run of bytes cut in two."""

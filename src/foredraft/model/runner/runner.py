@@ -153,6 +153,11 @@ class Runner:
         )
         return self._forward(job, self.shapes.for_prefill(TAILS), None, None, want_logits=False)
 
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [B, T, V] of states after the last layer [B, T, D], at any shape: for those of a prompt."""
+        return self.decoder.head(hidden)
+
     def _forward(
         self, job: _Job, shapes: ExactShapes, resume: Resume | None, at: Tensor | None, want_logits: bool
     ) -> Forward:

@@ -1,0 +1,173 @@
+"""SamplingParams: what one request asks for. Every value is checked by name when the object is made.
+
+The words are those of `transformers` and of the OpenAI API where these agree; what either has and this
+has not is refused with the reason, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from foredraft.errors import RequestError
+
+__all__ = ["SamplingParams"]
+
+# What people know from elsewhere, and what to do here.
+ELSEWHERE = {
+    "bad_words": "it is not supported; give logit_bias for single tokens",
+    "best_of": "ask for n samples and rank them by their log-probabilities",
+    "do_sample": "temperature 0 is greedy, anything above samples",
+    "length_penalty": "it belongs to beam search, which is not supported",
+    "max_length": "give max_new_tokens, the new tokens alone",
+    "max_tokens": "its name is max_new_tokens",
+    "min_length": "give min_new_tokens, the new tokens alone",
+    "min_tokens": "its name is min_new_tokens",
+    "n": "give it to generate, beside the parameters",
+    "num_beams": "beam search does not draw from the model's law and is not supported; leave it out",
+    "skip_special_tokens": "give show_special to generate",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What one request asks for.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p, typical_p: 1 is off. min_p: 0 is off.
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied
+    (Keskar et al. 2019, arXiv 1909.05858); 1 is off. presence_penalty, frequency_penalty, from -2 to 2: taken
+    off the logits of tokens in the output, once, and as often as they occur. logit_bias: token id -> what is
+    added to its logit, from -100 to 100.
+
+    min_new_tokens: before so many, no end-of-text token can come, and no stop string ends the text.
+    max_new_tokens: 0 only scores the prompt. ignore_eos: end-of-text tokens are like any other.
+    stop: a string or several; the text ends where the first of them is complete, before it, or after it with
+    include_stop.
+
+    seed: None draws a fresh one, which the output reports.
+    logprobs: None is off, n gives the log-probability of every new token and of the n likeliest, the model's
+    own and the law's that it was drawn from; prompt_logprobs: the same of the prompt's tokens.
+    acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
+    drafter, the draft length and the load; None is "coupled" with a seed and "speculative" without.
+    speculation: "none", the name of a drafter, or None for the default.
+
+    Raises RequestError that names an unknown option or a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    min_new_tokens: int = 0
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    stop: str | tuple[str, ...] | list[str] = ()
+    include_stop: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    acceptance: Literal["speculative", "coupled"] | None = None
+    speculation: str | None = None
+
+    def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
+        """Refuses options that there are not, which the dataclass's own error names without a remedy."""
+        known = {field.name for field in fields(cls)}
+        for name in options.keys() - known:
+            why = ELSEWHERE.get(name, f"known are {', '.join(sorted(known))}")
+            raise RequestError(f"unknown sampling option {name!r}: {why}")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("ignore_eos", "include_stop"):
+            _within(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        _within("seed", self.seed, self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "0 to 2**63 - 1")
+        _within(
+            "acceptance", self.acceptance, self.acceptance in (None, "speculative", "coupled"),
+            "'speculative', 'coupled' or None",
+        )  # fmt: skip
+        _within(
+            "speculation", self.speculation, self.speculation is None or isinstance(self.speculation, str),
+            "'none', the name of a drafter, or None",
+        )  # fmt: skip
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    def _check_numbers(self) -> None:
+        for name, low, high, says in (
+            ("temperature", 0.0, math.inf, "0 (greedy) or more"),
+            ("top_p", 0.0, 1.0, "above 0 and at most 1 (off)"),
+            ("min_p", 0.0, 1.0, "from 0 (off) to 1"),
+            ("typical_p", 0.0, 1.0, "above 0 and at most 1 (off)"),
+            ("repetition_penalty", 0.0, math.inf, "a number above 0; 1 is off"),
+            ("presence_penalty", -2.0, 2.0, "from -2 to 2; 0 is off"),
+            ("frequency_penalty", -2.0, 2.0, "from -2 to 2; 0 is off"),
+        ):
+            value = getattr(self, name)
+            fits = _is_number(value) and low <= value <= high and value != math.inf
+            zero_fits = name not in ("top_p", "typical_p", "repetition_penalty")
+            _within(name, value, fits and (zero_fits or value > 0), says)
+        for name, optional in (
+            ("top_k", False), ("min_new_tokens", False), ("max_new_tokens", False),
+            ("logprobs", True), ("prompt_logprobs", True),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            fits = (optional and value is None) or _is_whole(value, 0, 2**31 - 1)
+            _within(name, value, fits, f"a whole number from 0 on{' or None' if optional else ''}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens};"
+                " lower the one or raise the other"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_coupled(self) -> bool:
+        return self.acceptance == "coupled" or (self.acceptance is None and self.seed is not None)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was said changes what may be said next."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _within(name: str, value: object, holds: bool, remedy: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value!r}; give {remedy}")
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    several = (given,) if isinstance(given, str) else given
+    fits = isinstance(several, tuple | list) and all(isinstance(stop, str) and stop for stop in several)
+    _within("stop", given, fits, "a string or several, none of them empty")
+    assert isinstance(several, tuple | list)
+    return tuple(dict.fromkeys(several))
+
+
+def _biases(given: object) -> dict[int, float] | None:
+    if given is None:
+        return None
+    _within("logit_bias", given, isinstance(given, Mapping), "a table of token ids and numbers")
+    assert isinstance(given, Mapping)
+    for token, bias in given.items():
+        _within("logit_bias", given, _is_whole(token, 0, 2**31 - 1), "whole token ids as its keys")
+        _within("logit_bias", given, _is_number(bias) and -100 <= bias <= 100, "numbers from -100 to 100")
+    return dict(given) or None

@@ -1,0 +1,109 @@
+"""Reading: what the host learns from a round, in one device synchronisation.
+
+Everything travels as int64: the verdict, and where a request asks for them the scores of its new tokens and
+the probabilities that its trace shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.accept import Verdict
+from foredraft.decode.draft import Draft
+from foredraft.decode.law import Law
+from foredraft.decode.scores import Integers, Score, bits, numbers, score, scores_in
+from foredraft.decode.sequence import Sequence
+from foredraft.model.device import upload
+
+__all__ = ["Reading", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One row of it. p, q: what the laws gave the drafted tokens, next_p: the next; none unless traced."""
+
+    accepted: int
+    next_token: int
+    drafted: int
+    broken: bool  # logits of a real column were not finite
+    sick: bool  # logits of the drafter were not finite
+    tokens: list[int]  # [K]
+    scores: list[Score]  # of the accepted tokens and the next one, where they are asked for
+    p: list[float]
+    q: list[float]
+    next_p: float
+
+    @property
+    def new(self) -> list[int]:
+        """The tokens that the round decided on."""
+        return [*self.tokens[: self.accepted], self.next_token]
+
+
+def read(
+    sequences: Seq[Sequence], draft: Draft, verdict: Verdict, p: Law, logits: Tensor, finite: Tensor
+) -> list[Reading]:
+    """A Reading of every row; logits [B, K + 1, V] as the model gave them."""
+    batch, width = draft.tokens.shape
+    columns = torch.arange(width + 1, device=finite.device)
+    broken = (~finite & (columns <= draft.lengths[:, None])).any(1)
+    sick = torch.zeros_like(broken) if draft.sick is None else draft.sick
+    figures = [verdict.accepted, verdict.next_token, draft.lengths, broken.long(), sick.long()]
+    tensors = [torch.cat([torch.stack(figures, 1), draft.tokens], 1)]
+    asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
+    top = max((sequences[row].params.logprobs or 0 for row in asking), default=0)
+    traced = any(s.traced for s in sequences)
+    if asking or traced:
+        # the tokens decided on, in their columns; what lies past them is never looked at
+        accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
+        new = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted, next_token)
+        if asking:
+            rows = upload(asking, logits.device)
+            tensors.append(score(logits[rows], p.rows(rows), new[rows], top))
+        if traced:
+            pair = [p.at(draft.tokens), draft.q.at(draft.tokens)]
+            tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
+    verdicts, *more = _read(tensors)
+    scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
+    chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
+    return [
+        _reading(row, sequence, scores.get(index), top, chances[index] if sequence.traced else [])
+        for index, (row, sequence) in enumerate(zip(verdicts.tolist(), sequences, strict=True))
+    ]
+
+
+def _reading(
+    row: list[int], sequence: Sequence, figures: Integers | None, top: int, chances: list[float]
+) -> Reading:
+    accepted, next_token, drafted, broken, sick, *tokens = row
+    scores: list[Score] = []
+    if figures is not None:
+        shown = sequence.params.logprobs or 0
+        scores = scores_in(figures, [*tokens[:accepted], next_token], top, shown)
+    width = len(tokens)
+    p, q, next_p = chances[:drafted], chances[width : width + drafted], chances[-1] if chances else 0.0
+    return Reading(
+        accepted,
+        next_token,
+        drafted,
+        bool(broken),
+        bool(sick),
+        tokens,
+        scores=scores,
+        p=p,
+        q=q,
+        next_p=next_p,
+    )
+
+
+def _read(tensors: list[Tensor]) -> list[Integers]:
+    """The one synchronisation."""
+    flat: Integers = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu().numpy()
+    several = []
+    for tensor in tensors:
+        several.append(flat[: tensor.numel()].reshape(tensor.shape))
+        flat = flat[tensor.numel() :]
+    return several

@@ -1,0 +1,73 @@
+"""Scores: log-probabilities of tokens, the model's own and those of the law that a token was drawn from.
+
+They are made on the device beside the round's other results and travel with them, as the bits of float32
+in int64, so that asking for them costs no further synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foredraft.decode.law import Law
+
+__all__ = ["Score", "bits", "numbers", "score", "scores_in"]
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One token's log-probabilities, in nats.
+
+    logprob: by the model's own logits. processed: by the law that it was drawn from, after bias, masks,
+    penalties, temperature and cuts; -inf where a prompt's token could not have been drawn. top and
+    processed_top: the likeliest tokens and theirs, best first; tokens that cannot be drawn are left out.
+    """
+
+    token_id: int
+    logprob: float
+    processed: float
+    top: list[tuple[int, float]]
+    processed_top: list[tuple[int, float]]
+
+
+def score(logits: Tensor, p: Law, tokens: Tensor, top: int) -> Tensor:
+    """logits [B, T, V] as the model gave them, p their laws, tokens [B, T] -> [B, T, 2 + 4 * top] int64."""
+    own = logits.log_softmax(-1)
+    processed = p.weights(logits.shape[-1]).log()
+    figures = [bits(x.gather(-1, tokens[..., None])) for x in (own, processed)]
+    for x in (own, processed):
+        best = x.topk(min(top, x.shape[-1]), dim=-1)
+        short = top - best.values.shape[-1]  # more were asked for than the vocabulary has
+        figures.append(torch.nn.functional.pad(best.indices, (0, short)))
+        figures.append(bits(torch.nn.functional.pad(best.values, (0, short), value=-math.inf)))
+    return torch.cat(figures, -1)
+
+
+def scores_in(figures: Integers, tokens: list[int], top: int, shown: int) -> list[Score]:
+    """What `score` made of one row, read: figures [T, 2 + 4 * top]; of the likeliest, only some are shown."""
+    own, processed = numbers(figures[:, :2]).T.tolist()
+    ids, values, law_ids, law_values = (figures[:, 2 + i * top : 2 + i * top + shown] for i in range(4))
+
+    def pairs(ids: Integers, values: Integers) -> list[list[tuple[int, float]]]:
+        rows = zip(ids.tolist(), numbers(values).tolist(), strict=True)
+        return [[(i, v) for i, v in zip(*row, strict=True) if v > -math.inf] for row in rows]
+
+    columns = zip(tokens, own, processed, pairs(ids, values), pairs(law_ids, law_values), strict=False)
+    return [Score(*column) for column in columns]
+
+
+def bits(x: Tensor) -> Tensor:
+    """float32 as int64 that hold its bits."""
+    return x.contiguous().view(torch.int32).to(torch.int64)
+
+
+def numbers(x: Integers) -> NDArray[np.float32]:
+    """Back from `bits`."""
+    return x.astype(np.int32).view(np.float32)

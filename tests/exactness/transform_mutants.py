@@ -1,0 +1,155 @@
+"""Planted defects of the sampling transforms and of what they count."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import test_enumeration as enumeration
+
+from foredraft.decode import past, sampling, sequence
+from foredraft.decode.engine import Engine
+from foredraft.decode.policy import Fixed
+from planting import Mutant
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import test_decode_sampling as unit
+
+
+def definition() -> None:
+    for params in unit.PARAMS:
+        unit.test_a_law_is_the_definition(params)
+
+
+def definition_with_a_past() -> None:
+    unit.test_what_was_said_and_drafted_counts()
+
+
+def ties() -> None:
+    unit.test_ties_at_a_cut_are_kept()
+
+
+def bits() -> None:
+    unit.test_a_past_is_each_rows_own()
+
+
+def pairs() -> None:
+    enumeration.test_every_pair_of_transforms("draft-model")
+
+
+def bans() -> None:
+    cases = [enumeration.case(t, "script", "late ban") for t in ("frequency", "presence")]
+    enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
+
+
+EDITED, TRANSFORMED, TYPICAL = sampling._edited, sampling._transformed, sampling._typical
+LEAST = "least = probs.amax(-1, keepdim=True) * table.min_p[:, None, None]"
+UNSCALED = "((logits - top[..., None]).softmax(-1))"
+EARLY = f"{LEAST}\n        own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * table.min_p[:, None, None], 0.0)"
+
+MUTANTS = [
+    Mutant(
+        "bias after temperature",
+        ((EDITED, "over(table.bias))", "over(table.bias * table.temperature[:, None]))"),),
+        definition,
+    ),
+    Mutant("min-p before temperature", ((TRANSFORMED, LEAST, EARLY),), definition),
+    Mutant(
+        "typical-p before min-p",
+        (
+            (
+                TRANSFORMED,
+                "if table.min_p is not None:",
+                "if table.typical_p is not None:\n        probs = _typical(probs, table.typical_p[:, None, None])\n"
+                "    if table.min_p is not None:",
+            ),
+        ),
+        definition,
+    ),
+    Mutant(
+        "typical-p of a law that is not normalised after a cut",
+        ((TYPICAL, "probs / _total(probs)", "probs"),),
+        definition,
+    ),
+    Mutant(
+        "the token that reaches the typical mass dropped",
+        ((TYPICAL, "distance <= ordered", "distance < ordered"),),
+        definition,
+    ),
+    Mutant(
+        "a tie at the top-k cut dropped",
+        (
+            (
+                TRANSFORMED,
+                "(x < largest.gather(-1, k - 1))",
+                "(x.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
+            ),
+        ),
+        ties,
+    ),
+    Mutant(
+        "a tie at the typical cut dropped",
+        (
+            (TYPICAL, "distance <= ordered.gather(-1, last)", "at.argsort(-1) <= last"),
+        ),
+        ties,
+    ),
+    Mutant("presence over the prompt too", ((EDITED, "presence * (counts > 0)", "presence * seen"),), pairs),
+    Mutant(
+        "repetition over the output alone", ((EDITED, "torch.where(seen,", "torch.where(counts > 0,"),), pairs
+    ),
+    Mutant(
+        "presence as often as said",
+        ((EDITED, "presence * (counts > 0)", "presence * counts"),),
+        definition_with_a_past,
+    ),
+    Mutant(
+        "a negative logit divided by the repetition penalty",
+        ((EDITED, "x < 0, x * repetition, x / repetition", "x < 0, x / repetition, x / repetition"),),
+        definition_with_a_past,
+    ),
+    Mutant(
+        "penalties not rolled along the draft",
+        ((Engine.round, "inputs.past.along(draft.tokens)", "inputs.past.along(draft.tokens[:, :0])"),),
+        pairs,
+    ),
+    Mutant(
+        "a drafted token counted a column early",
+        ((past.Past.tally, "(0, 0, 1, 0)", "(0, 0, 0, 1)"),),
+        definition_with_a_past,
+    ),
+    Mutant(
+        "what was said of a drafted token forgotten",
+        ((past.Past.tally, "torch.cat([self.counts, (known * self.counts[:, None]).amax(-1)], 1)",
+          "torch.cat([self.counts, torch.zeros(drafted.shape)], 1)"),),
+        definition_with_a_past,
+    ),
+    Mutant(
+        "padding of a shorter past counted",
+        ((past.Past.of.__func__, "row[:1] * (max(width, 1) - len(row))", "[(0, (1, True))] * (max(width, 1) - len(row))"),),
+        bits,
+    ),
+    Mutant(
+        "tokens that a ban took back still counted",
+        ((sequence.Sequence._roll_back, "self._count(self.tokens[position], -1)", "pass"),),
+        bans,
+    ),
+    Mutant(
+        "an end barred one token too long",
+        ((EDITED, "past.said(columns) < table.least", "past.said(columns) <= table.least"),),
+        pairs,
+    ),
+    Mutant(
+        "an end barred by the round's first column",
+        ((EDITED, "past.said(columns) < table.least", "past.said(columns)[:, :1] < table.least"),),
+        pairs,
+    ),
+]  # fmt: skip
+CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS))
+# What is no defect: the order of top-k and temperature changes nothing.
+HARMLESS = Mutant(
+    "top-k before temperature",
+    ((TRANSFORMED, "largest = x.topk(most, dim=-1).values",
+      "largest = (logits - top[..., None]).topk(most, dim=-1).values / table.temperature[:, None, None]"),),
+    definition,
+)  # fmt: skip

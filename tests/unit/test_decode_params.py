@@ -1,0 +1,84 @@
+"""Sampling parameters: what is refused, by which name, and what stands."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from foredraft.decode.params import SamplingParams
+from foredraft.errors import RequestError
+
+WRONG: dict[str, list[Any]] = {
+    "temperature": [-0.1, math.nan, math.inf, "1", True, None],
+    "top_k": [-1, 1.5, True],
+    "top_p": [0.0, 1.1, math.nan],
+    "min_p": [-0.1, 1.1],
+    "typical_p": [0, 1.01],
+    "repetition_penalty": [0, -1.0, math.inf, math.nan],
+    "presence_penalty": [-2.1, 2.1, math.nan, "0"],
+    "frequency_penalty": [-3, 2.5],
+    "logit_bias": [{1: 101}, {1: math.nan}, {-1: 1.0}, {"1": 1.0}, {True: 1.0}, [1, 2], {1: "x"}],
+    "min_new_tokens": [-1, 1.0],
+    "max_new_tokens": [-1, 2.0, None, 2**31],
+    "ignore_eos": [1, None],
+    "stop": ["", ["a", ""], [1], 3, {"a": 1}],
+    "include_stop": ["yes"],
+    "seed": [-1, 2**63, 1.0, True],
+    "logprobs": [-1, True, 1.5],
+    "prompt_logprobs": [-1, False],
+    "acceptance": ["both", 1],
+    "speculation": [True, 3],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_a_bad_value_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{option} is "):
+        SamplingParams(**{option: value})
+
+
+def test_every_option_has_a_value_that_is_refused() -> None:
+    assert set(WRONG) == set(SamplingParams.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", ["num_beams", "top_q", "max_tokens", "n", "do_sample"])
+def test_an_unknown_option_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f"unknown sampling option '{name}': "):
+        SamplingParams(**{name: 1})
+
+
+def test_what_is_known_elsewhere_is_refused_with_the_reason() -> None:
+    with pytest.raises(RequestError, match="beam search does not draw from the model's law"):
+        SamplingParams(num_beams=4)
+    with pytest.raises(RequestError, match="max_new_tokens"):
+        SamplingParams(max_tokens=4)
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(RequestError, match="min_new_tokens is 5 but max_new_tokens is 4"):
+        SamplingParams(min_new_tokens=5, max_new_tokens=4)
+    assert SamplingParams(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
+
+
+def test_what_stands() -> None:
+    given = {7: 1}
+    params = SamplingParams(stop="end", logit_bias=given, max_new_tokens=0)
+    given[8] = 2
+    assert params.stop == ("end",)
+    assert params.logit_bias == {7: 1}
+    assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
+    assert SamplingParams(logit_bias={}).logit_bias is None
+    for again in (copy.copy(params), pickle.loads(pickle.dumps(params)), replace(params)):
+        assert again == params
+
+
+def test_acceptance_follows_the_seed() -> None:
+    assert not SamplingParams().is_coupled
+    assert SamplingParams(seed=1).is_coupled
+    assert SamplingParams(acceptance="coupled").is_coupled
+    assert not SamplingParams(seed=1, acceptance="speculative").is_coupled

@@ -1,0 +1,364 @@
+"""Where a text ends, what it is made of, and what it was drawn from, by the public API on tiny checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoints
+import foredraft
+from foredraft import CheckpointError, RequestError, SamplingParams, demo
+from foredraft.decode import prompt_scores, reading, scores
+from foredraft.decode.sequence import Sequence
+from planting import Mutant, assert_caught
+
+DRAFTERS = ["none", "lookup", "draft-model"]
+PROMPT = "def accept(draft, p, q):"
+VOCABULARY = 4096
+LONG = "The drafter guesses a few tokens ahead; the target checks all of them. " * 14
+
+
+@pytest.fixture(scope="module")
+def llm() -> foredraft.LLM:
+    """The demo pair: its drafts are accepted often, and its text is worth looking at."""
+    return foredraft.load(dtype="float32", device="cpu", max_batch=3, max_length=1024)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_checkpoint(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
+
+
+def greedy(llm: foredraft.LLM, **options: Any) -> foredraft.Output:
+    (output,) = llm.generate(PROMPT, SamplingParams(**{"temperature": 0, "max_new_tokens": 30, **options}))
+    return output
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("include", [False, True])
+def test_all_ends_where_a_stop_string_is_complete(llm: foredraft.LLM, drafter: str, include: bool) -> None:
+    """Text, ids, log-probabilities, usage and the cache, at every place that it can be."""
+    whole = greedy(llm, speculation="none")
+    assert whole.text is not None and whole.pieces is not None
+    tried = 0
+    lengths: list[int] = []
+    leave = llm.engine.rows.remove
+
+    def note(sequence: Sequence) -> None:
+        lengths.append(llm.engine.cache.lengths[sequence.row])
+        leave(sequence)
+
+    for at in range(0, len(whole.text) - 3, 3):
+        stop = whole.text[at : at + 3]
+        if "\ufffd" in stop or whole.text.index(stop) != at:
+            continue
+        tried += 1
+        lengths.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm.engine.rows, "remove", note)
+            found = greedy(llm, speculation=drafter, stop=stop, include_stop=include, logprobs=0)
+        ends = itertools.accumulate(len(piece) for piece in whole.pieces)
+        count = next(i for i, end in enumerate(ends, start=1) if end >= at + 3)
+        assert found.finish_reason == "stop" and found.stopped_by == stop
+        assert found.text == whole.text[: at + 3 if include else at]
+        assert found.token_ids == whole.token_ids[:count]
+        assert found.pieces is not None and "".join(found.pieces) == found.text
+        assert found.logprobs is not None
+        assert [score.token_id for score in found.logprobs] == found.token_ids
+        assert len(found.origins) == found.stats.tokens == count
+        assert lengths == [found.prompt_tokens + count - 1]
+    assert tried > 5
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_stream_shows_nothing_of_a_stop_string(llm: foredraft.LLM, drafter: str) -> None:
+    whole = greedy(llm, speculation="none").text
+    assert whole is not None
+    stop = next(whole[i : i + 4] for i in range(20, len(whole)) if "\ufffd" not in whole[i : i + 4])
+    params = SamplingParams(temperature=0, max_new_tokens=30, stop=stop, speculation=drafter)
+    pieces = list(llm.stream(PROMPT, params))
+    output = pieces[-1].output
+    assert output is not None and output.text == whole[: whole.index(stop)]
+    assert "".join(piece.text or "" for piece in pieces) == output.text
+    parts = [""] * len(output.token_ids)
+    for piece in pieces:
+        for index, part in piece.parts or []:
+            parts[index] += part
+    assert parts == output.pieces
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
+
+
+def test_a_stop_string_within_the_budget_beats_its_end(llm: foredraft.LLM) -> None:
+    whole = greedy(llm, max_new_tokens=6)
+    assert whole.text is not None and whole.pieces is not None and whole.pieces[-1]
+    stop = whole.text[-1]
+    if whole.text.index(stop) == len(whole.text) - 1:
+        assert greedy(llm, max_new_tokens=6, stop=stop).finish_reason == "stop"
+    assert greedy(llm, max_new_tokens=6, stop="no such text").finish_reason == "length"
+
+
+def test_every_id_that_ends_a_text_does_but_not_too_early(tmp_path: Path) -> None:
+    folder = checkpoints.save_checkpoint(tmp_path / "model", tokenizer=True)
+    plain = foredraft.load(folder, dtype="float32", device="cpu", max_length=256)
+    ids = greedy(plain, ignore_eos=True).token_ids
+    ends = [ids[9], ids[4]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    draft = checkpoints.save_checkpoint(tmp_path / "draft", seed=1, tokenizer=True, num_hidden_layers=1)
+    llm = foredraft.load(folder, draft=draft, dtype="float32", device="cpu", max_length=256)
+    for drafter in DRAFTERS:
+        found = greedy(llm, speculation=drafter)
+        assert found.token_ids == ids[: 1 + min(map(ids.index, ends))]
+        assert found.finish_reason == "eos"
+        assert greedy(llm, speculation=drafter, ignore_eos=True).token_ids == ids
+        late = greedy(llm, speculation=drafter, min_new_tokens=12)
+        assert not set(late.token_ids[:12]) & set(ends)
+        assert late.token_ids == greedy(llm, speculation="none", min_new_tokens=12).token_ids
+
+
+def test_a_penalty_is_the_same_whoever_drafts(llm: foredraft.LLM) -> None:
+    options = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {7: 2.0}}
+    plain = greedy(llm, speculation="none", **options).token_ids
+    assert plain != greedy(llm, speculation="none").token_ids
+    for drafter in DRAFTERS:
+        assert greedy(llm, speculation=drafter, **options).token_ids == plain
+        seeded = {"temperature": 1.0, "seed": 3, **options}
+        assert (
+            greedy(llm, speculation=drafter, **seeded).token_ids
+            == greedy(llm, speculation="none", **seeded).token_ids
+        )
+
+
+class TestDefaults:
+    def load(self, tiny: Path, tmp_path: Path, config: dict[str, Any]) -> foredraft.LLM:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        for file in tiny.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        (folder / "generation_config.json").write_text(json.dumps(config))
+        return foredraft.load(folder, dtype="float32", device="cpu", max_length=128)
+
+    def test_an_explicit_option_wins(self, tiny: Path, tmp_path: Path) -> None:
+        config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 5}
+        llm = self.load(tiny, tmp_path, {**config, "repetition_penalty": 1.1, "max_length": 4096})
+        want = SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=5, repetition_penalty=1.1)
+        assert llm.default_params == want
+        assert llm.params(temperature=0.2).temperature == 0.2
+        assert llm.params(temperature=0.2).top_p == 0.9
+        assert len(llm.generate(PROMPT)[0].token_ids) <= 5
+        assert len(llm.generate(PROMPT, SamplingParams(max_new_tokens=9, ignore_eos=True))[0].token_ids) == 9
+        with pytest.raises(RequestError, match="unknown sampling option 'top_q'"):
+            llm.params(top_q=1)
+
+    def test_do_sample_false_is_greedy(self, tiny: Path, tmp_path: Path) -> None:
+        llm = self.load(tiny, tmp_path, {"do_sample": False, "temperature": 0.6, "max_new_tokens": 7})
+        assert llm.default_params == SamplingParams(temperature=0, max_new_tokens=7)
+
+    def test_what_is_not_supported_is_named(
+        self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        config = {"num_beams": 4, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True}
+        llm = self.load(tiny, tmp_path, {**config, "bad_words_ids": None, "eos_token_id": [2]})
+        assert llm.default_params == SamplingParams()
+        assert [record.getMessage().split("asks for ")[1] for record in caplog.records] == [
+            "num_beams = 4, which is not supported; it is left out"
+        ]
+
+    def test_a_wrong_value_is_refused(self, tiny: Path, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"generation_config.json asks .* top_p is 1.5"):
+            self.load(tiny, tmp_path, {"top_p": 1.5})
+
+
+def reference(ids: list[int]) -> torch.Tensor:
+    """Logits after every token, by transformers in float32 -> [n, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        demo.target_path(), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 0.7, "top_k": 5, "seed": 11}], ids=str
+)
+def test_log_probabilities_are_the_targets(llm: foredraft.LLM, drafter: str, options: dict[str, Any]) -> None:
+    found = greedy(llm, speculation=drafter, logprobs=3, **options)
+    assert drafter != "draft-model" or min(found.stats.accepted, found.stats.rejections) > 5
+    assert llm.tokenizer is not None and found.logprobs is not None
+    prompt = llm.tokenizer.encode(PROMPT)
+    want = reference([*prompt, *found.token_ids])[len(prompt) - 1 :].log_softmax(-1)
+    for at, (token, score) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
+        assert score.token_id == token
+        assert score.logprob == pytest.approx(float(want[at, token]), abs=1e-3)
+        best = want[at].topk(3)
+        assert [value for _, value in score.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert score.top[0][0] == int(best.indices[0])
+        if options["temperature"] == 0:
+            assert (score.processed, score.processed_top) == (0.0, [(token, 0.0)])
+        else:
+            cut = (want[at] / 0.7).masked_fill(want[at] < want[at].topk(5).values[-1], -math.inf)
+            law = cut.log_softmax(-1)
+            assert score.processed == pytest.approx(float(law[token]), abs=1e-3)
+            assert [value for _, value in score.processed_top] == pytest.approx(
+                law.topk(3).values.tolist(), abs=1e-3
+            )
+    plain = greedy(llm, speculation="none", logprobs=3, **options)
+    assert plain.logprobs == found.logprobs, "bit for bit"
+
+
+def test_a_prompt_is_scored_without_generating(llm: foredraft.LLM) -> None:
+    """Over several chunks and slices of them; a sibling gets its donor's."""
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(LONG)
+    assert len(ids) > 256
+    only = SamplingParams(max_new_tokens=0, prompt_logprobs=2, temperature=0.5, repetition_penalty=1.2)
+    (found,) = llm.generate(LONG, only)
+    assert (found.text, found.token_ids, found.finish_reason) == ("", [], "length")
+    assert found.logprobs is None and found.prompt_logprobs is not None
+    logits = reference(ids)
+    want = logits.log_softmax(-1)
+    assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(ids)
+    for at, (token, score) in enumerate(zip(ids[1:], found.prompt_logprobs[1:], strict=True)):
+        assert score is not None and score.token_id == token
+        assert score.logprob == pytest.approx(float(want[at, token]), abs=1e-3)
+        seen = torch.tensor(sorted(set(ids[: at + 1])))
+        x = logits[at].clone()
+        x[seen] = torch.where(x[seen] < 0, x[seen] * 1.2, x[seen] / 1.2)
+        law = (x / 0.5).log_softmax(-1)
+        assert score.processed == pytest.approx(float(law[token]), abs=1e-3)
+        for got, of in ((score.top, want[at]), (score.processed_top, law)):
+            assert [value for _, value in got] == pytest.approx(of.topk(2).values.tolist(), abs=1e-3)
+    several = llm.generate(LONG, SamplingParams(max_new_tokens=2, prompt_logprobs=2), n=5)
+    for output in several:
+        assert output.prompt_logprobs is not None
+        assert [s and s.logprob for s in output.prompt_logprobs] == [
+            s and s.logprob for s in found.prompt_logprobs
+        ]
+    assert llm.generate([[5]], only)[0].prompt_logprobs == [None]
+    assert llm.engine.scheduler.idle
+
+
+def test_a_prompts_law_is_what_would_have_been_drawn_from(llm: foredraft.LLM) -> None:
+    """Scores of prompt tokens equal those of the same tokens as new ones, where nothing counts new ones."""
+    options: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.4, "seed": 5}
+    text = greedy(llm, logprobs=4, max_new_tokens=20, ignore_eos=True, **options)
+    assert llm.tokenizer is not None and text.logprobs is not None
+    prompt = llm.tokenizer.encode(PROMPT)
+    (found,) = llm.generate(
+        [[*prompt, *text.token_ids]], SamplingParams(max_new_tokens=0, prompt_logprobs=4, **options)
+    )
+    assert found.prompt_logprobs is not None
+    for one, other in zip(text.logprobs, found.prompt_logprobs[len(prompt) :], strict=True):
+        assert other is not None and one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.processed == pytest.approx(other.processed, abs=1e-3)
+        for a, b in ((one.top, other.top), (one.processed_top, other.processed_top)):
+            assert [i for i, _ in a] == [i for i, _ in b]
+
+
+def test_rows_that_ask_and_rows_that_do_not_share_a_batch(llm: foredraft.LLM) -> None:
+    params = [
+        SamplingParams(temperature=0, max_new_tokens=12, logprobs=want, speculation=drafter)
+        for want, drafter in [(None, "lookup"), (0, "draft-model"), (4, "none")]
+    ]
+    together = llm.generate([PROMPT] * 3, params)
+    for output, own in zip(together, params, strict=True):
+        (alone,) = llm.generate(PROMPT, own)
+        assert output.logprobs == alone.logprobs
+        assert own.logprobs is None or all(len(s.top) == own.logprobs for s in output.logprobs or [])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
+    params = SamplingParams(temperature=0.8, max_new_tokens=30, seed=2, speculation=drafter, ignore_eos=True)
+    (output,) = llm.generate(LONG, params, trace=True)
+    assert output.trace is not None and len(output.trace) == output.stats.rounds
+    assert sum(r.emitted for r in output.trace) == len(output.token_ids)
+    assert sum(len(r.draft) for r in output.trace) == output.stats.drafted
+    for r in output.trace:
+        new = [*r.draft[: r.accepted], r.next_token]
+        assert output.token_ids[r.start : r.start + r.emitted] == new[: r.emitted]
+        assert len(r.p) == len(r.q) == len(r.draft) <= r.budget
+        assert all(0 <= chance <= 1 for chance in [*r.p, *r.q, r.next_p])
+        assert r.next_p > 0 and all(p > 0 for p in r.p[: r.accepted])
+        assert (r.drafter is None) == (r.budget == 0)
+    if drafter == "lookup":
+        assert all(q == 1 for r in output.trace for q in r.q)
+    assert llm.generate(LONG, params)[0].trace is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}"),
+        ({"logprobs": VOCABULARY + 1}, f"but the vocabulary has {VOCABULARY} tokens"),
+        ({"prompt_logprobs": 99_999}, "prompt_logprobs is 99999"),
+        ({"top_k": 99_999}, "top_k is 99999"),
+    ],
+)
+def test_what_the_vocabulary_has_not_is_refused(
+    llm: foredraft.LLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(PROMPT, SamplingParams(**options))
+
+
+def test_nothing_can_be_sampled_of_no_tokens(llm: foredraft.LLM) -> None:
+    with pytest.raises(RequestError, match="nothing to sample 3 times"):
+        llm.generate(PROMPT, SamplingParams(max_new_tokens=0), n=3)
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+    folder = checkpoints.save_checkpoint(tmp_path / "bare")
+    llm = foredraft.load(folder, dtype="float32", device="cpu", max_length=64)
+    with pytest.raises(RequestError, match="stop needs text"):
+        llm.generate([1, 2], SamplingParams(stop="x"))
+
+
+def mutants(llm: foredraft.LLM) -> list[Mutant]:
+    sampled = {"temperature": 0.7, "top_k": 5, "seed": 11}
+    return [
+        Mutant(
+            "log-probabilities off by one inside an accepted run",
+            ((reading.read, "logits[rows], p.rows(rows)", "logits[rows].roll(1, 1), p.rows(rows)"),),
+            lambda: test_log_probabilities_are_the_targets(llm, "lookup", {"temperature": 0}),
+        ),
+        Mutant(
+            "the correction's score is the rejected token's",
+            ((reading.read, ".scatter(1, accepted, next_token)", ""),),
+            lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
+        ),
+        Mutant(
+            "the law's log-probabilities are the model's",
+            ((scores.score, "p.weights(logits.shape[-1]).log()", "own"),),
+            lambda: test_log_probabilities_are_the_targets(llm, "none", sampled),
+        ),
+        Mutant(
+            "a prompt's scores a token late",
+            ((prompt_scores.score_chunk, "ahead = prompt[start + 1 : start", "ahead = prompt[start : -1 + start"),),
+            lambda: test_a_prompt_is_scored_without_generating(llm),
+        ),
+        Mutant(
+            "a prompt's tokens do not count for those after them in a slice",
+            ((prompt_scores.score_chunk, "Past.of_prompt(read, ahead)", "Past.of_prompt(read, ahead[:0])"),),
+            lambda: test_a_prompts_law_is_what_would_have_been_drawn_from(llm),
+        ),
+        Mutant(
+            "the text ends a token after its stop string",
+            ((Sequence._end, "self.transcript.stopped_by is not None", "self.transcript.stopped_by and len(self.tokens) % 2"),),
+            lambda: test_all_ends_where_a_stop_string_is_complete(llm, "lookup", False),
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_a_defect_is_caught(llm: foredraft.LLM, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutants(llm)[index], monkeypatch)

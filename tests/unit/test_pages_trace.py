@@ -1,0 +1,109 @@
+"""The trace page: what it holds, and in a real browser (where there is one) what it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import ConfigError, SamplingParams, write_trace
+
+PROMPT = "def close(self):\n    </script><script>alert(1)</script><b>&amp;"
+
+
+@pytest.fixture(scope="module")
+def llm() -> foredraft.LLM:
+    return foredraft.load(device="cpu", max_length=256)
+
+
+def page(llm: foredraft.LLM, file: Path, **options: Any) -> list[foredraft.Output]:
+    params = SamplingParams(
+        **{"temperature": 0.9, "max_new_tokens": 40, "seed": 3, "ignore_eos": True} | options
+    )
+    outputs = llm.generate(PROMPT, params, n=2, trace=True)
+    assert llm.tokenizer is not None
+    write_trace(file, outputs, prompt=PROMPT, tokenizer=llm.tokenizer, about="a <b>line</b>")
+    return outputs
+
+
+def data_of(html: str) -> Any:
+    return json.loads(html.split('id="data">')[1].split("</script>")[0])
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "none"])
+def test_the_page_holds_what_happened(llm: foredraft.LLM, tmp_path: Path, drafter: str) -> None:
+    outputs = page(llm, tmp_path / "t.html", speculation=drafter)
+    html = (tmp_path / "t.html").read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href|url\(|@import|https?:)""", html.split('id="data"')[0]), (
+        "self-contained"
+    )
+    assert html.count("<script") == html.count("</script>") == 2, "the prompt is data, not markup"
+    samples = data_of(html)["samples"]
+    for output, sample in zip(outputs, samples, strict=True):
+        assert "".join(token["text"] for token in sample["tokens"]) == output.text
+        assert [token["origin"] for token in sample["tokens"]] == output.origins
+        assert sum(len(one["draft"]) for one in sample["rounds"]) == output.stats.drafted
+        assert sum(one["emitted"] for one in sample["rounds"]) == len(sample["tokens"])
+        for one in sample["rounds"]:
+            new = [token["id"] for token in [*one["draft"][: one["accepted"]], one["next"]]]
+            assert output.token_ids[one["start"] : one["start"] + one["emitted"]] == new[: one["emitted"]]
+
+
+def test_a_file_that_cannot_be_written(llm: foredraft.LLM, tmp_path: Path) -> None:
+    (tmp_path / "t.html").mkdir()
+    with pytest.raises(ConfigError, match=r"trace is '.*t.html', which cannot be written"):
+        page(llm, tmp_path / "t.html")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        page(llm, tmp_path / "no" / "t.html")
+    assert [file.name for file in tmp_path.iterdir()] == ["t.html"], "nothing is left beside it"
+
+
+def test_an_output_without_a_trace(llm: foredraft.LLM, tmp_path: Path) -> None:
+    outputs = llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
+    assert llm.tokenizer is not None
+    with pytest.raises(ConfigError, match="generate it with trace=True"):
+        write_trace(tmp_path / "t.html", outputs, prompt=PROMPT, tokenizer=llm.tokenizer)
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
+def test_in_a_browser(llm: foredraft.LLM, tmp_path: Path) -> None:
+    """Every token can be pointed at, by mouse, touch and keys, and tells its round; nothing overflows a phone."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    outputs = page(llm, tmp_path / "t.html", speculation="draft-model")
+    with playwright.sync_playwright() as run:
+        browser = run.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": 390, "height": 844})
+        errors: list[str] = []
+        view.on("pageerror", lambda error: errors.append(str(error)))
+        view.goto((tmp_path / "t.html").as_uri())
+        assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        block = view.locator(".text").first
+        tokens = block.locator(".t")
+        assert tokens.count() == len(outputs[0].token_ids)
+        assert block.inner_text().replace("\xa0", " ").endswith((outputs[0].text or "").rstrip("\n"))
+        looks = set()
+        for kind in ("target", "bonus", "drafter"):
+            style = f"getComputedStyle(document.querySelector('.text .{kind}'))"
+            looks.add(view.evaluate(f"{style}.textDecorationLine + {style}.textDecorationStyle"))
+        assert len(looks) == 3, "told apart without colour"
+        assert outputs[0].trace is not None
+        for index in (0, len(outputs[0].trace) // 2):
+            round_ = outputs[0].trace[index]
+            view.locator(".bars").first.locator(".bar").nth(index).click()
+            said = view.locator("#detail").inner_text()
+            assert f"Round {index + 1}: drafted by draft-model" in said
+            assert f"The policy allowed {round_.budget}" in said
+            assert said.count("after a rejection") == max(0, len(round_.draft) - round_.accepted - 1)
+            assert view.locator("#detail tr").count() == 1 + len(round_.draft) + 1
+        tokens.nth(5).focus()
+        assert view.locator(".text .t.on").count() > 0
+        view.locator("input[type=checkbox]").first.check()
+        rejected = sum(len(one.draft) - one.accepted for one in outputs[0].trace)
+        assert block.locator(".wrong:visible").count() == rejected
+        assert not errors
+        browser.close()
