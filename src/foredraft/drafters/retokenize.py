@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.spelling import Spelling, characters
-from foredraft.drafters.transcript import Transcript
+from foredraft.drafters.translation import Translation
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
 from foredraft.model.runner import Runner, next_chunk
@@ -39,7 +39,7 @@ class _Seat:
     """A sequence's place in the draft's cache, which has rows and lengths of its own."""
 
     row: int
-    transcript: Transcript
+    translation: Translation
     faults: int = 0
 
 
@@ -66,14 +66,14 @@ class Retokenize:
         self._seats: dict[int, _Seat] = {}  # by the sequence's id
 
     def join(self, sequence: Sequence) -> None:
-        self._seats[sequence.id] = _Seat(self._free.pop(), Transcript(self._target, self._draft))
+        self._seats[sequence.id] = _Seat(self._free.pop(), Translation(self._target, self._draft))
 
     def propose(self, sequence: Sequence, budget: int) -> list[int]:
         seat = self._seats[sequence.id]
         if seat.faults > 1:
             return []
-        seat.transcript.extend(sequence.tokens)
-        tokens, held = seat.transcript.tokens(), seat.transcript.held
+        seat.translation.extend(sequence.tokens)
+        tokens, held = seat.translation.tokens(), seat.translation.held
         fineness = min(len(tokens) / len(sequence.tokens), LONGEST)
         # one more, for where the draft stops the target's last token may be incomplete
         count = min(math.ceil(budget * fineness) + 1, self.positions - len(tokens))
@@ -89,7 +89,7 @@ class Retokenize:
 
     def rewind(self, sequence: Sequence) -> None:
         """What its row of the cache has too much is seen at the next draft, token by token."""
-        self._seats[sequence.id].transcript.keep(len(sequence.tokens))
+        self._seats[sequence.id].translation.keep(len(sequence.tokens))
 
     def leave(self, sequence: Sequence) -> None:
         """The row keeps what was read: the next sequence may begin with the same text."""

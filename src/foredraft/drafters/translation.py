@@ -1,8 +1,8 @@
-"""Transcript: the text of a growing sequence, kept in another tokenizer's tokens.
+"""Translation: the text of a growing sequence, kept in another tokenizer's tokens.
 
 The text is cut into chunks that are encoded one by one, and where it is cut depends on nothing but the text
 before the cut and one character behind it. So what is encoded once stays, however the text goes on, only the
-last chunk is encoded again, and a transcript is the same whether the text came at once or token by token.
+last chunk is encoded again, and a translation is the same whether the text came at once or token by token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from foredraft.drafters.spelling import Spelling
 
-__all__ = ["Transcript"]
+__all__ = ["Translation"]
 
 # A chunk has this many characters, and then ends before the next word, or at the latest after that many.
 SHORT, LONG = 64, 256
@@ -33,7 +33,7 @@ class _Mark:
     begun: bool
 
 
-class Transcript:
+class Translation:
     """source: whose tokens come in; reader: whose ids `tokens` gives.
 
     held: bytes at the text's end that are no whole character yet; they are in no token.

@@ -11,7 +11,7 @@ import pytest
 import alphabets
 from checkpoints import TEXT
 from foredraft.drafters.spelling import Spelling
-from foredraft.drafters.transcript import LONG, Transcript, _cut
+from foredraft.drafters.translation import LONG, Translation, _cut
 from foredraft.model.tokenizer import Tokenizer
 from planting import Mutant, assert_caught
 
@@ -30,13 +30,13 @@ def texts_of(name: str) -> list[list[int]]:
     return [prose, marked, [dice.randrange(380) for _ in range(400)]]
 
 
-def transcript(pair: tuple[str, str], tokens: list[int]) -> Transcript:
-    made = Transcript(SPELLINGS[pair[0]], SPELLINGS[pair[1]])
+def translation(pair: tuple[str, str], tokens: list[int]) -> Translation:
+    made = Translation(SPELLINGS[pair[0]], SPELLINGS[pair[1]])
     made.extend(tokens)
     return made
 
 
-def same(one: Transcript, other: Transcript) -> None:
+def same(one: Translation, other: Translation) -> None:
     assert one.tokens() == other.tokens()
     assert one.held == other.held
 
@@ -44,19 +44,19 @@ def same(one: Transcript, other: Transcript) -> None:
 def steps_leave_no_trace(pair: tuple[str, str]) -> None:
     for tokens in texts_of(pair[0]):
         dice = random.Random(7)
-        grown = transcript(pair, tokens[:1])
+        grown = translation(pair, tokens[:1])
         for length in range(2, len(tokens) + 1):
             grown.extend(tokens[:length])
             if length % 23 == 0:
-                same(grown, transcript(pair, tokens[:length]))
+                same(grown, translation(pair, tokens[:length]))
             if length % 31 == 0:  # back, on with something else, back again
                 back = dice.randint(max(1, length - 60), length)
                 grown.keep(back)
                 grown.extend([*tokens[:back], *range(40, 40 + dice.randrange(20))])
                 grown.keep(back)
                 grown.extend(tokens[:length])
-                same(grown, transcript(pair, tokens[:length]))
-        same(grown, transcript(pair, tokens))
+                same(grown, translation(pair, tokens[:length]))
+        same(grown, translation(pair, tokens))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -69,14 +69,14 @@ def test_it_is_the_text(pair: tuple[str, str]) -> None:
     source, reader = SPELLINGS[pair[0]], SPELLINGS[pair[1]]
     text = PROSE + "🙂"
     ids = source.encode(text)
-    made = transcript(pair, [1, *ids])
+    made = translation(pair, [1, *ids])
     assert made.tokens()[0] == 1, "BOS is the reader's own"
     assert reader.join(made.tokens()[1:]).decode() == " " * reader.pads + text
-    assert transcript(pair, ids).tokens() == made.tokens(), "with or without"
+    assert translation(pair, ids).tokens() == made.tokens(), "with or without"
     # with the last character cut, its bytes are held
     for cut in range(1, 4):
         if source.join(ids).endswith(data := source.join(ids[-cut:])) and data in "🙂".encode()[1:]:
-            short = transcript(pair, ids[:-cut])
+            short = translation(pair, ids[:-cut])
             assert short.held == "🙂".encode()[: -len(data)]
             assert reader.join(short.tokens()[1:]).decode().strip() == PROSE.strip()
 
@@ -85,7 +85,7 @@ def test_it_is_the_text(pair: tuple[str, str]) -> None:
 def test_chunks_are_cut_as_the_whole_text_would_be(pair: tuple[str, str]) -> None:
     """Where words are apart, hardly a token differs."""
     reader = SPELLINGS[pair[1]]
-    made = transcript(pair, SPELLINGS[pair[0]].encode(TEXT * 4)).tokens()[1:]
+    made = translation(pair, SPELLINGS[pair[0]].encode(TEXT * 4)).tokens()[1:]
     whole = reader.encode(TEXT * 4)
     pairs = {(a, b) for a, b in itertools.pairwise(whole)}
     strange = sum((a, b) not in pairs for a, b in itertools.pairwise(made))
@@ -101,7 +101,7 @@ def test_special_tokens_go_over_under_their_names() -> None:
     other.add_special_tokens(["<user>"])
     reader = Spelling(Tokenizer(other))
     user, tool = inner.token_to_id("<user>"), inner.token_to_id("<tool>")
-    made = Transcript(source, reader)
+    made = Translation(source, reader)
     made.extend([1, user, *source.encode("Hello <user>"), tool, *source.encode("there"), 2, user])
     ids = made.tokens()
     place = [at for at, id in enumerate(ids) if id == reader.specials["<user>"]]
@@ -113,7 +113,7 @@ def test_special_tokens_go_over_under_their_names() -> None:
 def test_only_the_end_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source, reader = SPELLINGS["byte-level"], SPELLINGS["sentencepiece"]
     tokens = source.encode(PROSE * 6)
-    made = Transcript(source, reader)
+    made = Translation(source, reader)
     made.extend(tokens[:-50])
     encoded: list[int] = []
     spell = reader.spell
@@ -128,11 +128,11 @@ def test_only_the_end_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: list[tuple[str, Any, str, str]] = [
-    ("nothing is forgotten", Transcript.keep, "del self._closed[mark.ids :]", "pass"),
-    ("marks outlive their tokens", Transcript.keep, "> count", "> count + 3"),
-    ("half a character is text", Transcript._read, "decoder.decode(self.held + data)", "decoder.decode(self.held + data, True)"),
+    ("nothing is forgotten", Translation.keep, "del self._closed[mark.ids :]", "pass"),
+    ("marks outlive their tokens", Translation.keep, "> count", "> count + 3"),
+    ("half a character is text", Translation._read, "decoder.decode(self.held + data)", "decoder.decode(self.held + data, True)"),
     ("cut where the text ends", _cut, "return LONG if len(text) > LONG else None", "return len(text) if len(text) > SHORT else None"),
-    ("the rest of a chunk is lost", Transcript.keep, "mark.rest", "''"),
+    ("the rest of a chunk is lost", Translation.keep, "mark.rest", "''"),
 ]  # fmt: skip
 
 
