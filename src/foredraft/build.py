@@ -12,8 +12,9 @@ import torch
 from foredraft import demo
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
+from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
 from foredraft.errors import CheckpointError, ConfigError, RequestError
-from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
+from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter
 from foredraft.llm import LLM
 from foredraft.model.cache import KVCache
 from foredraft.model.generation import generation_defaults
@@ -60,8 +61,9 @@ def load(
     """Load a Hugging Face checkpoint, and whatever drafts for it.
 
     path: a folder or a hub id; None is the demo pair, with its draft model.
-    drafter: a name in `DRAFTERS`, who drafts unless a request says otherwise; None means "draft-model"
-    where a draft is given and "none" otherwise. draft: the draft model's folder or id.
+    drafter: a name in `DRAFTERS`, who drafts unless a request says otherwise; None means "none" without a
+    draft, "draft-model" with one that has the target's tokenizer, and "retokenize" with any other.
+    draft: the draft model's folder or id.
     revision, draft_revision: the branch, tag or commit of a hub id; "owner/name@revision" says the same.
     policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
     draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
@@ -90,14 +92,11 @@ def load(
             raise ConfigError(f"{option} is {wanted!r}, but no hub id is given that has it; leave it out")
     if path is None:
         path, draft = demo.target_path(), demo.draft_path() if draft is None else draft
-    drafter = drafter or default_drafter(draft is not None)
-    if DRAFTERS[drafter].needs_draft and draft is None:
+    if drafter is not None and DRAFTERS[drafter].needs_draft and draft is None:
         raise ConfigError(
             f"drafter is {drafter!r}; give draft=, the folder or hub id of the small model, too"
         )
-    # whatever drafts by default, a request may name any of these
-    kinds = {name: kind for name, kind in DRAFTERS.items() if draft is not None or not kind.needs_draft}
-    if draft_sampling == "greedy" and not any(kind.stepper for kind in kinds.values()):
+    if draft_sampling == "greedy" and draft is None:
         raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
     where = _device(device)
 
@@ -105,7 +104,11 @@ def load(
     folders = [resolve(str(path), revision, report)]
     if draft is not None:
         folders.append(resolve(str(draft), draft_revision, report))
-    tokenizer = _tokenizer(folders[0])
+    tokenizers = tuple(_tokenizer(folder) for folder in folders)
+    other = draft is not None and not _same_vocabulary(folders, tokenizers)
+    drafter = drafter or default_drafter(draft is not None, other)
+    kinds = _kinds(draft is not None, other)
+    _check_kind(drafter, draft_sampling, kinds, folders)
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))
@@ -114,12 +117,13 @@ def load(
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
-    if len(runners) == 2:
-        _check_vocabulary(folders, runners, tokenizer)
+    tokenizer = tokenizers[0]
     needed = (None, None) if needs is None else needs(tokenizer)
-    rows, positions = _capacity(runners, where, (max_batch, max_length), needed)
+    stretch = max(kind.stretch for kind in kinds.values())
+    rows, positions = _capacity(runners, where, (max_batch, max_length), needed, stretch)
 
-    parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions)
+    vocabulary = None if other else _vocabulary(runners, tokenizers, where)
+    parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions, tokenizers, vocabulary)
     spec = target.decoder.spec
     engine = Engine(
         target,
@@ -218,16 +222,54 @@ def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
     return max_draft
 
 
-def _check_vocabulary(folders: list[Path], runners: list[Runner], tokenizer: Tokenizer | None) -> None:
-    """A draft's ids must mean the same as the target's."""
-    sizes = [runner.decoder.spec.vocab_size for runner in runners]
-    other = _tokenizer(folders[1])
-    same = tokenizer is None or other is None or tokenizer.fingerprint == other.fingerprint
-    if sizes[0] != sizes[1] or not same:
+def _same_vocabulary(folders: list[Path], tokenizers: tuple[Tokenizer | None, ...]) -> bool:
+    """Whether the draft's ids mean what the target's do, padding and special tokens aside."""
+    if tokenizers[0] is not None and tokenizers[1] is not None:
+        return same_tokenizer(tokenizers[0], tokenizers[1])
+    sizes = [ModelSpec.from_folder(folder).vocab_size for folder in folders]
+    if sizes[0] != sizes[1]:
+        without = folders[0] if tokenizers[0] is None else folders[1]
         raise ConfigError(
-            f"the draft model {folders[1]} (vocabulary {sizes[1]}) has another tokenizer than the target"
-            f" {folders[0]} (vocabulary {sizes[0]}); give a draft model of the same family"
+            f"the draft model {folders[1]} has a vocabulary of {sizes[1]} and the target {folders[0]} one of"
+            f" {sizes[0]}; to match their tokens, put the tokenizer.json that is missing into {without}"
         )
+    return True  # sizes are all there is to go by
+
+
+def _kinds(draft_given: bool, other_tokenizer: bool) -> dict[str, DrafterKind]:
+    """Those there is all for that they need: whoever drafts by default, a request may name any of them."""
+    return {
+        name: kind
+        for name, kind in DRAFTERS.items()
+        if not kind.needs_draft or (draft_given and kind.retokenizes == other_tokenizer)
+    }
+
+
+def _check_kind(
+    drafter: str, draft_sampling: str, kinds: dict[str, DrafterKind], folders: list[Path]
+) -> None:
+    """A draft model is for the drafters that its tokenizer fits."""
+    fitting = " or ".join(repr(name) for name, kind in kinds.items() if kind.needs_draft)
+    if drafter not in kinds:
+        has = "the tokenizer of" if DRAFTERS[drafter].retokenizes else "another tokenizer than"
+        raise ConfigError(
+            f"drafter is {drafter!r}, but the draft model {folders[1]} has {has} the target {folders[0]};"
+            f" give drafter={fitting}, or leave it out"
+        )
+    if draft_sampling == "greedy" and not any(kind.stepper for kind in kinds.values()):
+        raise ConfigError(
+            f"draft_sampling is 'greedy', but the draft model {folders[1]} has another tokenizer than the"
+            f" target {folders[0]}, and is never sampled from; leave it out"
+        )
+
+
+def _vocabulary(
+    runners: list[Runner], tokenizers: tuple[Tokenizer | None, ...], device: torch.device
+) -> VocabularyMap | None:
+    if len(runners) < 2 or tokenizers[0] is None or tokenizers[1] is None:
+        return None
+    target, draft = (runner.decoder.spec.vocab_size for runner in runners)
+    return VocabularyMap.between(tokenizers[0], tokenizers[1], (target, draft), device)
 
 
 def _capacity(
@@ -235,8 +277,10 @@ def _capacity(
     device: torch.device,
     given: tuple[int | None, int | None],
     needed: tuple[int | None, int | None],
+    stretch: int = 1,
 ) -> tuple[int, int]:
-    """Rows and positions of the caches, within free memory; both arguments are pairs of these."""
+    """Rows and positions of the caches, within free memory; both arguments are pairs of these. stretch: of
+    the draft's positions."""
     (max_batch, max_length), (rows_needed, positions_needed) = given, needed
     most = runners[0].decoder.spec.max_positions
     if max_length is not None and max_length > most:
@@ -244,7 +288,11 @@ def _capacity(
     budget = int(_free_memory(device) * _SHARE[device.type])
 
     def bytes_of(positions: int) -> int:
-        return sum(KVCache.bytes_per_row(r.decoder.spec, positions, r.decoder.dtype) for r in runners)
+        lengths = (positions, stretch * positions)
+        return sum(
+            KVCache.bytes_per_row(runner.decoder.spec, length, runner.decoder.dtype)
+            for runner, length in zip(runners, lengths, strict=False)
+        )
 
     def shrunk(positions: int, rows: int, fewest: int) -> int:
         while positions > fewest and rows * bytes_of(positions) > budget:

@@ -14,32 +14,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foredraft.decode.draft import Drafter
     from foredraft.decode.policy import Policy
+    from foredraft.drafters.vocabulary import VocabularyMap
     from foredraft.model.runner import Runner
+    from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["DRAFTERS", "POLICIES", "DrafterKind", "Parts", "PolicyKind", "default_drafter"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a drafter may be made of; rows, positions: as the target's cache has."""
+    """What a drafter may be made of; rows, positions: as the target's cache has.
+
+    tokenizers: the target's and the draft's. vocabulary: between the two, None where their ids are the same.
+    """
 
     target: Runner
     draft: Runner | None
     rows: int
     positions: int
+    tokenizers: tuple[Tokenizer | None, ...] = ()
+    vocabulary: VocabularyMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
     """A line of the drafters' table.
 
-    make: None where nothing drafts. needs_draft: it is made of a draft model. stepper: it gives logits, from
-    which a draft is sampled or taken greedily. lossless: the output has exactly the target's law.
+    make: None where nothing drafts. needs_draft: it is made of a draft model, which has the target's
+    tokenizer or, if the drafter `retokenizes`, another. stretch: positions of the draft's cache for each of
+    the target's. stepper: it gives logits, from which a draft is sampled or taken greedily. lossless: the
+    output has exactly the target's law.
     """
 
     summary: str
     make: Callable[[Parts], Drafter] | None
     needs_draft: bool = False
+    retokenizes: bool = False
+    stretch: int = 1
     stepper: bool = False
     lossless: bool = True
 
@@ -58,6 +69,9 @@ def _in(module: str) -> Any:
     return import_module(f"foredraft.{module}")
 
 
+# A draft's tokens for one of the target's that there is room for: few vocabularies are twice as fine.
+RETOKENIZED = 2
+
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind("plain decoding", None),
     "lookup": DrafterKind(
@@ -66,9 +80,20 @@ DRAFTERS: dict[str, DrafterKind] = {
     ),
     "draft-model": DrafterKind(
         "a small model with the same tokenizer drafts",
-        lambda parts: _in("drafters.draft_model").DraftModel(parts.draft, parts.rows, parts.positions),
+        lambda parts: _in("drafters.draft_model").DraftModel(
+            parts.draft, parts.rows, parts.positions, parts.vocabulary
+        ),
         needs_draft=True,
         stepper=True,
+    ),
+    "retokenize": DrafterKind(
+        "a small model with another tokenizer drafts text, encoded anew for the target",
+        lambda parts: _in("drafters.retokenize").Retokenize(
+            parts.draft, parts.rows, RETOKENIZED * parts.positions, *parts.tokenizers
+        ),
+        needs_draft=True,
+        retokenizes=True,
+        stretch=RETOKENIZED,
     ),
 }
 
@@ -84,6 +109,8 @@ POLICIES: dict[str, PolicyKind] = {
 }
 
 
-def default_drafter(draft_given: bool) -> str:
-    """Who drafts where nobody is named."""
-    return "draft-model" if draft_given else "none"
+def default_drafter(draft_given: bool, other_tokenizer: bool = False) -> str:
+    """Who drafts where nobody is named; other_tokenizer: the draft model has one of its own."""
+    if not draft_given:
+        return "none"
+    return "retokenize" if other_tokenizer else "draft-model"

@@ -444,7 +444,7 @@ sys.exit(main())
     command = [sys.executable, "-c", script]
     told = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
     assert "oracle: the future drafts (not lossless)" in told
-    assert "[choices: none, lookup, draft-model, oracle]" in told
+    assert "[choices: none, lookup, draft-model, retokenize, oracle]" in told
     assert "bold: as long as can be" in told
     assert "and 3 with bold" in told
     ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]

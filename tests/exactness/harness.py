@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from forking import ForkingNoise
-from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model
+from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model, mapped, retokenize
 from tabular import Table, Tabular, TokenCache
 
 from foredraft.decode.draft import Draft, RoundInputs
@@ -17,10 +17,11 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.retokenize import Retokenize
 from foredraft.model.runner import Forward
 
 CPU = torch.device("cpu")
-DRAFTERS = (None, "draft-model", "tapping", "script", "lookup")
+DRAFTERS = (None, "draft-model", "tapping", "script", "lookup", "mapped", "retokenize")
 
 
 class CheckedEngine(Engine):
@@ -54,9 +55,18 @@ class CheckedEngine(Engine):
             if sequence.constraint is not None:
                 assert sequence.constraint.length == len(sequence.new_ids)
             if sequence.drafter is not None:
-                for cache in self.drafters[sequence.drafter].caches:
+                drafter = self.drafters[sequence.drafter]
+                vocabulary = getattr(drafter, "vocabulary", None)
+                for cache in drafter.caches:
                     assert cache.lengths[row] <= length
-                    _check_row(cache, row, sequence.tokens[: cache.lengths[row]])
+                    tokens = sequence.tokens[: cache.lengths[row]]
+                    if vocabulary is not None:
+                        tokens = [vocabulary.draft_ids[token] for token in tokens]
+                    _check_row(cache, row, tokens)
+        retokenize = self.drafters["retokenize"]
+        assert isinstance(retokenize, Retokenize)
+        for row, tokens in enumerate(retokenize._rows):  # its rows are its own affair
+            _check_row(retokenize.cache, row, tokens)  # type: ignore[arg-type]
         assert all(
             cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows)
         )
@@ -79,7 +89,7 @@ def make_engine(
     forgetful: bool = False,
     script: Callable[[Sequence, int], list[int]] | None = None,
 ) -> CheckedEngine:
-    """An engine with one drafter of each kind: "draft-model", "tapping", "script" and "lookup"."""
+    """An engine with one drafter of each kind: all that `DRAFTERS` names."""
     model = target if isinstance(target, Tabular) else Tabular(target)
     draft = draft or model.table
     cache = model.new_cache(rows, positions)
@@ -88,6 +98,8 @@ def make_engine(
         TappingStepper(model, cache, draft, forgetful=forgetful),
         ScriptedGuesser(script or arbitrary(model.vocabulary)),
         Lookup(2),
+        mapped(draft, rows, positions),
+        retokenize(draft, rows, positions),
     ]
     return CheckedEngine(
         model,  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import tokenizers
 import torch
 from tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
 from torch import Tensor
@@ -16,7 +17,10 @@ from foredraft.decode.law import Law
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.runner import Resume
+from foredraft.model.tokenizer import Tokenizer
 
 # --- drafters ---------------------------------------------------------------------------------------
 
@@ -24,6 +28,38 @@ from foredraft.model.runner import Resume
 def draft_model(table: Table, rows: int, positions: int) -> DraftModel:
     """The shipped draft model, over a tabular one."""
     return DraftModel(Tabular(table), rows, positions)  # type: ignore[arg-type]
+
+
+def mapped(table: Table, rows: int, positions: int) -> DraftModel:
+    """The same behind other ids: each is one further on, the target's last is lacking, and the first is extra."""
+    size = table.vocabulary
+    pairs = [(id, id + 1) for id in range(size - 1)]
+    vocabulary = VocabularyMap(pairs, (size, size), 0, torch.device("cpu"))
+    model = DraftModel(Tabular(table), rows, positions, vocabulary)  # type: ignore[arg-type]
+    model.name = "mapped"
+    return model
+
+
+def retokenize(table: Table, rows: int, positions: int) -> Retokenize:
+    """The shipped one, over a tabular model and two tokenizers of a few letters that cut a text differently."""
+    model = Tabular(table)
+    model.decoder.device = torch.device("cpu")
+    size = table.vocabulary
+    target = letters(size, ["ab", "ca", "abc", "bb"], special=size - 1)
+    draft = letters(size, ["bc", "ba", "aa", "bca"], special=0)
+    return Retokenize(model, rows, 4 * positions, target, draft)  # type: ignore[arg-type]
+
+
+def letters(size: int, merged: list[str], special: int) -> Tokenizer:
+    """`size` tokens: one special, the letters a to c as far as they go, and merged ones."""
+    pieces = [*"abc"[: size - 1], *merged][: size - 1]
+    pieces.insert(special, "<s>")
+    vocabulary = {piece: id for id, piece in enumerate(pieces)}
+    merges = [(piece[:-1], piece[-1]) for piece in pieces if piece in merged]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.add_special_tokens(["<s>"])
+    return Tokenizer(inner)
 
 
 class TappingStepper:
@@ -329,4 +365,6 @@ __all__ = [
     "arbitrary",
     "draft_model",
     "foreseeing",
+    "mapped",
+    "retokenize",
 ]

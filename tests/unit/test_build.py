@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import alphabets
 import checkpoints
 import foredraft
 from foredraft import CheckpointError, ConfigError, SamplingParams, build, kinds
@@ -27,6 +28,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     checkpoints.save_checkpoint(folder / "big", tokenizer=True, seed=1)
     checkpoints.save_checkpoint(folder / "small", tokenizer=True, seed=2, num_hidden_layers=1)
+    checkpoints.save_checkpoint(
+        folder / "foreign", tokenizer=True, seed=3, num_hidden_layers=1, vocab_size=300
+    )
     checkpoints.save_checkpoint(
         folder / "long", tokenizer=True, seed=1, num_hidden_layers=1, max_position_embeddings=131072
     )
@@ -75,7 +79,8 @@ def test_a_new_policy_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
-    draft = models / "small" if DRAFTERS[name].needs_draft else None
+    kind = DRAFTERS[name]
+    draft = models / ("foreign" if kind.retokenizes else "small") if kind.needs_draft else None
     llm = load(models, drafter=name, draft=draft)
     assert llm.default_drafter == (None if name == "none" else name)
     assert all(drafter.name == key for key, drafter in llm.engine.drafters.items())
@@ -123,27 +128,88 @@ def test_a_draft_that_is_not_the_default_drafter(models: Path, drafter: str) -> 
     assert drafter != "none" or output.stats.drafted == 0
 
 
-def test_a_draft_of_another_vocabulary_is_refused_with_both_names(models: Path, tmp_path: Path) -> None:
-    wide = checkpoints.save_checkpoint(tmp_path / "wide", vocab_size=400, tokenizer=True)
-    with pytest.raises(ConfigError) as told:
-        load(models, draft=wide)
-    for part in (str(models / "big"), "vocabulary 384", str(wide), "vocabulary 400"):
-        assert part in str(told.value)
-    # of the same size, but its ids mean something else
-    swapped = checkpoints.save_checkpoint(tmp_path / "swapped", tokenizer=True)
-    file = swapped / "tokenizer.json"
-    text = file.read_text(encoding="utf-8")
-    file.write_text(
-        text.replace('"a":', '"@":').replace('"b":', '"a":').replace('"@":', '"b":'), encoding="utf-8"
-    )
-    with pytest.raises(ConfigError) as told:
-        load(models, draft=swapped)
-    assert str(models / "big") in str(told.value) and str(swapped) in str(told.value)
+def test_the_drafts_tokenizer_decides_who_drafts(models: Path, tmp_path: Path) -> None:
+    llm = load(models, draft=models / "foreign")
+    assert llm.default_drafter == "retokenize"
+    assert set(llm.engine.drafters) == {"lookup", "retokenize"}
+    assert llm.generate("a b c", GREEDY)[0].stats.drafted > 0
+    # of other ids and another size, but of one tokenizer
+    relative = checkpoints.save_checkpoint(tmp_path / "relative", vocab_size=400)
+    alphabets.save(alphabets.permuted(checkpoints.tiny_tokenizer())[0], relative)
+    llm = load(models, draft=relative)
+    assert llm.default_drafter == "draft-model"
+    assert set(llm.engine.drafters) == {"lookup", "draft-model"}
+    assert llm.engine.drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
+    same = load(models, draft=models / "small").engine.drafters["draft-model"]
+    assert same.vocabulary is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafter", "told"),
+    [
+        ("foreign", "draft-model", "has another tokenizer than the target .*big; give drafter='retokenize'"),
+        ("small", "retokenize", "has the tokenizer of the target .*big; give drafter='draft-model'"),
+    ],
+)
+def test_the_wrong_kind_of_drafter_is_told_the_right_one(
+    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, drafter: str, told: str
+) -> None:
+    monkeypatch.setattr(build, "load_decoder", None)  # before anything large is read
+    with pytest.raises(
+        ConfigError, match=f"drafter is '{drafter}', but the draft model .*{draft} {told}"
+    ) as said:
+        load(models, draft=models / draft, drafter=drafter)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("without", [["big"], ["draft"], ["big", "draft"]])
+def test_a_folder_without_a_tokenizer(models: Path, tmp_path: Path, without: list[str]) -> None:
+    """Vocabularies of one size are taken for one; those of two need their files."""
+    for size in (384, 400):
+        folders = {"big": tmp_path / f"big{size}", "draft": tmp_path / f"draft{size}"}
+        checkpoints.save_checkpoint(folders["big"], tokenizer=True)
+        checkpoints.save_checkpoint(folders["draft"], tokenizer=True, vocab_size=size)
+        for name in without:
+            (folders[name] / "tokenizer.json").unlink()
+        if size == 384:
+            llm = foredraft.load(folders["big"], draft=folders["draft"], device="cpu")
+            assert llm.default_drafter == "draft-model"
+            assert llm.generate([5, 6, 7], GREEDY)[0].token_ids
+            continue
+        with pytest.raises(ConfigError) as told:
+            foredraft.load(folders["big"], draft=folders["draft"], device="cpu")
+        for part in (str(folders["big"]), "384", str(folders["draft"]), "400"):
+            assert part in str(told.value)
+        assert str(told.value).endswith(f"put the tokenizer.json that is missing into {folders[without[0]]}")
+
+
+def test_a_retokenizing_draft_has_room_for_its_own_tokens(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the positions, and they count as memory."""
+    llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
+    drafter = llm.engine.drafters["retokenize"]
+    assert drafter.cache.positions == drafter.positions == 1400  # type: ignore[attr-defined]
+    assert drafter.cache.rows == 2  # type: ignore[attr-defined]
+    spec = llm.spec
+    row = 2 * spec.kv_heads * spec.head_dim * 4
+    both = (
+        spec.layers * 2048 + 1 * 2048
+    ) * row  # stored positions, by 1024 and with room to write past the end
+    for budget, fits in ((2 * both, True), (2 * both - 1, False)):
+        monkeypatch.setattr(build, "_free_memory", lambda device, budget=budget: 2 * budget)
+        if fits:
+            load(models, draft=models / "foreign", max_length=700, max_batch=2)
+        else:
+            with pytest.raises(ConfigError, match="2 sequences of 700 positions need"):
+                load(models, draft=models / "foreign", max_length=700, max_batch=2)
 
 
 def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
     with pytest.raises(ConfigError, match="draft_sampling is 'greedy', but no model drafts"):
         load(models, drafter="lookup", draft_sampling="greedy")
+    with pytest.raises(ConfigError, match="'greedy', but the draft model .*foreign has another tokenizer"):
+        load(models, draft=models / "foreign", draft_sampling="greedy")
     load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")  # a request may name it
 
 

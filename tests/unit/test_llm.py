@@ -319,7 +319,7 @@ def test_load_refuses_what_it_cannot_honour(folders: tuple[Path, Path], tmp_path
     target, _ = folders
     other = checkpoints.save_checkpoint(tmp_path / "other", vocab_size=400, tokenizer=True)
     with pytest.raises(ConfigError, match=r"other .*has another tokenizer than the target .*target"):
-        foredraft.load(target, draft=other, device="cpu")
+        foredraft.load(target, draft=other, drafter="draft-model", device="cpu")
     for option, value in (
         ("drafter", "eagle"),
         ("policy", "psychic"),

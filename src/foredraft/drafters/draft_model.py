@@ -1,8 +1,9 @@
-"""Draft model: a small model with the target's vocabulary proposes (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft model: a small model with the target's tokenizer proposes (Leviathan et al. 2023; Chen et al. 2023).
 
 It has its own cache, whose rows follow the batch's. It reads what it has not read yet, usually the
 pending token, or that and the last drafted one after a draft accepted whole: no special case, since a
 drafter that is behind reads `tokens[its length:]`. Its passes may use any shape: only q comes of them.
+Where its vocabulary is not the target's own, a `VocabularyMap` stands between the two, both ways.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Resume, Runner, next_chunk
 
@@ -22,13 +24,16 @@ class DraftModel:
     """A Stepper over a Runner of its own.
 
     rows, positions: as the target's cache has; max_length: positions the draft model was trained for.
+    vocabulary: None where ids mean the same on both sides.
     """
 
     name = "draft-model"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, runner: Runner, rows: int, positions: int) -> None:
-        self.runner = runner
+    def __init__(
+        self, runner: Runner, rows: int, positions: int, vocabulary: VocabularyMap | None = None
+    ) -> None:
+        self.runner, self.vocabulary = runner, vocabulary
         self.max_length: int | None = min(positions, runner.decoder.spec.max_positions)
         self.cache = runner.new_cache(rows, positions)
         self.caches: tuple[KVCache, ...] = (self.cache,)
@@ -40,7 +45,10 @@ class DraftModel:
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
         while start < stop:
             end = next_chunk(start, stop, self.runner.chunk)
-            self.runner.prefill(self.cache, sequence.row, sequence.tokens[start:end], start)
+            tokens = sequence.tokens[start:end]
+            if self.vocabulary is not None:
+                tokens = [self.vocabulary.draft_ids[token] for token in tokens]
+            self.runner.prefill(self.cache, sequence.row, tokens, start)
             start = end
         self.cache.lengths[sequence.row] = max(self.cache.lengths[sequence.row], stop)
 
@@ -50,11 +58,14 @@ class DraftModel:
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             if not idle[row]:
                 self._read[row] = start + count
+        if self.vocabulary is not None:
+            tokens = self.vocabulary.read(tokens)
         forward = self.runner.forward(
             self.cache, tokens, starts, idle=idle, counts=counts, at=at, exact=False
         )
         assert forward.logits is not None
-        return forward.logits[:, 0]
+        logits = forward.logits[:, 0]
+        return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
     def resume(self) -> Resume | None:
         return None

@@ -70,6 +70,16 @@ class Tokenizer:
         """Whether the id has a token."""
         return self._inner.id_to_token(id) is not None
 
+    @property
+    def inner(self) -> tokenizers.Tokenizer:
+        """The library's own object, to read its tables from; nobody changes it."""
+        return self._inner
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+        return frozenset(self._special)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids

@@ -1,0 +1,401 @@
+"""A draft model with another tokenizer: what it says reaches the target byte by byte, and is accepted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import alphabets
+import checkpoints
+import foredraft
+from checkpoints import TEXT
+from foredraft import SamplingParams
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.spelling import Spelling
+from foredraft.model.runner import Forward
+from planting import Mutant, assert_caught
+
+TOKENIZERS = {name: alphabets.make(name) for name in alphabets.KINDS}
+SPELLINGS = {name: Spelling(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+PAIRS = [pair for pair in itertools.product(SPELLINGS, SPELLINGS) if pair[0] != pair[1]]
+TRUTH = TEXT + "A second look, and  a third: großer 🙂 Deich."
+BUDGET = 4
+
+
+class Prophet:
+    """A runner that knows what comes: the next token of `truth` after the text that its cache row holds.
+
+    It reads the text from the cache, so a stale row says something else. broken: forwards with NaN to come.
+    """
+
+    def __init__(self, spelling: Spelling, truth: str = TRUTH, *, positions: int = 10_000) -> None:
+        self.spelling, self.truth = spelling, truth.encode()
+        self.decoder = SimpleNamespace(
+            device=torch.device("cpu"), spec=SimpleNamespace(max_positions=positions, vocab_size=700)
+        )
+        self.chunk, self.max_queries = 32, 8
+        self.forwarded = 0
+        self.broken = 0
+        self.zeroed: list[int] = []
+
+    def new_cache(self, rows: int, positions: int) -> Any:
+        self.rows: list[list[int]] = [[] for _ in range(rows)]
+        self.positions = positions
+        return SimpleNamespace(zero_row=self.zero_row)
+
+    def zero_row(self, row: int) -> None:
+        self.rows[row].clear()
+        self.zeroed.append(row)
+
+    def prefill(self, cache: Any, row: int, tokens: list[int], start: int) -> None:
+        assert start // self.chunk == (start + len(tokens) - 1) // self.chunk
+        assert start <= len(self.rows[row]), "it skipped a position"
+        assert start + len(tokens) <= self.positions
+        self.rows[row][start:] = tokens
+        self.forwarded += len(tokens)
+
+    def forward(
+        self, cache: Any, tokens: Tensor, starts: list[int], *, first_row: int, at: Tensor, exact: bool
+    ) -> Forward:
+        assert not exact
+        assert tokens.shape[1] <= self.max_queries
+        (start,) = starts
+        for place, token in enumerate(tokens[0].tolist()):
+            self.prefill(cache, first_row, [token], start + place)
+        assert at.tolist() == [tokens.shape[1] - 1]
+        logits = torch.zeros(1, 1, 700)
+        logits[0, 0, self.next(self.rows[first_row])] = 9.0
+        if self.broken:
+            self.broken -= 1
+            logits[0, 0, 5] = float("nan")
+        return Forward(logits, logits, {})
+
+    def next(self, ids: list[int]) -> int:
+        said = b"".join(self.spelling.of(id) or b"" for id in ids)
+        said = said[1:] if self.spelling.pads else said
+        if not self.truth.startswith(said) or said == self.truth:
+            return 2  # </s>
+        start = len(said)
+        while self.truth[start] & 0xC0 == 0x80:  # within a character
+            start -= 1
+        for id in self.spelling.spell(self.truth[start:].decode()):
+            if start == len(said):
+                return id
+            start += len(self.spelling.of(id) or b"")
+        return 2
+
+
+def drafter_of(pair: tuple[str, str], rows: int = 2, positions: int = 10_000, **more: Any) -> Retokenize:
+    prophet: Any = Prophet(SPELLINGS[pair[1]], **more)
+    return Retokenize(prophet, rows, positions, TOKENIZERS[pair[0]], TOKENIZERS[pair[1]])
+
+
+def sequence_of(id: int, tokens: list[int]) -> Sequence:
+    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafter="retokenize")
+    made.proven = True
+    return made
+
+
+def follow(drafter: Retokenize, sequence: Sequence, ids: list[int]) -> tuple[int, int]:
+    """Rounds of a target that says `ids` -> tokens drafted and accepted."""
+    drafted = accepted = 0
+    while len(sequence.tokens) < len(ids):
+        rest = ids[len(sequence.tokens) :]
+        guess = drafter.propose(sequence, min(BUDGET, len(rest)))
+        assert len(guess) <= BUDGET
+        right = next((at for at, (a, b) in enumerate(zip(guess, rest, strict=False)) if a != b), len(guess))
+        drafted, accepted = drafted + len(guess), accepted + right
+        sequence.tokens += rest[: right + 1]
+        drafter.rewind(sequence)
+    return drafted, accepted
+
+
+def accepted_in(pair: tuple[str, str]) -> float:
+    ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
+    drafter, sequence = drafter_of(pair), sequence_of(1, ids[:9])
+    drafter.join(sequence)
+    drafted, accepted = follow(drafter, sequence, ids)
+    assert drafted > 0.7 * (len(ids) - 9) * BUDGET / (BUDGET + 1)
+    return accepted / drafted
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_draft_that_says_the_same_is_accepted(pair: tuple[str, str]) -> None:
+    assert accepted_in(pair) > 0.85
+
+
+TAILS = st.lists(st.integers(0, 383), max_size=12)
+SAID = st.one_of(
+    st.text(st.sampled_from("ab \nwölf🙂<s>い"), max_size=12).map(str.encode), st.binary(max_size=8)
+)
+
+
+def byte_exact(name: str, tail: list[int], said: bytes) -> None:
+    drafter = drafter_of((name, "byte-level"))
+    guess = drafter._spelled([1, *tail], said)
+    assert said.startswith(SPELLINGS[name].join(guess))
+    assert all(SPELLINGS[name].of(id) is not None for id in guess), "a special token is not text"
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@settings(max_examples=60)
+@given(tail=TAILS, said=SAID)
+def test_only_what_was_said_is_proposed(name: str, tail: list[int], said: bytes) -> None:
+    """After any text, and whatever the draft says."""
+    byte_exact(name, tail, said)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_token_that_would_join_what_follows_stays(name: str) -> None:
+    """Cut anywhere, also where a tokenizer never would: in the middle of a word or of a character."""
+    spelling = SPELLINGS[name]
+    drafter = drafter_of((name, "byte-level"))
+    joined = 0
+    text = " the target checks all of them, Deich"
+    for cut in range(1, len(text)):
+        before = [1, *spelling.spell(text[:cut])]
+        said = text[cut:].encode()
+        guess = drafter._spelled(before, said)
+        assert spelling.join(guess) == said, "none of it is lost"
+        whole = spelling.spell(text)
+        joined += [*before[1:], *guess] != whole
+        if before[1:] == whole[: len(before) - 1]:
+            assert before[1:] + guess == whole, "as the tokenizer itself would go on"
+    assert joined > 5
+    cut_off = spelling.spell("🙃")[:-1]
+    rest = "🙃 and".encode()[len(spelling.join(cut_off)) :]
+    assert spelling.join(drafter._spelled([1, *cut_off], rest)) == rest
+
+
+def test_the_text_that_is_held_must_come_first() -> None:
+    """The target has said half a character: the draft's next character begins with it, or nothing is proposed."""
+    spelling = SPELLINGS["byte-level"]
+    ids = [1, *spelling.encode("a third: 🙃 and")]
+    held = next(at for at in range(len(ids)) if b"\xf0" in (spelling.of(ids[at]) or b"")) + 1
+    for truth, right in (("a third: 🙃 and", True), ("a third: 🙂 and", False), ("a third: then", False)):
+        for tokens in (ids[:held], ids[: held + 1]):
+            drafter, sequence = (
+                drafter_of(("byte-level", "sentencepiece"), truth=truth),
+                sequence_of(1, tokens),
+            )
+            drafter.join(sequence)
+            guess = drafter.propose(sequence, 6)
+            if right:
+                assert guess == ids[len(tokens) :][: len(guess)]
+                assert guess
+            elif not truth.encode().startswith(spelling.join(tokens[1:])):
+                assert guess == []
+
+
+def test_rejections_leave_no_trace() -> None:
+    """Whatever was rejected and however far the text goes back, the next draft is a fresh drafter's."""
+    for pair in PAIRS[::3]:
+        no_trace(pair)
+
+
+def no_trace(pair: tuple[str, str]) -> None:
+    dice = random.Random(5)
+    ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
+    drafter, sequence = drafter_of(pair), sequence_of(1, ids[:5])
+    drafter.join(sequence)
+    for place in range(6, 120):
+        drafter.propose(sequence, BUDGET)
+        sequence.tokens[:] = ids[:place]
+        if dice.random() < 0.3:  # another token than what was said, then taken back
+            sequence.tokens[-1:] = [40, 41]
+            drafter.rewind(sequence)
+            drafter.propose(sequence, BUDGET)
+            sequence.tokens[:] = ids[: place - dice.randrange(3)]
+        drafter.rewind(sequence)
+        other, fresh = drafter_of(pair), sequence_of(2, sequence.tokens)
+        other.join(fresh)
+        assert drafter.propose(sequence, BUDGET) == other.propose(fresh, BUDGET)
+
+
+def test_it_reads_each_token_once() -> None:
+    pair = "byte-level", "sentencepiece"
+    ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
+    drafter, sequence = drafter_of(pair), sequence_of(1, ids[:100])
+    drafter.join(sequence)
+    prophet: Any = drafter.runner
+    drafter.propose(sequence, BUDGET)
+    read = len(drafter._seats[1].translation.tokens())
+    assert prophet.forwarded < read + 4 * BUDGET
+    prophet.forwarded = 0
+    sequence.tokens = ids[:103]
+    drafter.rewind(sequence)
+    drafter.propose(sequence, BUDGET)
+    assert prophet.forwarded < 25
+    # one who begins with the same text finds it read
+    drafter.leave(sequence)
+    sibling = sequence_of(2, ids[:100])
+    drafter.join(sibling)
+    prophet.forwarded = 0
+    assert drafter.propose(sibling, BUDGET) == ids[100 : 100 + BUDGET]
+    assert prophet.forwarded < 25
+
+
+def test_sequences_have_their_own_rows() -> None:
+    pair = "byte-level", "metaspace"
+    truths = [TRUTH, TRUTH[40:], TRUTH[80:]]
+    drafter = drafter_of(pair, rows=2)
+    prophet: Any = drafter.runner
+    whole = [[1, *SPELLINGS[pair[0]].encode(truth)] for truth in truths]
+    ahead = [sequence_of(at, ids[:10]) for at, ids in enumerate(whole)]
+    for turn in range(12):
+        for at, (sequence, ids) in enumerate(zip(ahead[:2], whole, strict=False)):
+            if turn == 0:
+                drafter.join(sequence)
+            prophet.truth = truths[at].encode()
+            drafted, accepted = follow(drafter, sequence, ids[: 20 + 6 * turn])
+            assert accepted > drafted // 2
+    drafter.leave(ahead[0])
+    drafter.leave(ahead[0])  # over already
+    drafter.join(ahead[2])
+    prophet.truth = truths[2].encode()
+    drafted, accepted = follow(drafter, ahead[2], whole[2][:60])
+    assert accepted > drafted // 2
+
+
+def test_a_text_beyond_its_positions_gets_no_drafts() -> None:
+    pair = "byte-level", "sentencepiece"
+    for limit in ({"positions": 60}, {"trained": 60}):
+        drafter = drafter_of(pair, positions=limit.get("positions", 500))
+        if "trained" in limit:
+            prophet: Any = Prophet(SPELLINGS[pair[1]], positions=60)
+            drafter = Retokenize(prophet, 2, 500, TOKENIZERS[pair[0]], TOKENIZERS[pair[1]])
+        assert drafter.positions == 60
+        ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
+        sequence = sequence_of(1, ids[:9])
+        drafter.join(sequence)
+        follow(drafter, sequence, ids)
+        assert drafter.propose(sequence, BUDGET) == []
+        assert 50 < len(drafter._rows[0]) <= 60
+
+
+def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) -> None:
+    pair = "byte-level", "sentencepiece"
+    ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
+    drafter, sequence = drafter_of(pair), sequence_of(1, ids[:20])
+    prophet: Any = drafter.runner
+    drafter.join(sequence)
+    row = drafter._seats[1].row
+    for fault in (1, 2):
+        assert drafter.propose(sequence, BUDGET) != []
+        prophet.broken = 2
+        assert drafter.propose(sequence, BUDGET) == []
+        prophet.broken = 0
+        assert (prophet.zeroed, prophet.rows[row]) == ([row] * fault, [])
+    assert drafter.propose(sequence, BUDGET) == [], "the second time is the last"
+    assert "request 1 goes on without retokenize" in caplog.text
+    drafter.leave(sequence)
+    heir = sequence_of(2, ids[:20])
+    drafter.join(heir)
+    assert drafter.propose(heir, BUDGET) != []
+    # a pass that broke off may have left anything
+    heir.proven = False
+    drafter.leave(heir)
+    assert prophet.zeroed == [row] * 4
+    assert prophet.rows[row] == []
+
+
+def test_a_prompt_without_text() -> None:
+    """Special tokens alone, of which the draft has none, or no BOS: it says nothing, or begins a text."""
+    for pair in PAIRS:
+        drafter = drafter_of(pair)
+        for id, tokens in enumerate(([1], [2], [1, 0, 2], [383])):
+            sequence = sequence_of(id, tokens)
+            drafter.join(sequence)
+            assert len(drafter.propose(sequence, BUDGET)) <= BUDGET
+            drafter.leave(sequence)
+
+
+# --- whole models ---------------------------------------------------------------------------------------
+
+PROMPTS = ["def accept(draft, p, q):", "Zwölf Boxkämpfer jagen", "🙂👍🏽 Съешь", "the <s> target"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for seed, (name, make) in enumerate(alphabets.KINDS.items()):
+        inner = make()
+        made = checkpoints.save_checkpoint(
+            folder / name, seed=seed, num_hidden_layers=2, vocab_size=inner.get_vocab_size()
+        )
+        alphabets.save(inner, made)
+    return folder
+
+
+@pytest.mark.parametrize("pair", [PAIRS[1], PAIRS[7], PAIRS[9]], ids="-".join)
+def test_the_text_is_the_targets_own(models: Path, pair: tuple[str, str]) -> None:
+    alone = foredraft.load(models / pair[0], device="cpu", max_batch=3)
+    llm = foredraft.load(models / pair[0], draft=models / pair[1], device="cpu", max_batch=3)
+    assert llm.default_drafter == "retokenize"
+    wishes = [
+        SamplingParams(temperature=0, max_new_tokens=40),
+        SamplingParams(max_new_tokens=30, seed=4),
+        SamplingParams(temperature=0, max_new_tokens=40, speculation="lookup"),
+        SamplingParams(temperature=0, max_new_tokens=40),
+    ]
+    plain = alone.generate(
+        PROMPTS, [SamplingParams(**{**_fields(w), "speculation": "none"}) for w in wishes], n=2
+    )
+    drafted = llm.generate(PROMPTS, wishes, n=2)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert sum(output.stats.drafted for output in drafted) > 50
+    assert all(output.lossless for output in drafted)
+    drafter: Any = llm.engine.drafters["retokenize"]
+    assert sorted(drafter._free) == [0, 1, 2]
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+
+
+RETOKENIZE = Retokenize
+DEFECTS: list[tuple[str, Any, str, str]] = [
+    ("the draft's row is not rolled back", RETOKENIZE._catch_up, "if read[at] != tokens[at]", "if False"),
+    ("rolled back one too little", RETOKENIZE._catch_up, "del read[start:]", "start = min(start + 1, len(tokens) - 1)"),
+    ("the text is not rolled back", RETOKENIZE.rewind, "self._seats[sequence.id].translation.keep(len(sequence.tokens))", "pass"),
+    ("a joined token is proposed", RETOKENIZE._spelled, "if place == len(window):", "if place >= len(window):"),
+    ("the boundary one off", RETOKENIZE._spelled, "return ids[at:]", "return ids[at + 1 :]"),
+    ("the window again", RETOKENIZE._spelled, "return ids[at:]", "return ids"),
+    ("held bytes said twice", RETOKENIZE.propose, "said[len(held) :]", "said"),
+    ("whatever the held bytes are", RETOKENIZE.propose, "if not said.startswith(held):", "if False:"),
+    ("any bytes", Spelling.spell, "kept = self._agreeing(ids, data)", "kept = ids"),
+    ("what was not read is in the row", RETOKENIZE._continue, "*said[:-1]]", "*said]"),
+    ("a rotten row is passed on", RETOKENIZE.leave, "if seat.faults or not sequence.proven:", "if False:"),
+    ("no end of positions", RETOKENIZE.propose, "self.positions - len(tokens))", "99)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
+def test_defects_are_caught(
+    defect: tuple[str, Any, str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, function, old, new = defect
+
+    def check() -> None:
+        for spelling in SPELLINGS:
+            test_a_token_that_would_join_what_follows_stays(spelling)
+            for tail, said in (([50, 60], b"lo"), ([], b" a<s>b"), ([300, 301], "い".encode())):
+                byte_exact(spelling, tail, said)
+        for pair in PAIRS[::4]:
+            no_trace(pair)
+            assert accepted_in(pair) > 0.85
+        test_the_text_that_is_held_must_come_first()
+        test_what_is_not_finite_is_not_proposed(caplog)
+        test_a_text_beyond_its_positions_gets_no_drafts()
+
+    assert_caught(Mutant(name, ((function, old, new),), check), monkeypatch)

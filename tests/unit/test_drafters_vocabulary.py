@@ -1,0 +1,255 @@
+"""Vocabularies of relatives: whose tokenizer is the same, and the law over the target's ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+import alphabets
+import checkpoints
+import foredraft
+from foredraft import SamplingParams
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
+from foredraft.model.tokenizer import Tokenizer
+from planting import Mutant, assert_caught
+
+CPU = torch.device("cpu")
+INNER = checkpoints.tiny_tokenizer()
+PROMPTS = ["def accept(draft, p, q):", "Zwölf Boxkämpfer jagen", "🙂👍🏽 Съешь", "the target checks"]
+
+
+def with_specials(inner: tokenizers.Tokenizer, *specials: str) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer.from_str(inner.to_str())
+    made.add_special_tokens(list(specials))
+    return made
+
+
+def moved(*specials: str, seed: int = 0) -> tuple[tokenizers.Tokenizer, list[int]]:
+    """The tokenizer under other ids, special tokens behind them; and the new id of each old or special one."""
+    inner, new = alphabets.permuted(INNER, seed)
+    return with_specials(inner, *specials), [*new, *range(len(new), len(new) + len(specials))]
+
+
+def set_in(*path: str, to: Any) -> Any:
+    def change(content: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = to
+
+    return change
+
+
+def without_pieces(count: int) -> Any:
+    """The last pieces and their merges."""
+
+    def change(content: dict[str, Any]) -> None:
+        model = content["model"]
+        kept = len(model["vocab"]) - count
+        model["vocab"] = {piece: id for piece, id in model["vocab"].items() if id < kept}
+        model["merges"] = model["merges"][: len(model["merges"]) - count]
+
+    return change
+
+
+def without_merges(content: dict[str, Any]) -> None:
+    """The pieces are there, and never come about."""
+    content["model"]["merges"] = content["model"]["merges"][:-20]
+
+
+def swapped_merges(content: dict[str, Any]) -> None:
+    merges = content["model"]["merges"]
+    merges[3], merges[40] = merges[40], merges[3]
+
+
+SAME: dict[str, Any] = {
+    "itself": lambda: INNER,
+    "more special tokens": lambda: with_specials(INNER, "<tool>", "<think>"),
+    "other ids": lambda: alphabets.permuted(INNER)[0],
+    "a few pieces fewer": lambda: alphabets.changed(INNER, without_pieces(3)),
+    "no pre-tokenizer": lambda: alphabets.changed(INNER, set_in("pre_tokenizer", to=None)),
+    "no post-processor": lambda: alphabets.changed(INNER, set_in("post_processor", to=None)),
+}
+OTHER: dict[str, Any] = {
+    "another vocabulary": lambda: checkpoints.tiny_tokenizer(600),
+    "fewer pieces": lambda: alphabets.changed(INNER, without_pieces(20)),
+    "fewer merges": lambda: alphabets.changed(INNER, without_merges),
+    "merges in another order": lambda: alphabets.changed(INNER, swapped_merges),
+    "another pre-tokenizer": lambda: alphabets.changed(
+        with_specials(INNER, "<x>"), set_in("pre_tokenizer", "add_prefix_space", to=True)
+    ),
+    "pieces that mean other text": lambda: alphabets.changed(
+        with_specials(INNER, "<x>"), set_in("decoder", to={"type": "Fuse"})
+    ),
+    "another type": lambda: alphabets.word_piece(),
+    "SentencePiece": lambda: alphabets.sentencepiece(),
+}
+
+
+@pytest.mark.parametrize("name", [*SAME, *OTHER])
+def test_who_has_the_same_tokenizer(name: str) -> None:
+    relative = Tokenizer((SAME | OTHER)[name]())
+    mine = Tokenizer(INNER)
+    assert same_tokenizer(mine, relative) == same_tokenizer(relative, mine) == (name in SAME)
+
+
+def test_the_two_spellings_of_sentencepiece_are_one_tokenizer() -> None:
+    """A normalizer in the one file does what a pre-tokenizer does in the other."""
+    one, other = alphabets.sentencepiece(), alphabets.sentencepiece(metaspace=True)
+    assert same_tokenizer(Tokenizer(one), Tokenizer(other))
+
+
+def test_the_law_is_over_the_ids_that_both_have() -> None:
+    """The target lacks the draft's 0 and 5, the draft lacks the target's 1 and 6; one is out of the draft's size."""
+    pairs = [(0, 4), (2, 1), (3, 3), (4, 2), (5, 9), (9, 0)]
+    vocabulary = VocabularyMap(pairs, (7, 6), 5, CPU)
+    logits = torch.tensor([[9.0, 1.0, -1.0, 0.5, 2.0, 8.0]])
+    columns = vocabulary.columns(logits)
+    assert columns.shape == (1, 7)
+    assert columns[0, [0, 2, 3, 4]].tolist() == [2.0, 1.0, 0.5, -1.0]
+    for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.6, temperature=3e38)):
+        law, finite = law_of(columns[:, None], SamplingTable.of([params], CPU))
+        q = law.weights(7)[0, 0]
+        assert finite.all()
+        assert q[[1, 5, 6]].tolist() == [0, 0, 0], "what the draft lacks is never drafted"
+        if params.top_k == 0 and params.top_p == 1:
+            torch.testing.assert_close(q[[0, 2, 3, 4]], torch.tensor([2.0, 1.0, 0.5, -1.0]).softmax(0))
+        if params.top_k:
+            assert (q > 0).tolist() == [True, False, True, *[False] * 4], "what only it has takes no place"
+    assert vocabulary.read(torch.arange(7)).tolist() == [4, 5, 1, 3, 2, 5, 5]
+    assert vocabulary.draft_ids == [4, 5, 1, 3, 2, 5, 5]
+
+
+def test_tokens_are_matched_by_their_text() -> None:
+    mine = with_specials(INNER, "<tool>", "<end>")  # 384, 385
+    relative, new = moved("<end>", "<think>")
+    target, draft = Tokenizer(mine), Tokenizer(relative)
+    vocabulary = VocabularyMap.between(target, draft, (400, 390), CPU)
+    assert vocabulary is not None
+    assert vocabulary.draft_ids[:384] == new[:384]
+    assert vocabulary.draft_ids[385] == new[384], "<end>"
+    stand_in = min(new[:3])  # the first of its special tokens
+    assert {vocabulary.draft_ids[id] for id in (384, *range(386, 400))} == {stand_in}
+    columns = vocabulary.columns(torch.arange(390.0)[None])
+    assert columns.isneginf().nonzero()[:, 1].tolist() == [384, *range(386, 400)]
+    assert columns[0, 385] == new[384]
+
+
+def test_an_unknown_token_is_the_stand_in() -> None:
+    inner = alphabets.sentencepiece()
+    vocabulary = VocabularyMap.between(
+        Tokenizer(with_specials(inner, "<x>")), Tokenizer(inner), (421, 420), CPU
+    )
+    assert vocabulary is not None
+    assert vocabulary.draft_ids[420] == inner.token_to_id("<unk>") == 0
+
+
+def test_one_vocabulary_needs_no_map() -> None:
+    mine = Tokenizer(INNER)
+    assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 384), CPU) is None
+    assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 400), CPU) is not None
+
+
+# --- whole models ---------------------------------------------------------------------------------------
+
+
+def relative_of(folder: Path, target: Path, seed: int, padding: int, specials: tuple[str, ...]) -> Path:
+    """The target's own weights under other ids, special tokens and padding that only it has among them. Their
+    logits would win everywhere."""
+    permuted, new = moved(*specials, seed=seed)
+    size = permuted.get_vocab_size() + padding
+    checkpoints.save_checkpoint(folder, seed=1, vocab_size=size)
+    alphabets.save(permuted, folder)
+    old, tensors = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.zeros(size, old[name].shape[1])
+        if name == "lm_head.weight":
+            rows += 50 * old["model.norm.weight"].sign()
+            rows[new[384:]] *= -1  # of either sign: one of them is large
+        rows[new[: old[name].shape[0]]] = old[name]
+        tensors[name] = rows
+    save_file(
+        {**{name: old.get(name, value) for name, value in tensors.items()},
+         **{name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}},
+        folder / "model.safetensors", metadata={"format": "pt"},
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    checkpoints.save_checkpoint(folder / "target", tokenizer=True, seed=1)
+    relative_of(folder / "relative", folder / "target", 5, 9, ("<tool>", "<think>"))
+    return folder
+
+
+def accepted_whole(models: Path) -> None:
+    """The draft is the target, under other ids: any id read or said wrongly, or any mass outside, would show."""
+    llm = foredraft.load(models / "target", draft=models / "relative", device="cpu", max_batch=3)
+    assert llm.default_drafter == "draft-model"
+    assert isinstance(llm.engine.drafters["draft-model"], DraftModel)
+    for params in (
+        SamplingParams(temperature=0, max_new_tokens=24),
+        SamplingParams(max_new_tokens=24, seed=3),
+    ):
+        for output in llm.generate(PROMPTS, params):
+            assert output.stats.drafted > 0
+            assert output.stats.accepted == output.stats.drafted
+
+
+def test_a_relative_with_the_targets_weights_is_accepted_whole(models: Path) -> None:
+    accepted_whole(models)
+
+
+def test_the_text_is_the_targets_own(models: Path, tmp_path: Path) -> None:
+    """Drafts of a weak relative, and a target whose own padding it says and the draft lacks."""
+    target = checkpoints.save_checkpoint(tmp_path / "padded", seed=1, vocab_size=450)
+    alphabets.save(INNER, target)
+    for params in (
+        SamplingParams(temperature=0, max_new_tokens=40),
+        SamplingParams(max_new_tokens=40, seed=8),
+    ):
+        plain = foredraft.load(target, device="cpu").generate(PROMPTS, params)
+        assert any(id >= 384 for output in plain for id in output.token_ids), "padding was said"
+        drafted = foredraft.load(target, draft=models / "relative", device="cpu").generate(PROMPTS, params)
+        assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+        assert sum(output.stats.drafted for output in drafted) > 0
+
+
+def law(*_: object) -> None:
+    test_the_law_is_over_the_ids_that_both_have()
+
+
+def text(*_: object) -> None:
+    test_tokens_are_matched_by_their_text()
+
+
+MAP = VocabularyMap.__init__
+DEFECTS: list[tuple[str, Any, str, str, Any]] = [
+    ("the map inverted", MAP, "self.draft_ids[target] = draft", "self.draft_ids[draft % sizes[0]] = target % sizes[1]", law),
+    ("mass for what is lacking", VocabularyMap.columns, "self._lacking is None", "True", law),
+    ("not masked but zero", VocabularyMap.columns, "-math.inf", "0.0", law),
+    ("special tokens one off", VocabularyMap.between.__func__, "theirs[token])", "theirs[token] + (id >= 384))", text),  # type: ignore[attr-defined]
+    ("matched by id", VocabularyMap.between.__func__, "(id, theirs[token])", "(id, id)", text),  # type: ignore[attr-defined]
+    ("read as they are", DraftModel.step, "tokens = self.vocabulary.read(tokens)", "pass", accepted_whole),
+    ("the prompt read as it is", DraftModel.read, "if self.vocabulary is not None:", "if False:", accepted_whole),
+    ("padding kept", MAP, "if target < sizes[0] and draft < sizes[1]:", "if target < sizes[0]:", law),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
+def test_defects_are_caught(
+    defect: tuple[str, Any, str, str, Any], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, function, old, new, check = defect
+    assert_caught(
+        Mutant(name, ((function, old, new),), lambda: check(models), (AssertionError, IndexError)),  # type: ignore[arg-type]
+        monkeypatch,
+    )
