@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import foredraft
 from checkpoints import FAMILIES, VARIANTS, save_variant
+from foredraft import SamplingParams
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 
@@ -76,16 +78,22 @@ def test_token_by_token_after_prefill(pair: Pair) -> None:
         assert close(got[0, 0], pair.expected[position])
 
 
-def test_sixty_four_greedy_tokens(pair: Pair) -> None:
-    prompt = pair.tokens[:, :20]
-    expected = pair.reference.generate(
+def greedy(pair: Pair, prompt: Tensor, count: int) -> list[int]:
+    """What transformers says."""
+    ids = pair.reference.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=64,
+        max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-    )[0, 20:].tolist()
+    )
+    return ids[0, prompt.shape[1] :].tolist()
+
+
+def test_sixty_four_greedy_tokens(pair: Pair) -> None:
+    prompt = pair.tokens[:, :20]
+    expected = greedy(pair, prompt, 64)
     cache = pair.runner.new_cache(1, 128)
     pair.runner.prefill(cache, 0, prompt[0, :-1].tolist(), 0)
     tokens = [int(prompt[0, -1])]
@@ -94,6 +102,20 @@ def test_sixty_four_greedy_tokens(pair: Pair) -> None:
         assert logits is not None
         tokens.append(int(logits[0, 0].argmax()))
     assert tokens[1:] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_past_the_trained_length(tmp_path: Path, family: str) -> None:
+    """A dynamic base, from `load` to ids: 48 trained positions, 144 that may be used, whoever drafts."""
+    pair = Pair(save_variant(tmp_path, f"{family}-dynamic"))
+    prompts = [pair.tokens[:, :20], pair.tokens[:, 30:33]]
+    expected = [greedy(pair, prompt, 110) for prompt in prompts]
+    llm = foredraft.load(tmp_path, draft=tmp_path, device="cpu", max_batch=4)
+    assert llm.max_length == 144
+    for speculation in ("none", "lookup", "draft-model"):
+        params = SamplingParams(temperature=0, max_new_tokens=110, ignore_eos=True, speculation=speculation)
+        outputs = llm.generate([prompt[0].tolist() for prompt in prompts], params)
+        assert [output.token_ids for output in outputs] == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,7 +11,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 
 
-@pytest.fixture(scope="module", params=["llama-gqa-tied", "gemma2"])
+@pytest.fixture(scope="module", params=["llama-gqa-tied", "gemma2", "gemma3"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return Runner(load_decoder(save_variant(tmp_path_factory.mktemp("model"), request.param)))
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import reference_model, save_variant
+import foredraft
+from checkpoints import reference_model, save_checkpoint, save_variant
+from foredraft import SamplingParams
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, Resume, Runner
 from foredraft.model.weights import load_decoder
@@ -37,7 +39,7 @@ class Case:
         return self.runner.forward(self.cache, self.ids[:, BASE : BASE + columns], [BASE] * 3, taps=taps)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("model"), request.param)
 
@@ -114,10 +116,9 @@ def test_resume_gives_no_taps_below_its_depth(case: Case) -> None:
 
 def test_a_plan_skips_what_it_says(case: Case) -> None:
     """Against transformers with the skipped sub-layers' output zeroed."""
-    family = "llama" if case.name == "llama" else "gemma2"
     last = case.layers - 1
     for attention, mlp in (((0,), ()), ((), (last,)), ((last,), (last,)), ((1,), (0, 2)), ((0, 1), (1,))):
-        model = reference_model(family)
+        model = reference_model(case.name)
         for layer in attention:
             silenced = model.model.layers[layer].self_attn
             silenced.register_forward_hook(lambda _, __, out: (torch.zeros_like(out[0]), out[1]))
@@ -253,3 +254,19 @@ def test_too_many_columns_are_refused(case: Case) -> None:
         case.runner.forward(case.cache, tokens[:, : case.runner.max_queries + 1], [0])
     with pytest.raises(ValueError, match="slack of 256"):
         case.runner.forward(case.cache, tokens[:, :257], [0], exact=False)
+
+
+def test_float16_from_load_to_ids(tmp_path: Path) -> None:
+    """The checkpoint's own, and asked for; drafts change nothing."""
+    save_checkpoint(tmp_path / "half", "qwen3", dtype=torch.float16)
+    save_checkpoint(tmp_path / "whole", "qwen3")
+    prompts, said = [[3, 4, 5, 6] * 10, [7, 8, 9]], []
+    for folder, dtype in (("half", None), ("whole", "float16")):
+        llm = foredraft.load(tmp_path / folder, dtype=dtype, device="cpu", max_batch=2, max_length=256)
+        assert llm.engine.cache.data.dtype == torch.float16
+        for speculation in ("none", "lookup"):
+            params = SamplingParams(
+                temperature=0, max_new_tokens=48, ignore_eos=True, speculation=speculation
+            )
+            said.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert said[1:] == said[:-1]

@@ -98,9 +98,18 @@ def test_rope_defaults() -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "rope_scaling": None, "rope_theta": 5e5}).rope.theta == 5e5
 
 
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_both_spellings_of_dtype(key: str) -> None:
-    assert ModelSpec.from_hf({**LLAMA_CONFIG, key: "bfloat16"}).dtype == "bfloat16"
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16", "torch_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_both_spellings_of_dtype(keys: dict[str, Any], dtype: str) -> None:
+    assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}).dtype == dtype
 
 
 def test_end_tokens_are_those_of_both_files() -> None:
@@ -219,6 +228,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder"),
     ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ({"dtype": "float16", "torch_dtype": "bfloat16"}, "torch_dtype is 'bfloat16'; dtype is 'float16'"),
     ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
     ({"head_dim": 15}, "head_dim = 15"),
     ({"hidden_size": None}, "hidden_size is None"),

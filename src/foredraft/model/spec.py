@@ -131,13 +131,17 @@ def _sizes(read: ConfigReader) -> dict[str, Any]:
 
 
 def _dtype(read: ConfigReader) -> str:
-    new, old = read.take("dtype"), read.take("torch_dtype")
-    name = str(new or old or "float32").removeprefix("torch.")
-    if name not in ("float32", "bfloat16", "float16"):
+    given = {
+        key: str(name).removeprefix("torch.") for key in ("dtype", "torch_dtype") if (name := read.take(key))
+    }
+    names = [*given.values()] or ["float32"]
+    if names[0] != names[-1]:
+        raise read.wrong("torch_dtype", f"dtype is {names[0]!r}; keep the one that the weights were made for")
+    if names[0] not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(
-            f"config.json: dtype {name!r} is not supported; supported are float32, bfloat16, float16"
+            f"config.json: dtype {names[0]!r} is not supported; supported are float32, bfloat16, float16"
         )
-    return name
+    return names[0]
 
 
 def _eos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> tuple[int, ...]:
