@@ -418,3 +418,19 @@ def test_settled_tokens_are_never_taken_back() -> None:
         assert sequence.settled >= len(shown)
         shown = sequence.new_ids[: sequence.settled]
     assert shown == sequence.new_ids
+
+
+class OnlyLast(NoRepeat):
+    """Nothing but the last token of the vocabulary."""
+
+    def mask(self) -> torch.Tensor:
+        return torch.arange(self.vocabulary) == self.vocabulary - 1
+
+
+def test_a_drafter_that_cannot_say_what_is_allowed_is_not_sick() -> None:
+    """A mask may leave it nothing; its own logits are as finite as ever."""
+    target, draft = Table(V, 1), Table(V, 2)
+    draft.logits[..., V - 1] = -float("inf")
+    sequence = request(drafter="draft-model", constraint=OnlyLast(V), temperature=0, max_new_tokens=8)
+    assert run(make_engine(target, draft, Fixed(3)), [sequence]) == [[V - 1] * 8]
+    assert (sequence.drafter, sequence.drafter_faults) == ("draft-model", 0)

@@ -218,7 +218,7 @@ def _step_through(
         past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
         q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
         alive = alive & (budget > j)
-        sick = sick | (alive & ~finite[:, 0])
+        sick = sick | (alive & ~(finite if masks is None else logits.amax(-1).isfinite())[:, 0])
         alive = alive & finite[:, 0]
         token = _draw(q, inputs.noise.column(j), coupled, noise)  # [B, 1]
         token = token.where(alive[:, None], 0)
