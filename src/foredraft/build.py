@@ -27,7 +27,7 @@ from foredraft.model.weights import load_decoder
 __all__ = ["DRAFTERS", "POLICIES", "load"]
 
 Progress = Callable[[str, int, int], None]
-Needs = Callable[[Tokenizer | None], tuple[int, int]]
+Needs = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -73,8 +73,8 @@ def load(
     max_length: positions of each, by default the model's; where memory cannot hold 8 sequences of them,
     they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on to 512.
     deterministic: greedy output is bit-identical whatever drafts and whoever shares the batch.
-    needs: given the tokenizer, the sequences and the positions that will be used; no more are made room
-    for than that, unless max_batch or max_length says so.
+    needs: given the tokenizer and the model's default parameters, the sequences and the positions that will
+    be used; no more are made room for than that, unless max_batch or max_length says so.
     progress: called as (stage, done, total) while loading and prefilling.
 
     Raises ConfigError (an option), CheckpointError (a folder, or what the hub has).
@@ -118,7 +118,8 @@ def load(
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
     tokenizer = tokenizers[0]
-    needed = (None, None) if needs is None else needs(tokenizer)
+    default_params = _default_params(folders[0])
+    needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())
     rows, positions = _capacity(runners, where, (max_batch, max_length), needed, stretch)
 
@@ -140,7 +141,7 @@ def load(
         tokenizer,
         default_drafter=None if DRAFTERS[drafter].make is None else drafter,
         max_length=positions,
-        default_params=_default_params(folders[0]),
+        default_params=default_params,
         lossless={name: kind.lossless for name, kind in DRAFTERS.items()},
         deterministic=deterministic,
         progress=progress,

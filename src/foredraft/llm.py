@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,6 +29,7 @@ from foredraft.decode.stats import Stats
 from foredraft.decode.trace import RoundTrace
 from foredraft.decode.transcript import Transcript
 from foredraft.errors import RequestError
+from foredraft.model.chat import Message
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
@@ -127,8 +128,28 @@ class LLM:
     def params(self, **options: Any) -> SamplingParams:
         """The model's default parameters with these options changed: `SamplingParams(...)` by itself knows
         nothing of the model. Raises RequestError as it does."""
-        defaults = {field.name: getattr(self.default_params, field.name) for field in fields(SamplingParams)}
-        return SamplingParams(**defaults | options)
+        return self.default_params.but(**options)
+
+    def chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        truncate: Literal["left"] | None = None,
+        **variables: Any,
+    ) -> list[Output]:
+        """`n` replies to a conversation, put into the model's chat template.
+
+        messages: mappings with a role and a content. variables: what the template takes besides, as `tools`,
+        `documents` or `enable_thinking`. Raises RequestError where there is no template, or where it refuses
+        the messages, and as `generate` does.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this model's folder has no tokenizer.json; give token ids, not messages")
+        return self.generate(
+            self.tokenizer.encode_chat(messages, **variables), params, n=n, truncate=truncate
+        )
 
     def generate(
         self,
