@@ -18,12 +18,13 @@ from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.generate import INTERRUPTED, OPTIONS, STDIN, generate
+from foredraft.cli.verify import VerifyOptions, verify
 from foredraft.errors import ForedraftError
 
 __all__ = ["app", "main"]
 
 USER_ERROR = 2
-NAMES = [field.name for group in OPTIONS for field in fields(group)]
+NAMES = [field.name for group in (*OPTIONS, VerifyOptions) for field in fields(group)]
 ANY_NAME = "|".join(NAMES)
 OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a language is spelled like that
 
@@ -37,6 +38,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(generate, usage="Usage: foredraft generate [PROMPT | -] [OPTIONS]")
+app.command(verify, usage="Usage: foredraft verify [PROMPTS...] [OPTIONS]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,47 @@
+"""A defect to plant: the classic one, the correction drawn from p instead of the residual max(p - q, 0).
+
+It passes every greedy test, and every test in which the drafter is the target itself. A verification that
+cannot find it proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from foredraft.decode import engine as round_module
+from foredraft.decode.accept import Verdict, accept
+from foredraft.decode.draft import Draft
+from foredraft.decode.engine import Engine
+from foredraft.decode.law import Law
+from foredraft.decode.noise import RESIDUAL, Noise, NoiseKeys
+from foredraft.model.device import upload
+
+__all__ = ["without_residual"]
+
+
+@contextmanager
+def without_residual(engine: Engine) -> Iterator[None]:
+    """Within, the rounds of this engine, and of no other, draw every correction from p.
+
+    The engine is known by its noise, which is its own. `coupled` rows are untouched: they have no residual.
+    """
+
+    def defective(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise, is_coupled: list[bool]) -> Verdict:
+        verdict = accept(draft, p, keys, noise, is_coupled)
+        if noise is not engine.noise:
+            return verdict
+        last = keys.columns(verdict.accepted)
+        drawn = p.position(verdict.accepted).draw(lambda weights: noise.pick(weights, last, RESIDUAL))[:, 0]
+        spared = upload(is_coupled, drawn.device)
+        return replace(verdict, next_token=torch.where(spared, verdict.next_token, drawn))
+
+    sound = round_module.accept  # type: ignore[attr-defined]
+    round_module.accept = defective  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        round_module.accept = sound  # type: ignore[attr-defined]
