@@ -201,8 +201,8 @@ def tested(report: Report, names: dict[str, str | None]) -> str:
         f"Target {names['model']}, {about['dtype']} on {about['device']}"
         f"{'' if about['deterministic'] else ', not deterministic'}; drafter {about['drafter']}{draft}"
         f"{', greedy' if about['greedy_drafts'] else ''}, policy {about['policy']}; up to"
-        f" {about['max_batch']} sequences in a batch; {about['threads']} threads; foredraft {about['foredraft']}, PyTorch"
-        f" {about['torch']}, Python {about['python']}, {about['system']}"
+        f" {about['max_batch']} sequences in a batch; {about['threads']} threads; foredraft"
+        f" {about['foredraft']}, PyTorch {about['torch']}, Python {about['python']}, {about['system']}"
     )
 
 

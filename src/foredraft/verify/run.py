@@ -14,7 +14,7 @@ import torch
 import foredraft
 from foredraft.decode.sampling import SamplingParams
 from foredraft.errors import ConfigError
-from foredraft.llm import LLM
+from foredraft.llm import LLM, Prompts
 from foredraft.verify.chi_square import samples_for
 from foredraft.verify.defect import without_residual
 from foredraft.verify.identity import compare_tokens
@@ -73,7 +73,7 @@ class Options:
 
 def verify(
     llm: LLM,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Prompts,
     options: Options = Options(),
     *,
     truncate: Literal["left"] | None = None,
@@ -81,18 +81,17 @@ def verify(
 ) -> Report:
     """Hold `llm` with its default drafter against its target alone.
 
-    prompts: text or token ids; the tests of the sampled law choose among the first 40 of them.
+    prompts: as `LLM.generate` takes them; the tests of the sampled law choose among the first 40.
     truncate: "left" drops the oldest tokens of a prompt that is too long. progress: (stage, done, total).
     Raises ConfigError or RequestError before anything is tested.
     """
     drafter = llm.default_drafter
     if drafter is None:
         raise ConfigError("nothing drafts, so there is nothing to verify; give draft=, or drafter='lookup'")
-    if not prompts:
-        raise ConfigError("there are no prompts; give at least one")
-    encoded = [
-        llm._fitting(ids, options.longest, truncate) for prompt in prompts for ids in llm._encode(prompt)
-    ]
+    encoded = llm._encode(prompts)
+    if not all(encoded):
+        raise ConfigError("a prompt is empty, or there are none; give at least one token")
+    encoded = [llm._fitting(ids, options.longest, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
     plain = PlainTarget(llm, max(map(len, encoded)) + options.longest)
     with without_residual(llm.engine) if options.self_test else nullcontext():
