@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command import foredraft
+from safetensors.torch import load_file, save_file
 
 from checkpoints import save_checkpoint
 from foredraft import LLM, Output, SamplingParams, demo
@@ -21,17 +24,23 @@ from foredraft.drafters.lookup import Lookup
 
 QUICK = ["--tokens", "6", "--detect", "0.2", "--seed", "3", "--max-batch", "32"]
 FEW = ["--tokens", "6", "--samples", "20", "--seed", "3"]
+TREMOR = 0.03
 TEXTS = ["def accept", "Viktor", "the target checks all", "x"]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Spread laws and a weak draft, one tokenizer."""
+    """A spread law, and a draft that is the target with a tremor: often right, often wrong."""
     base = tmp_path_factory.mktemp("models")
-    small: dict[str, Any] = {"tokenizer": True, "initializer_range": 0.12, "num_hidden_layers": 1}
-    for name, seed in (("big", 3), ("small", 4)):
-        save_checkpoint(base / name, seed=seed, eos_token_id=None, **small)
-    return ["verify", "--model", str(base / "big"), "--draft", str(base / "small")]
+    big = save_checkpoint(
+        base / "big", tokenizer=True, seed=3, eos_token_id=None, initializer_range=0.4, num_hidden_layers=1
+    )
+    small = shutil.copytree(big, base / "small")
+    weights = load_file(small / "model.safetensors")
+    random = torch.Generator().manual_seed(5)
+    shaken = {k: w + TREMOR * torch.randn(w.shape, generator=random) for k, w in weights.items()}
+    save_file(shaken, small / "model.safetensors", {"format": "pt"})
+    return ["verify", "--model", str(big), "--draft", str(small)]
 
 
 @pytest.fixture
@@ -110,7 +119,7 @@ def test_too_few_samples_are_inconclusive(pair: list[str], capsys: pytest.Captur
 
 
 def test_the_self_test_finds_what_it_planted(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*pair, *TEXTS, *QUICK, "--self-test"]) == 1
+    assert main([*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test"]) == 1
     told = capsys.readouterr()
     assert told.out.splitlines()[-1] == "SELF-TEST: the planted defect (no residual) was found."
     assert "FAILED" in told.out and told.err == ""
@@ -174,7 +183,7 @@ def test_prompts_of_stdin_and_of_the_demo(
             "--prompts /no/such/file cannot be read: No such file or directory;",
         ),
         (["a", "--prompts", "b"], "prompts come as arguments and from --prompts b; leave one out"),
-        (["--self-test", "--acceptance", "coupled"], "which --acceptance coupled lacks; leave one out"),
+        (["--self-test", "--acceptance", "coupled"], "--acceptance coupled has none; leave one out"),
         (["--max-length", "3"], "exceed the 3 positions"),
         ([""], "the prompt is empty"),
         (["--n", "3"], "Unknown option"),
@@ -238,6 +247,13 @@ def test_room_is_made_for_what_is_asked(
     [llm] = made
     assert llm.tokenizer is not None
     assert llm.max_length == len(llm.tokenizer.encode("Viktor")) + 6
-    assert llm.engine.cache.rows == 8
-    about = document(capsys)["about"]
-    assert about["max_batch"] == 8
+    assert document(capsys)["about"]["max_batch"] == llm.engine.cache.rows == 8  # of many samples
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--self-test"], 1)], ids=str)
+def test_the_demo_models_at_the_default_size(options: list[str], code: int) -> None:
+    done = foredraft("verify", "--json", "--seed", "11", *options, timeout=1800)
+    assert done.returncode == code, done.stderr
+    assert json.loads(done.stdout)["detectable"] <= 0.03

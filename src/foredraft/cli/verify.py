@@ -74,6 +74,7 @@ def verify(
     prompts = read_prompts(texts, verifying.prompts, model.model)
     from foredraft.verify import Options
     from foredraft.verify import verify as run
+    from foredraft.verify.joint import SIBLINGS
 
     asked = asdict(verifying)
     wanted = {key: asked[key] for key in ("tokens", "samples", "detect", "seed", "self_test")}
@@ -85,7 +86,7 @@ def verify(
         llm = foredraft.load(
             model.model,
             **loading(model, drafting),
-            needs=lambda tokenizer: (len(prompts), longest(prompts, tokenizer) + options.longest),
+            needs=lambda tokenizer: (SIBLINGS, longest(prompts, tokenizer) + options.longest),
             progress=lambda stage, done, total: bars.show(stage, done, total) if stage == "load" else None,
         )
         report = run(llm, prompts, options, truncate=model.truncate, progress=bars.show)

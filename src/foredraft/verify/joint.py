@@ -19,7 +19,7 @@ from foredraft.verify.cells import Cells
 from foredraft.verify.plain import PlainTarget
 from foredraft.verify.report import LawTest
 
-__all__ = ["POWER", "WIDTHS", "Law", "Sampler", "choose_prompts", "run_test"]
+__all__ = ["POWER", "SIBLINGS", "WIDTHS", "Law", "Sampler", "choose_prompts", "run_test"]
 
 # Tokens told apart at each position. Every cell more costs samples: 3 positions make 7 cells here, and 1 + 3
 # * (1 + 3 * 4) = 40 with three tokens each, which would take 1.7 times the samples for the same distance.
@@ -27,7 +27,7 @@ WIDTHS = (2, 1, 1)
 POWER = 0.9
 SIBLINGS = 512  # in one call: the next one goes on with another seed, and progress is told in between
 CANDIDATES = 40  # prompts looked at for the tests
-PROBES = 16  # samples by which a prompt is known to make the drafter draft, and err
+PROBES = 16  # samples by which a prompt is known to have drafts kept and refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def choose_prompts(
     """Numbers of `count` prompts on which a defect would show; fewer if there are fewer.
 
     First those whose continuations spread most evenly over the cells: a law that is nearly certain has
-    nothing to bend. Of these, those where the drafter drafts and is sometimes wrong, by a few samples that no
-    test sees again: neither a round without a draft nor one accepted whole meets the residual.
+    nothing to bend. Of these, those where drafts are often kept and often refused, by a few samples that no
+    test sees again: a wrong correction bends the law most where both happen.
     """
     laws = [Law(i, prompt, params) for i, prompt in enumerate(prompts[:CANDIDATES])]
     entropies: dict[int, float] = {}
@@ -134,5 +134,6 @@ def choose_prompts(
         if len(good) == count:
             break
         drawn = Stats.merge(output.stats for outputs in sampler.draw(law, PROBES) for output in outputs)
-        (good if drawn.rejections else fair if drawn.drafted else poor).append(law)
+        often = min(drawn.accepted, drawn.rejections) >= PROBES // 4
+        (good if often else fair if drawn.drafted else poor).append(law)
     return [law.number for law in [*good, *fair, *poor][:count]]
