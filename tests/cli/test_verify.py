@@ -94,7 +94,7 @@ def test_one_json_document(pair: list[str], capsys: pytest.CaptureFixture[str]) 
     }
     assert (found["about"]["model"], found["about"]["draft"]) == (pair[2], pair[4])
     assert found["identity"]["passed"] is True
-    assert [test["samples"] for test in found["tests"]] == [20] * 4 + [5] * 2
+    assert [test["samples"] for test in found["tests"]] == [20] * 4 + [2] * 2
 
 
 def test_a_divergence_fails_and_is_told_with_its_margin(

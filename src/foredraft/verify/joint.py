@@ -61,12 +61,12 @@ def run_test(
     law: Law,
     *,
     level: float,
-    samples: int | Callable[[int], int],
+    samples: Callable[[int], int],
     progress: Callable[[int, int], None],
 ) -> LawTest:
-    """samples: how many, or how many for so many cells."""
+    """samples: how many there shall be for so many cells."""
     cells = Cells.of(plain.chances(law.prompt, law.params), WIDTHS)
-    size = samples if isinstance(samples, int) else samples(len(cells.chances))
+    size = samples(len(cells.chances))
     counts, impossible, errors = [0] * len(cells.chances), 0, []
     stats: list[Stats] = []
     progress(0, size)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.sampling import SamplingParams, SamplingTable, law_of
+from foredraft.errors import RequestError
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.verify.cells import Chances
@@ -45,11 +46,14 @@ class PlainTarget:
         return logits[0, 0]
 
     def chances(self, prompt: list[int], params: SamplingParams) -> Chances:
-        """The exact law of the next token after prompt + prefix, by the transforms that decoding uses."""
+        """The exact law of the next token after prompt + prefix, by the transforms that decoding uses.
+        Raises RequestError where its logits are not finite."""
 
         def after(prefix: tuple[int, ...]) -> Tensor:
             logits = self.logits(prompt, list(prefix))
-            law, _ = law_of(logits[None, None], SamplingTable.of([params], logits.device))
+            law, finite = law_of(logits[None, None], SamplingTable.of([params], logits.device))
+            if not finite.item():
+                raise RequestError("the target's logits are not finite; there is no law to sample from")
             weights = law.weights(logits.shape[0])[0, 0].to("cpu", torch.float64)
             return weights / weights.sum()
 

@@ -32,7 +32,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
 )
 RULES: tuple[Rule, ...] = ("speculative", "coupled")
-CONTROL_SHARE = 4  # a control gets one of so many samples: it looks at the method, and its steps are slow
+CONTROL_SHARE = 8  # a control gets one of so many samples: it looks at the method, and its steps are slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def verify(
 
     prompts: as `LLM.generate` takes them; the tests of the sampled law choose among the first 40.
     truncate: "left" drops the oldest tokens of a prompt that is too long. progress: (stage, done, total).
-    Raises ConfigError or RequestError before anything is tested.
+    Raises ConfigError or RequestError before anything is tested, and RequestError of a target whose logits
+    are not finite.
     """
     drafter = llm.default_drafter
     if drafter is None:
