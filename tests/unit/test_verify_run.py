@@ -16,9 +16,12 @@ from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
 from foredraft.decode import accept, draft, law, noise, sampling
 from foredraft.decode import engine as round_module
 from foredraft.decode.engine import Engine
+from foredraft.decode.sequence import Sequence
 from foredraft.drafters.lookup import Lookup
 from foredraft.verify import Options, Report, verify
+from foredraft.verify.cells import Cells
 from foredraft.verify.defect import without_residual
+from foredraft.verify.joint import WIDTHS, Sampler, choose_prompts
 from foredraft.verify.plain import PlainTarget
 from planting import Edit, Mutant
 
@@ -333,14 +336,33 @@ def test_a_drafter_that_drafts_nothing_is_inconclusive(
     ]
 
 
-def test_prompts_on_which_the_drafter_errs_come_first(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where look-up finds nothing there is no residual to test."""
-    monkeypatch.setattr(
-        Lookup, "propose", lambda self, s, budget: [0] * budget if s.prompt in PROMPTS[3:4] else []
-    )
-    llm.default_drafter = "lookup"
-    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
-    assert report.tests[0].prompt == 3 and report.tests[0].drafted
+def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) -> list[int]:
+    """The prompts in the order of choice, where look-up proposes the likeliest or the least likely token."""
+    plain = PlainTarget(llm, 60)
+
+    def propose(self: Lookup, sequence: Sequence, budget: int) -> list[int]:
+        kind = drafts.get(PROMPTS.index(sequence.prompt))
+        if kind is None:
+            return []
+        logits = plain.logits(sequence.prompt, sequence.new_ids)
+        return [int(logits.argmax() if kind == "likeliest" else logits.argmin())][:budget]
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    params = SamplingParams(speculation="lookup", acceptance="speculative")
+    return choose_prompts(Sampler(llm, 5), PlainTarget(llm, 60), PROMPTS, params, 5, lambda done, total: None)
+
+
+def test_prompts_are_chosen_where_a_defect_would_show(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts kept and refused before drafts always refused before none; evenly spread laws before others."""
+    plain, params = PlainTarget(llm, 60), SamplingParams()
+    spread = {i: Cells.of(plain.chances(p, params), WIDTHS).entropy for i, p in enumerate(PROMPTS)}
+    ranked = sorted(spread, key=lambda i: -spread[i])
+    assert ranked != sorted(spread)
+    assert chosen(llm, monkeypatch, {}) == ranked
+    last, before = ranked[-1], ranked[-2]
+    assert chosen(llm, monkeypatch, {last: "hopeless"}) == [last, *ranked[:-1]]
+    both = {last: "likeliest", before: "hopeless"}
+    assert chosen(llm, monkeypatch, both) == [last, before, *ranked[:-2]]
 
 
 def test_a_failure_outweighs_a_doubt(llm: LLM, altered: Any) -> None:
