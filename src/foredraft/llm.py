@@ -171,7 +171,7 @@ class LLM:
         the others go on. A KeyboardInterrupt ends the requests and is raised again; `cancel_all` and
         `stream` are the ways to keep what was generated.
         """
-        encoded = self._encode(prompts)
+        encoded = self.encode(prompts)
         if n < 1:
             raise RequestError(f"n is {n}; give 1 or more")
         each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(encoded)
@@ -210,7 +210,7 @@ class LLM:
         The last piece carries the Output. Raises as `generate` does, at the call; the request itself
         begins with the first `next`.
         """
-        encoded = self._encode(prompt)
+        encoded = self.encode(prompt)
         if len(encoded) != 1:
             raise RequestError(f"stream takes one prompt, not {len(encoded)}; use generate for several")
         own = params or self.default_params
@@ -258,8 +258,8 @@ class LLM:
             # no waiting here: an iterator that was dropped may be closed in the middle of a step
             self._tell(self.engine.cancel, [sequence])
 
-    def _encode(self, prompts: Prompts) -> list[list[int]]:
-        """Any accepted form -> ids of each prompt."""
+    def encode(self, prompts: Prompts) -> list[list[int]]:
+        """Prompts in any form that `generate` takes -> the ids of each; raises RequestError as it does."""
         if isinstance(prompts, str):
             return [self._encode_text(prompts)]
         if not isinstance(prompts, Iterable):
@@ -307,7 +307,7 @@ class LLM:
         if truncate not in (None, "left"):
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
         self._check(params, n)
-        prompt = self._fitting(prompt, params.max_new_tokens, truncate)
+        prompt = self.fitting(prompt, params.max_new_tokens, truncate)
         drafter = self._drafter(params.speculation)
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self._ids) for _ in range(n)]
@@ -337,7 +337,7 @@ class LLM:
         for token in params.logit_bias or {}:
             if token >= size:
                 raise RequestError(f"logit_bias names token {token}; the vocabulary ends at {size - 1}")
-        for name in ("top_k", "logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > size:
                 raise RequestError(f"{name} is {value}, but the vocabulary has {size} tokens; give fewer")
@@ -359,8 +359,9 @@ class LLM:
             least=params.min_new_tokens,
         )
 
-    def _fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """The prompt, cut on the left if asked for; a leading BOS stays, since models fail without."""
+    def fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
+        """A prompt that leaves room for so many new tokens: itself, or cut on the left if asked for; a
+        leading BOS stays, since models fail without. Raises RequestError where there is no room."""
         room = self.max_length - new
         kept = prompt[:1] if prompt[0] == self.spec.bos_token_id else []
         if len(prompt) <= room:

@@ -30,6 +30,7 @@ __all__ = [
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
+    "VerifyOptions",
     "loading",
     "requested",
 ]
@@ -41,6 +42,7 @@ DRAFTING = Group("Drafting", sort_key=2)
 SAMPLING = Group("Sampling", sort_key=3)
 CHAT = Group("Chat", sort_key=4)
 OUTPUT = Group("Output", sort_key=5)
+VERIFYING = Group("Verifying", sort_key=3)
 
 DRAFTER_HELP = "; ".join(
     f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in DRAFTERS.items()
@@ -170,7 +172,26 @@ class OutputOptions:
     """Colour the text by who wrote it, where stdout is a terminal."""
 
 
-OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions)
+@Parameter(name="*", group=VERIFYING)
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    prompts: str | None = None
+    """A file of prompts: one a line, or .jsonl with a "prompt" in every line. Without prompts, the demo's."""
+    tokens: int = 32
+    """Tokens of each prompt at temperature 0, at most."""
+    samples: int | None = None
+    """Samples of each test of the sampled law; without it, as many as --detect needs."""
+    detect: float = 0.03
+    """The total variation between the sampled law and the target's that must not be missed."""
+    seed: int | None = None
+    """For samples that can be had again; without it a fresh one, which is reported."""
+    self_test: Flag = False
+    """Plant a defect, the correction drawn without the residual, to see it found: then the exit code is 1."""
+    json: Flag = False
+    """Print one JSON document instead of a table."""
+
+
+OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
 
 
 def loading(model: ModelOptions, drafting: DraftOptions) -> dict[str, Any]:
