@@ -155,9 +155,10 @@ class ScriptedGuesser:
     def join(self, sequence: Sequence) -> None:
         self.lengths[sequence.id] = len(sequence.tokens)
 
-    def propose(self, sequence: Sequence, budget: int) -> list[int]:
-        assert self.lengths[sequence.id] == len(sequence.tokens), "every commit is told"
-        return self.script(sequence, budget)
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        for sequence, _ in requests:
+            assert self.lengths[sequence.id] == len(sequence.tokens), "every commit is told"
+        return [self.script(sequence, budget) for sequence, budget in requests]
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         raise AssertionError("it tapped nothing")

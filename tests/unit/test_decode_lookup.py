@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
+from foredraft.decode.draft import RoundInputs, _guess, propose
+from foredraft.decode.noise import Noise
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Fixed
+from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.lookup import Lookup, NGramIndex
+from planting import Mutant, assert_caught
 
 tokens = st.lists(st.integers(0, 2), max_size=25)
 
@@ -71,13 +79,61 @@ def test_a_lookup_keeps_an_index_per_sequence() -> None:
     one, other = (Sequence(i, text, SamplingParams(), 0) for i, text in enumerate(([1, 2, 1], [3, 4, 3])))
     lookup.join(one)
     lookup.join(other)
-    assert (lookup.propose(one, 1), lookup.propose(other, 1)) == ([2], [4])
+    assert lookup.propose([(one, 1), (other, 1)]) == [[2], [4]]
     one.tokens += [2, 5, 1, 2]
     lookup.rewind(one)
-    assert lookup.propose(one, 2) == [5, 1]
+    assert lookup.propose([(one, 2)]) == [[5, 1]]
     del one.tokens[4:]  # a ban took them back
     lookup.rewind(one)
-    assert lookup.propose(one, 3) == [1, 2]
+    assert lookup.propose([(one, 3)]) == [[1, 2]]
     lookup.leave(one)
-    assert lookup.propose(other, 3) == [4, 3]
+    assert lookup.propose([(other, 3)]) == [[4, 3]]
     lookup.leave(one)  # once is enough, twice does no harm
+
+
+class Without:
+    """A constraint that never allows one token, out of ten."""
+
+    def __init__(self, barred: int) -> None:
+        self.allowed, self.length = torch.arange(10) != barred, 0
+
+    def mask(self) -> torch.Tensor:
+        return self.allowed
+
+    def advance(self, token: int) -> int:
+        self.length += 1
+        return self.length
+
+    def rewind(self, length: int) -> None:
+        self.length = length
+
+
+def test_each_row_gets_its_own_guess() -> None:
+    """Rows that may not draft lie in between, one has nothing to say, and one is cut where it may not go on."""
+    texts = [[1, 2, 1], [7, 8, 7], [3, 4, 5, 3], [6], [2, 5, 6, 2]]
+    budgets = [2, 0, 1, 3, 3]
+    rows: list[Any] = [
+        Sequence(i, text, SamplingParams(), 0, drafter="lookup") for i, text in enumerate(texts)
+    ]
+    rows[4].constraint = Without(6)
+    lookup, cpu = Lookup(2), torch.device("cpu")
+    for row in rows:
+        lookup.join(row)
+    table = SamplingTable.of([row.params for row in rows], cpu)
+    inputs = RoundInputs.of(rows, [False] * 5, budgets, table, 10, cpu)
+    draft = propose({"lookup": lookup}, inputs, Fixed(3), Noise())
+    assert draft.lengths.tolist() == [2, 0, 1, 0, 1]
+    assert draft.tokens.tolist() == [[2, 1], [0, 0], [4, 0], [0, 0], [5, 0]]
+
+
+DEFECTS = [
+    ("another row's request", "drafter.propose(requests)", "drafter.propose(requests[::-1])"),
+    ("another row's guess", "drafter.propose(requests)", "drafter.propose(requests)[::-1]"),
+    ("into another row", "guesses[row] =", "guesses[rows.index(row)] ="),
+    ("past what is legal", "guess[:legal]", "guess[:budget]"),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new"), DEFECTS, ids=[name for name, _, _ in DEFECTS])
+def test_defects_are_caught(name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(Mutant(name, ((_guess, old, new),), test_each_row_gets_its_own_guess), monkeypatch)

@@ -140,8 +140,9 @@ class Stepper(Drafter, Protocol):
 
 @runtime_checkable
 class Guesser(Drafter, Protocol):
-    def propose(self, sequence: Sequence, budget: int) -> list[int]:
-        """At most `budget` tokens that may come next; none is an answer too."""
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Once a round, of all its rows that may draft, each with its budget: for each of them, in order, at
+        most so many tokens that may come next; none is an answer too."""
         ...
 
 
@@ -176,13 +177,14 @@ def propose(
 
 
 def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
-    guesses: list[list[int]] = []
-    for sequence, budget, is_mine in zip(inputs.sequences, inputs.budgets, mine, strict=True):
-        guess = drafter.propose(sequence, budget)[:budget] if is_mine else []
+    guesses: list[list[int]] = [[] for _ in mine]
+    rows = [row for row, is_mine in enumerate(mine) if is_mine]
+    requests = [(inputs.sequences[row], inputs.budgets[row]) for row in rows]
+    for row, (sequence, budget), guess in zip(rows, requests, drafter.propose(requests), strict=True):
+        legal = budget
         if sequence.constraint is not None and guess:
-            _, legal = masks_along(sequence.constraint, guess, inputs.vocabulary, inputs.device)
-            guess = guess[:legal]
-        guesses.append(guess)
+            _, legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device)
+        guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
     width = max(lengths)
     padded = [guess + [0] * (width - len(guess)) for guess in guesses]

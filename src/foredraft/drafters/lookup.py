@@ -80,8 +80,8 @@ class Lookup:
         index.extend(sequence.tokens)
         self._indices[sequence.id] = index
 
-    def propose(self, sequence: Sequence, budget: int) -> list[int]:
-        return self._indices[sequence.id].continuation(budget)
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._indices[sequence.id].continuation(budget) for sequence, budget in requests]
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         return None

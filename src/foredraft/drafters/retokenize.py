@@ -3,9 +3,10 @@
 Universal assisted generation (Korat et al. 2024, "Universal Assisted Generation: Faster Decoding with Any
 Assistant Model"; string-level exact match in Timor et al. 2025, "Accelerating LLM Inference with Lossless
 Speculative Decoding Algorithms for Heterogeneous Vocabularies"). The text so far is kept in the draft's own
-tokens, from which it goes on greedily in its own cache. What it says is spelled in the target's ids, byte by
-byte: an id is proposed only if its bytes are what the draft said next. What a law over the draft's tokens
-would be over the target's is not known, so the draft is a guess, and its q one-hot.
+tokens, from which it goes on greedily in its own cache, all texts of a round side by side. What it says is
+spelled in the target's ids, byte by byte: an id is proposed only if its bytes are what the draft said next.
+What a law over the draft's tokens would be over the target's is not known, so the draft is a guess, and its q
+one-hot.
 """
 
 from __future__ import annotations
@@ -32,15 +33,27 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 8  # of the target's last tokens are encoded again with what follows, for it may join them
 LONGEST = 4  # so many draft tokens for one of the target's at most
+NEAR = 8  # so many tokens at most are read together with other rows, all padded to the one furthest behind
 
 
 @dataclass(slots=True)
 class _Seat:
     """A sequence's place in the draft's cache, which has rows and lengths of its own."""
 
+    sequence: Sequence
     row: int
     translation: Translation
     faults: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a seat is to do in a round: after `tokens`, go on for `count` more; both are the draft's."""
+
+    seat: _Seat
+    budget: int  # of the target's tokens
+    tokens: list[int]
+    count: int  # 0: it says nothing this time
 
 
 class Retokenize:
@@ -62,27 +75,18 @@ class Retokenize:
         self.cache = runner.new_cache(rows, self.positions)
         self._target, self._draft = Spelling(target), Spelling(draft)
         self._rows: list[list[int]] = [[] for _ in range(rows)]  # the draft's tokens that each row holds
-        self._free = list(reversed(range(rows)))
+        self._free = list(range(rows))
         self._seats: dict[int, _Seat] = {}  # by the sequence's id
 
     def join(self, sequence: Sequence) -> None:
-        self._seats[sequence.id] = _Seat(self._free.pop(), Translation(self._target, self._draft))
+        row = min(self._free)  # low ones, since a pass spans all rows between those that draft
+        self._free.remove(row)
+        self._seats[sequence.id] = _Seat(sequence, row, Translation(self._target, self._draft))
 
-    def propose(self, sequence: Sequence, budget: int) -> list[int]:
-        seat = self._seats[sequence.id]
-        if seat.faults > 1:
-            return []
-        seat.translation.extend(sequence.tokens)
-        tokens, held = seat.translation.tokens(), seat.translation.held
-        fineness = min(len(tokens) / len(sequence.tokens), LONGEST)
-        # one more, for where the draft stops the target's last token may be incomplete
-        count = min(math.ceil(budget * fineness) + 1, self.positions - len(tokens))
-        if not tokens or count <= 0:
-            return []
-        said = self._draft.join(self._continue(sequence, seat, tokens, count))
-        if not said.startswith(held):
-            return []
-        return self._spelled(sequence.tokens, said[len(held) :])[:budget]
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        turns = [self._turn(self._seats[sequence.id], budget) for sequence, budget in requests]
+        said = self._continue({turn.seat.row: turn for turn in turns if turn.count > 0})
+        return [self._guess(turn, said.get(turn.seat.row, [])) for turn in turns]
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         return None
@@ -100,28 +104,61 @@ class Retokenize:
             self._empty(seat.row)
         self._free.append(seat.row)
 
-    def _continue(self, sequence: Sequence, seat: _Seat, tokens: list[int], count: int) -> list[int]:
-        """The `count` most probable tokens after `tokens`, each after the one before; none after a fault."""
-        read = self._rows[seat.row]
-        start = self._catch_up(seat.row, tokens)
-        column = upload([tokens[start:]], self.runner.decoder.device, torch.int64)  # [1, T]
+    def _turn(self, seat: _Seat, budget: int) -> _Turn:
+        tokens: list[int] = []
+        count = 0
+        if seat.faults <= 1:
+            seat.translation.extend(seat.sequence.tokens)
+            tokens = seat.translation.tokens()
+        if tokens:
+            fineness = min(len(tokens) / len(seat.sequence.tokens), LONGEST)
+            # one more, for where the draft stops the target's last token may be incomplete
+            count = min(math.ceil(budget * fineness) + 1, self.positions - len(tokens))
+        return _Turn(seat, budget, tokens, count)
+
+    def _continue(self, turns: dict[int, _Turn]) -> dict[int, list[int]]:
+        """By row, the `count` most probable tokens after `tokens`, each after the one before; none after a
+        fault. All rows take a step in one forward, and the host reads once, at the end."""
+        if not turns:
+            return {}
+        rows = range(min(turns), max(turns) + 1)  # those in between are idle, as is who has said enough
+        steps = [turns[row].count if row in turns else 0 for row in rows]
+        tokens, starts, counts = self._behind(turns, rows)
         drawn: list[Tensor] = []
         finite: list[Tensor] = []
-        for _ in range(count):
-            width = column.shape[1]
-            at = upload([width - 1], column.device)
-            forward = self.runner.forward(self.cache, column, [start], first_row=seat.row, at=at, exact=False)
+        for step in range(max(steps)):
+            forward = self.runner.forward(
+                self.cache, tokens, starts, first_row=rows.start, idle=[step >= n for n in steps],
+                counts=counts, at=upload([n - 1 for n in counts], tokens.device), exact=False,
+            )  # fmt: skip
             assert forward.logits is not None
-            top, column = forward.logits[:, 0].max(-1, keepdim=True)  # [1, 1] each
-            drawn.append(column)
+            top, tokens = forward.logits[:, 0].max(-1, keepdim=True)  # [B, 1] each
+            drawn.append(tokens)
             finite.append(top.isfinite())
-            start += width
-        said, sound = torch.cat([torch.cat(drawn, 1), torch.cat(finite, 1).long()]).tolist()
-        if not all(sound):
-            self._fault(sequence, seat)
-            return []
-        read += [*tokens[len(read) :], *said[:-1]]
-        return [int(token) for token in said]
+            starts = [start + count for start, count in zip(starts, counts, strict=True)]
+            counts = [1] * len(rows)
+        ids, sound = torch.stack([torch.cat(drawn, 1), torch.cat(finite, 1).long()]).tolist()  # [2, B, K]
+        said: dict[int, list[int]] = {}
+        for row, turn in turns.items():
+            at = row - rows.start
+            if not all(sound[at][: turn.count]):
+                self._fault(turn.seat)
+                continue
+            said[row] = ids[at][: turn.count]
+            self._rows[row] += [*turn.tokens[len(self._rows[row]) :], *said[row][:-1]]
+        return said
+
+    def _behind(self, turns: dict[int, _Turn], rows: range) -> tuple[Tensor, list[int], list[int]]:
+        """What each row has to read first, padded to [B, T], from where on, and how much of it is real. The
+        padding, which may lie in the cache's slack, is overwritten before any position after it is read."""
+        starts = [self._catch_up(row, turns[row].tokens) if row in turns else 0 for row in rows]
+        behind = [
+            turns[row].tokens[start:] if row in turns else [0]
+            for row, start in zip(rows, starts, strict=True)
+        ]
+        counts = [len(tokens) for tokens in behind]
+        padded = [tokens + [0] * (max(counts) - len(tokens)) for tokens in behind]
+        return upload(padded, self.runner.decoder.device, torch.int64), starts, counts
 
     def _catch_up(self, row: int, tokens: list[int]) -> int:
         """Roll the row back to what it has in common with `tokens`, and read ahead where it is far behind;
@@ -130,12 +167,19 @@ class Retokenize:
         shared = min(len(read), len(tokens) - 1)
         start = next((at for at in range(shared) if read[at] != tokens[at]), shared)
         del read[start:]
-        while len(tokens) - start > self.runner.max_queries:
+        while len(tokens) - start > NEAR:
             end = next_chunk(start, len(tokens) - 1, self.runner.chunk)
             self.runner.prefill(self.cache, row, tokens[start:end], start)
             read += tokens[start:end]
             start = end
         return start
+
+    def _guess(self, turn: _Turn, ids: list[int]) -> list[int]:
+        """The target's ids of what the draft said; none if that does not begin with what is held."""
+        said, held = self._draft.join(ids), turn.seat.translation.held
+        if not said or not said.startswith(held):
+            return []
+        return self._spelled(turn.seat.sequence.tokens, said[len(held) :])[: turn.budget]
 
     def _spelled(self, tokens: list[int], said: bytes) -> list[int]:
         """The target's ids of what was said after `tokens`."""
@@ -159,12 +203,14 @@ class Retokenize:
             parts.append(part)
         return b"".join(reversed(parts)).lstrip(bytes(range(0x80, 0xC0)))
 
-    def _fault(self, sequence: Sequence, seat: _Seat) -> None:
+    def _fault(self, seat: _Seat) -> None:
         """Logits that are not finite: the row starts anew, and the second time the sequence gets no more."""
         self._empty(seat.row)
         seat.faults += 1
         if seat.faults > 1:
-            logger.warning("request %d goes on without %s: its logits are not finite", sequence.id, self.name)
+            logger.warning(
+                "request %d goes on without %s: its logits are not finite", seat.sequence.id, self.name
+            )
 
     def _empty(self, row: int) -> None:
         self.cache.zero_row(row)

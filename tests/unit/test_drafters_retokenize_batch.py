@@ -1,0 +1,240 @@
+"""A drafter with another tokenizer, in a batch: each row is proposed what it would be alone, in one forward a step."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+import alphabets
+import checkpoints
+import foredraft
+from foredraft import SamplingParams
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.spelling import Spelling
+from planting import Mutant, assert_caught
+from prophet import TRUTH, Babbler, Prophet
+
+TARGET, DRAFT = alphabets.make("byte-level"), alphabets.make("sentencepiece")
+TEXT, SAID = Spelling(TARGET), Spelling(DRAFT)
+IDS = [1, *TEXT.encode(TRUTH)]
+ROWS = 4
+
+
+def drafter_of(runner: Any, rows: int, positions: int = 90) -> Any:
+    return Retokenize(runner, rows, positions, TARGET, DRAFT)
+
+
+def sequence_of(id: int, tokens: list[int]) -> Sequence:
+    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafter="retokenize")
+    made.proven = True
+    return made
+
+
+class Company:
+    """Sequences in one drafter, and each of them alone in another."""
+
+    def __init__(self) -> None:
+        self.together = drafter_of(Babbler(SAID), ROWS)
+        self.alone: dict[int, Any] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.count = self.said = self.passes_alone = 0
+
+    def join(self, tokens: list[int]) -> None:
+        sequence = sequence_of(self.count, tokens)
+        self.count += 1
+        self.sequences[sequence.id] = sequence
+        self.alone[sequence.id] = drafter_of(Babbler(SAID), 1)
+        for drafter in (self.together, self.alone[sequence.id]):
+            drafter.join(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        for drafter in (self.together, self.alone.pop(sequence.id)):
+            drafter.leave(sequence)
+        del self.sequences[sequence.id]
+
+    def round(self, requests: list[tuple[Sequence, int]], faulty: set[int]) -> list[list[int]]:
+        """What is proposed, together as alone; `faulty` ones see NaN at their first step."""
+        together = self.together.runner
+        for id in faulty:
+            together.broken[self.together._seats[id].row] = self.alone[id].runner.broken[0] = 1
+        passes, forwarded = together.passes, together.forwarded
+        guesses: list[list[int]] = self.together.propose(requests)
+        spent: list[tuple[int, int]] = []
+        for (sequence, budget), guess in zip(requests, guesses, strict=True):
+            runner = self.alone[sequence.id].runner
+            before = runner.passes, runner.forwarded
+            assert self.alone[sequence.id].propose([(sequence, budget)]) == [guess]
+            assert guess == [] or sequence.id not in faulty
+            spent.append((runner.passes - before[0], runner.forwarded - before[1]))
+            runner.broken.clear()
+        together.broken.clear()
+        assert together.passes - passes == max((p for p, _ in spent), default=0), "the longest row's"
+        # a row may hold what its last owner read, but nobody reads for idle ones or beyond an end
+        assert together.forwarded - forwarded <= sum(f for _, f in spent)
+        for held, read in zip(together.rows, self.together._rows, strict=True):
+            assert held[: len(read)] == read, "the cache holds what was read"
+        self.passes_alone += sum(p for p, _ in spent)
+        self.said += sum(map(bool, guesses))
+        return guesses
+
+    def commit(self, sequence: Sequence, tokens: list[int], *, back: int = 0) -> None:
+        kept = max(1, len(sequence.tokens) - back)
+        sequence.tokens[:] = [*sequence.tokens[:kept], *tokens]
+        for drafter in (self.together, self.alone[sequence.id]):
+            drafter.rewind(sequence)
+
+
+def live(company: Company, dice: random.Random, rounds: int) -> None:
+    """Joins, rounds of some of the rows with any budgets, rejections, rollbacks, faults, leaves."""
+    for _ in range(rounds):
+        while len(company.sequences) < ROWS and dice.random() < 0.5:
+            start = dice.choice([0, 0, 30])
+            company.join(IDS[start : start + dice.randint(1, 40)])
+        asked = [(s, dice.randint(1, 5)) for s in company.sequences.values() if dice.random() < 0.7]
+        dice.shuffle(asked)
+        faulty = {s.id for s, _ in asked if dice.random() < 0.08}
+        for (sequence, _), guess in zip(asked, company.round(asked, faulty), strict=True):
+            accepted = guess[: dice.randint(0, len(guess))]
+            company.commit(sequence, [*accepted, dice.choice(IDS)], back=dice.choice([0, 0, 0, 2, 9]))
+        for sequence in list(company.sequences.values()):
+            if dice.random() < 0.1:
+                company.leave(sequence)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6))
+def test_each_is_proposed_what_it_would_be_alone(seed: int) -> None:
+    company = Company()
+    live(company, random.Random(seed), 20)
+    assert company.said > 0
+
+
+def test_a_round_takes_the_passes_of_its_longest_row() -> None:
+    """Whoever is done, sits out or has left is idle; the company checks every round."""
+    company = Company()
+    for id in range(ROWS):
+        company.join(IDS[: 20 + 9 * id])
+    sequences = list(company.sequences.values())
+    company.leave(sequences[1])
+    for budgets in ({0: 1, 2: 5, 3: 3}, {0: 4}, {3: 2, 2: 2}, {}):
+        company.round([(sequences[id], budget) for id, budget in budgets.items()], set())
+    assert 0 < company.together.runner.passes < 0.7 * company.passes_alone, "not the sum of all rows'"
+
+
+def test_rows_are_taken_from_below() -> None:
+    """A pass spans all rows between the first and the last that draft."""
+    drafter = drafter_of(Prophet(SAID), ROWS)
+    sequences = [sequence_of(id, IDS[:9]) for id in range(6)]
+    for sequence in sequences[:4]:
+        drafter.join(sequence)
+    for gone in (2, 0):
+        drafter.leave(sequences[gone])
+    for late in sequences[4:]:
+        drafter.join(late)
+    assert [drafter._seats[id].row for id in (4, 5)] == [0, 2]
+
+
+# --- real models ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a tiny draft model in float32."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, kind in (("target", "byte-level"), ("draft", "sentencepiece")):
+        inner = alphabets.KINDS[kind]()
+        made = checkpoints.save_checkpoint(
+            folder / name, seed=3, num_hidden_layers=2, vocab_size=inner.get_vocab_size()
+        )
+        alphabets.save(inner, made)
+    llm: Any = foredraft.load(folder / "target", draft=folder / "draft", device="cpu", dtype="float32")
+    return llm.engine.drafters["retokenize"].runner
+
+
+def alone(runner: Any, sequence: Sequence, budget: int, positions: int = 90) -> tuple[list[int], list[int]]:
+    """What a fresh drafter proposes, and the draft's tokens that it read."""
+    drafter = drafter_of(runner, 1, positions)
+    drafter.join(sequence)
+    (guess,) = drafter.propose([(sequence, budget)])
+    return guess, drafter._rows[0]
+
+
+def test_what_is_not_finite_harms_its_own_row_alone(runner: Any, caplog: pytest.LogCaptureFixture) -> None:
+    sequences = [sequence_of(id, IDS[: 12 + 5 * id]) for id in range(ROWS)]
+    drafter = drafter_of(runner, ROWS)
+    for sequence in sequences:
+        drafter.join(sequence)
+    requests = [(sequence, 4) for sequence in sequences]
+    for fault in range(3):
+        clean = [alone(runner, *request)[0] for request in requests]
+        assert clean[1]
+        assert any(clean[2:])
+        if fault < 2:
+            assert drafter.propose(requests) == clean, "it starts anew"
+            drafter.cache.data[:, :, 1, :, 5] = math.nan
+        assert drafter.propose(requests) == [clean[0], [], *clean[2:]]
+        assert drafter.cache.data.isfinite().all()
+        for sequence, guess in zip(sequences, clean, strict=True):
+            sequence.tokens += [*guess[:2], 50]
+            drafter.rewind(sequence)
+    assert caplog.text.count("goes on without retokenize") == 1
+
+
+def test_a_real_models_rows_are_their_own(runner: Any) -> None:
+    """They sit out in turn, with other budgets, and the first comes to the end of its positions, past which it is
+    padded: one of the others begins only now."""
+    dice = random.Random(2)
+    positions = len(SAID.encode(TEXT.join(IDS[1:41]).decode())) + 6
+    sequences = [sequence_of(id, IDS[: (41, 12, 25, 30)[id]]) for id in range(ROWS)]
+    drafter = drafter_of(runner, ROWS, positions)
+    for sequence in sequences:
+        drafter.join(sequence)
+    said = 0
+    for turn in range(12):
+        asked = [s for s in sequences if s.id in (0, 3) or (turn and dice.random() < 0.6)]
+        requests = [(sequence, dice.randint(1, 6)) for sequence in asked]
+        for request, guess in zip(requests, drafter.propose(requests), strict=True):
+            sequence = request[0]
+            expected, read = alone(runner, *request, positions)
+            assert guess == expected
+            assert drafter._rows[drafter._seats[sequence.id].row] == read or not read
+            said += guess != []
+            kept = guess[: dice.randint(0, 2)] if sequence.id else []
+            sequence.tokens += [*kept, dice.choice(IDS)]
+            drafter.rewind(sequence)
+    assert said > 8
+    assert drafter.propose([(sequences[0], 4)]) == [[]], "it came to its end"
+
+
+DEFECTS: list[tuple[str, Any, str, str]] = [
+    ("one row's length for another", Retokenize._continue, "zip(starts, counts, strict=True)", "zip(starts, [max(counts)] * len(counts), strict=True)"),
+    ("one row's last column for another", Retokenize._continue, "[n - 1 for n in counts]", "[counts[0] - 1 for n in counts]"),
+    ("padding is real", Retokenize._behind, "counts = [len(tokens) for tokens in behind]", "counts = [max(map(len, behind))] * len(behind)"),
+    ("an idle row is overwritten", Retokenize._continue, "idle=[step >= n for n in steps]", "idle=[step >= max(n, 1) for n in steps]"),
+    ("a row goes on after its end", Retokenize._continue, "idle=[step >= n for n in steps]", "idle=[n == 0 for n in steps]"),
+    ("the first row of the cache", Retokenize._continue, "first_row=rows.start", "first_row=0"),
+    ("another row's tokens", Retokenize._continue, "at = row - rows.start", "at = 0"),
+    ("another row's tokens, by order", Retokenize.propose, "said.get(turn.seat.row, [])", "([*said.values(), *[[]] * len(turns)])[turns.index(turn)]"),
+    ("a fault is everybody's", Retokenize._continue, "if not all(sound[at][: turn.count]):", "if not all(all(s) for s in sound):"),
+    ("an idle step is a fault", Retokenize._continue, "all(sound[at][: turn.count])", "all(sound[at])"),
+    ("faults are nobody's", Retokenize._continue, "if not all(sound[at][: turn.count]):", "if False:"),
+    ("all say as much as the longest", Retokenize._continue, "said[row] = ids[at][: turn.count]", "said[row] = ids[at]"),
+    ("row by row", Retokenize.propose, "said = self._continue({turn.seat.row: turn for turn in turns if turn.count > 0})", "said = {turn.seat.row: self._continue({turn.seat.row: turn}).get(turn.seat.row, []) for turn in turns if turn.count > 0}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
+def test_defects_are_caught(defect: tuple[str, Any, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, function, old, new = defect
+
+    def check() -> None:
+        for seed in range(4):
+            live(Company(), random.Random(seed), 20)
+
+    assert_caught(Mutant(name, ((function, old, new),), check), monkeypatch)
