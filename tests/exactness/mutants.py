@@ -456,8 +456,13 @@ MUTANTS = [
     ),
     Mutant(
         "nobody looks at the drafter's logits",
-        ((STEP_THROUGH, "(alive & ~finite[:, 0])", "(alive & False)"),),
+        ((STEP_THROUGH, "(alive & ~sound[:, 0])", "(alive & False)"),),
         broken_drafter,
+    ),
+    Mutant(
+        "a drafter that a mask leaves nothing is sick",
+        ((STEP_THROUGH, "if masks is None else logits.amax(-1).isfinite()", ""),),
+        identity.test_a_drafter_that_cannot_say_what_is_allowed_is_not_sick,
     ),
     Mutant(
         "resumes above a tapped depth",

@@ -220,7 +220,9 @@ def _step_through(
         past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
         q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
         alive = alive & (budget > j)
-        sick = sick | (alive & ~(finite if masks is None else logits.amax(-1).isfinite())[:, 0])
+        # a mask may leave a drafter nothing; that is no fault of its logits
+        sound = finite if masks is None else logits.amax(-1).isfinite()  # [B, 1]
+        sick = sick | (alive & ~sound[:, 0])
         alive = alive & finite[:, 0]
         token = _draw(q, inputs.noise.column(j), coupled, noise)  # [B, 1]
         token = token.where(alive[:, None], 0)
