@@ -19,7 +19,7 @@ from foredraft.llm import LLM
 from foredraft.model.cache import KVCache
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
-from foredraft.model.runner import Runner
+from foredraft.model.runner import Runner, probe_shapes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
@@ -112,8 +112,7 @@ def load(
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))
-        decoder = load_decoder(folder, where, _dtype(dtype, folder))
-        runners.append(Runner(decoder, deterministic=deterministic and not runners))
+        runners.append(_runner(folder, where, _dtype(dtype, folder), deterministic and not runners))
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
@@ -180,6 +179,16 @@ def _device(name: str | None) -> torch.device:
 
 def _dtype(name: str | None, folder: Path) -> torch.dtype:
     return DTYPES[ModelSpec.from_folder(folder).dtype if name is None else name]
+
+
+def _runner(folder: Path, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Runner:
+    """The runner of a checkpoint; probing for its shapes ends before its weights come, so that the memory of
+    both is never held at once."""
+    probed = None
+    if deterministic:
+        outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
+        probed = probe_shapes(outline, device)
+    return Runner(load_decoder(folder, device, dtype), deterministic=deterministic, probed=probed)
 
 
 def _default_params(folder: Path) -> SamplingParams:

@@ -50,7 +50,7 @@ def test_ordinary_values_hide_the_order() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_probe_shows_the_order(dtype: torch.dtype) -> None:
     like = torch.zeros(1, dtype=dtype)
-    probe = ProductProbe(SplitLinear(torch.zeros(OUTPUTS, COLUMNS)), COLUMNS, 16, like, random())
+    probe = ProductProbe(SplitLinear, (OUTPUTS, COLUMNS), 16, like, random())
     assert probe.agrees(8, 8)
     assert probe.agrees(5, 8)
     assert not probe.agrees(9, 8)

@@ -1,11 +1,14 @@
 """Exact shapes: a column's bits do not depend on its pass, and the self-check believes only what it saw.
 
 Seen to fail on: the row span not applied, the attended length not padded to the quantum, the query bucket not
-applied (float32), and a self-check that keeps every shape.
+applied (float32), and a self-check that keeps every shape; probes of ordinary products where the model's are
+packed, of a transposed shape, or kept until the next; a draft probed, a wrong checkpoint refused after probing.
 """
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import save_checkpoint
+import foredraft
+from checkpoints import save_checkpoint, save_variant
+from foredraft import build
+from foredraft.errors import CheckpointError
 from foredraft.model import attention
-from foredraft.model.layers import Linear, RowSpan, product
+from foredraft.model.decoder import Decoder
+from foredraft.model.layers import Linear, Product, RowSpan, product
 from foredraft.model.runner import ExactShapes, Runner
 from foredraft.model.runner import shapes as shapes_module
-from foredraft.model.runner.packed import PackedLinear, pack
-from foredraft.model.runner.shapes import FALLBACK, LOOSE, QUERIES, find_shapes
+from foredraft.model.runner.packed import PackedLinear, _packed, pack
+from foredraft.model.runner.probes import ProductProbe
+from foredraft.model.runner.shapes import FALLBACK, LOOSE, QUERIES, find_shapes, probe_shapes
 from foredraft.model.weights import load_decoder
 
 # wide enough for the kernels to differ between shapes, as they do on real models
@@ -178,7 +186,7 @@ def test_packed_products_equal_ordinary_ones(dtype_: torch.dtype, bias: bool) ->
     made = pack(weight, offset)
     torch.testing.assert_close(made(x), Linear(weight, offset)(x), rtol=2e-2, atol=2e-2)
     assert torch.equal(made.dense(), weight)
-    assert made.rows_out == 48
+    assert made.shape == (48, 64)
 
 
 def test_packing_falls_back_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +221,8 @@ def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A decoder whose products are fussy."""
     import foredraft.model.weights as weights
 
-    monkeypatch.setattr(weights, "pack", FussyLinear)
+    for module in (weights, shapes_module):
+        monkeypatch.setattr(module, "pack", FussyLinear)
     monkeypatch.setattr(weights, "packs", lambda *_: False)
     return load_decoder(save_checkpoint(tmp_path))
 
@@ -292,3 +301,105 @@ def test_attention_that_never_agrees(
 def test_every_candidate_fits_the_cache() -> None:
     assert max(QUERIES) == 64
     assert shapes_module.REFERENCE in QUERIES
+
+
+def of_the_same_kind(weight: Tensor, decoder: Decoder) -> Product:
+    """A product on the weight as the loaded decoder has one of that shape."""
+    layer = decoder.layers[0]
+    products = (
+        layer.attention.qkv,
+        layer.attention.output,
+        layer.mlp.gate_up,
+        layer.mlp.down,
+        decoder.output,
+    )
+    [kind] = {type(loaded) for loaded in products if tuple(loaded.dense().shape) == tuple(weight.shape)}
+    return PackedLinear(_packed(weight)) if kind is PackedLinear else Linear(weight)
+
+
+@pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-gqa-tied", "llama-biases", "mistral-head-dim-tied", "qwen2", "qwen3", "gemma2", "gemma3-absent"],
+)
+def test_probing_before_the_weights_finds_what_probing_after_them_does(
+    variant: str, dtype_: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_decoder(save_variant(tmp_path, variant), dtype=dtype_)
+    before = probe_shapes(load_decoder(tmp_path, "meta", dtype_), decoder.device)
+    assert before.found
+    monkeypatch.setattr(shapes_module, "pack", lambda weight: of_the_same_kind(weight, decoder))
+    assert probe_shapes(decoder, decoder.device) == before
+    assert find_shapes(decoder, before) == find_shapes(decoder)
+
+
+def test_one_product_is_probed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its ordinary weight is gone as soon as it is packed."""
+    weights: list[weakref.ref[Tensor]] = []
+    products: list[weakref.ref[Tensor]] = []
+
+    def watching(weight: Tensor) -> Product:
+        assert not any(held() is not None for held in (*weights, *products))
+        made = pack(weight)
+        assert isinstance(made, PackedLinear)
+        weights.append(weakref.ref(weight))
+        products.append(weakref.ref(made.weight))
+        return made
+
+    def run(probe: Any, rows: int, reference: int, original: Any = ProductProbe.agrees) -> bool:
+        assert weights[-1]() is None
+        assert products[-1]() is not None
+        return bool(original(probe, rows, reference))
+
+    monkeypatch.setattr(shapes_module, "pack", watching)
+    monkeypatch.setattr(ProductProbe, "agrees", run)
+    assert probe_shapes(load_decoder(save_checkpoint(tmp_path), "meta"), torch.device("cpu")).found
+    assert len(products) == 5
+
+
+def test_batches_that_only_the_layers_find_out_attend_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = load_decoder(save_checkpoint(tmp_path))
+    probed = probe_shapes(decoder, decoder.device)
+    assert not probed.apart
+    original = attention.mix
+
+    def by_batch(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, apart: bool) -> Tensor:
+        out = original(spec, q, k, v, mask, apart)
+        return out if apart or len(q) == 1 else out * 1.001
+
+    monkeypatch.setattr(attention, "mix", by_batch)
+    assert find_shapes(decoder, probed) == replace(probed, apart=True)
+    monkeypatch.setattr(attention, "mix", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2]))
+    assert find_shapes(decoder, probed) == FALLBACK
+    assert "model's layers" in caplog.text
+
+
+def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[torch.device] = []
+
+    def watching(outline: Decoder, device: torch.device) -> ExactShapes:
+        assert outline.device.type == "meta"
+        probed.append(device)
+        return probe_shapes(outline, device)
+
+    monkeypatch.setattr(build, "probe_shapes", watching)
+    folder = save_checkpoint(tmp_path)
+    llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512)
+    assert probed == [torch.device("cpu")]
+    assert llm.engine.target.shapes.found
+    foredraft.load(folder, device="cpu", max_batch=1, max_length=512, deterministic=False)
+    assert len(probed) == 1
+
+
+def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary that is not the file's could ask for any amount of memory."""
+    folder = save_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**9}))
+    monkeypatch.setattr(build, "probe_shapes", lambda *_: pytest.fail("probed"))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[97, 64\]"):
+        foredraft.load(folder, device="cpu", max_batch=1, max_length=512)

@@ -1,7 +1,8 @@
 """Loading holds the weights once: the host's anonymous memory, sampled in a process of its own.
 
-File pages do not count: the kernel takes them back when it likes. Seen to fail on: every tensor kept twice (it
-stays below as a test), fused weights in a fresh copy each, the embedding taken before the layers.
+File pages do not count: the kernel takes them back when it likes. Seen to fail on: every tensor kept twice and
+probes run after the weights came (both stay below as tests), fused weights in a fresh copy each, the embedding
+taken before the layers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from checkpoints import save_checkpoint
+from foredraft.model.cache import KVCache
 from foredraft.model.spec import ModelSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -25,28 +27,41 @@ SIZES = {
     "vocab_size": 16000,
     "hidden_size": 768,
     "intermediate_size": 2048,
-    "num_hidden_layers": 10,
+    "num_hidden_layers": 14,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "initializer_range": 0.02,
 }
 MEASURE = """
-import json, pathlib, re, sys, threading
+import ctypes, gc, json, pathlib, re, sys, threading
 import torch
+from foredraft import build
 from foredraft.model import weights
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
-tiny, folder, device, dtype, twice = sys.argv[1:]
+what, warm, folder, device, dtype, defect = sys.argv[1:]
 torch.set_num_threads(1)
-weights.load_decoder(pathlib.Path(tiny), device, getattr(torch, dtype))
-if twice == "twice":
+
+def load(path):
+    if what == "decoder":
+        return weights.load_decoder(pathlib.Path(path), device, getattr(torch, dtype))
+    return build.load(path, device=device, dtype=dtype, max_batch=1, max_length=512)
+
+load(warm)
+if defect == "twice":
     view, kept = weights._Tensors.view, []
     def keeping(self, *args):
         kept.append(view(self, *args).clone())
         return kept[-1]
     weights._Tensors.view = keeping
+if defect == "late":
+    def probe_late(path, device, dtype, deterministic):
+        return build.Runner(weights.load_decoder(path, device, dtype), deterministic=deterministic)
+    build._runner = probe_late
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)  # or the load would first use up what the warm-up left free
 before, samples, done = anonymous(), [], threading.Event()
 
 def sample():
@@ -55,7 +70,7 @@ def sample():
 
 thread = threading.Thread(target=sample)
 thread.start()
-decoder = weights.load_decoder(pathlib.Path(folder), device, getattr(torch, dtype))
+loaded = load(folder)
 done.set()
 thread.join()
 print(json.dumps([max(samples, default=before) - before, anonymous() - before]))
@@ -75,12 +90,20 @@ def checkpoint(folder: Path, dtype: str, tied: bool, shards: bool) -> Path:
         keys = {**SIZES, "tie_word_embeddings": tied}
         save_checkpoint(made, dtype=getattr(torch, dtype), shards=shards, **keys)
         save_checkpoint(made / "tiny")
+        save_checkpoint(made / "shallow", dtype=getattr(torch, dtype), **{**keys, "num_hidden_layers": 1})
     return made
 
 
-def measured(made: Path, device: str, dtype: str, times: str = "once") -> tuple[float, float, float, float]:
-    """Peak and remainder, weights and embedding: bytes."""
-    command = [sys.executable, "-c", MEASURE, str(made / "tiny"), str(made), device, dtype, times]
+def measured(
+    made: Path, device: str, dtype: str, what: str = "decoder", defect: str = "none"
+) -> tuple[float, float, float, float]:
+    """Peak and remainder, weights and embedding: bytes.
+
+    A whole load is warmed up on one layer of the same sizes: oneDNN keeps the kernels of every shape that it
+    met, some 12 MiB for each shape of a weight, however large that is.
+    """
+    warm = made / ("tiny" if what == "decoder" else "shallow")
+    command = [sys.executable, "-c", MEASURE, what, str(warm), str(made), device, dtype, defect]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     peak, after = json.loads(ran.stdout)
@@ -115,7 +138,7 @@ def test_the_host_holds_the_weights_once(
 
 def test_a_model_kept_twice_is_noticed(folder: Path) -> None:
     made = checkpoint(folder, "bfloat16", True, False)
-    peak, after, weights, embedding = measured(made, "cpu", "bfloat16", "twice")
+    peak, after, weights, embedding = measured(made, "cpu", "bfloat16", defect="twice")
     assert min(peak, after) > 1.1 * weights + embedding
 
 
@@ -125,3 +148,33 @@ def test_the_host_holds_nothing_of_a_model_on_another_device(folder: Path, dtype
     made = checkpoint(folder, "float32", False, False)
     peak, after, weights, _ = measured(made, "meta", dtype)
     assert max(peak, after) < 0.05 * weights
+
+
+def room(made: Path, dtype: str) -> int:
+    """Bytes of the cache that a load of one sequence of 512 positions makes."""
+    return KVCache.bytes_per_row(ModelSpec.from_folder(made), 512, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tied", "shards"),
+    [
+        ("bfloat16", True, False),
+        ("bfloat16", False, True),
+        ("float32", True, True),
+        ("float32", False, False),
+    ],
+)
+def test_a_whole_load_holds_the_weights_once_and_the_cache(
+    folder: Path, dtype: str, tied: bool, shards: bool
+) -> None:
+    """The self-check included: its probes are gone before the weights come."""
+    made = checkpoint(folder, dtype, tied, shards)
+    peak, after, weights, embedding = measured(made, "cpu", dtype, "model")
+    assert after > 0.9 * weights
+    assert max(peak, after) - room(made, dtype) <= 1.1 * weights + embedding * tied
+
+
+def test_probes_on_top_of_the_weights_are_noticed(folder: Path) -> None:
+    made = checkpoint(folder, "float32", False, False)
+    peak, _, weights, _ = measured(made, "cpu", "float32", "model", "late")
+    assert peak - room(made, "float32") > 1.1 * weights

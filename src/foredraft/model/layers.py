@@ -32,16 +32,14 @@ class Product(Protocol):
     """x [N, K] times a weight, plus its bias."""
 
     @property
-    def rows_out(self) -> int: ...
+    def shape(self) -> tuple[int, int]:
+        """(M, K) of the weight."""
+        ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def dense(self) -> Tensor:
         """The weight as an ordinary [M, K] tensor, a copy where it is stored otherwise."""
-        ...
-
-    def like(self, weight: Tensor) -> Product:
-        """The same kind of product on another weight."""
         ...
 
 
@@ -53,17 +51,15 @@ class Linear:
     bias: Tensor | None = None  # [M]
 
     @property
-    def rows_out(self) -> int:
-        return self.weight.shape[0]
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.weight.shape
+        return rows, columns
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
     def dense(self) -> Tensor:
         return self.weight
-
-    def like(self, weight: Tensor) -> Product:
-        return type(self)(weight)
 
 
 def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:

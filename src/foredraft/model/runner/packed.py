@@ -30,17 +30,15 @@ class PackedLinear:
     bias: Tensor | None = None  # [M]
 
     @property
-    def rows_out(self) -> int:
-        return self.weight.shape[0]
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.weight.shape
+        return rows, columns
 
     def __call__(self, x: Tensor) -> Tensor:
         return _linear(x, self.weight, self.bias)
 
     def dense(self) -> Tensor:
         return self.weight.to_dense()
-
-    def like(self, weight: Tensor) -> Product:
-        return PackedLinear(_packed(weight))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

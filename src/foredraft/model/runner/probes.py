@@ -8,6 +8,7 @@ is left *is* the rounding error, and it is kept in full precision.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,12 +24,21 @@ AMPLITUDE = 1000.0  # of queries and keys, scaled: the rounding of their product
 
 
 class ProductProbe:
-    """A product of the same kind and shape as the given one, on a weight and on rows that cancel."""
+    """The product that `make` makes of a weight [M, K], on a weight and on rows that cancel.
+
+    Where the product is packed, nothing else of the weight is kept.
+    """
 
     def __init__(
-        self, product: Product, columns: int, rows: int, like: Tensor, random: torch.Generator
+        self,
+        make: Callable[[Tensor], Product],
+        shape: tuple[int, int],
+        rows: int,
+        like: Tensor,
+        random: torch.Generator,
     ) -> None:
-        half, outputs = columns // 2, product.rows_out
+        outputs, columns = shape
+        half = columns // 2
         weight, x = _normal((min(outputs, BLOCK), half), random), _normal((rows, half), random)
         order = torch.randperm(2 * half, generator=random)
         weight, x = weight.to(like.dtype), x.to(like.dtype)
@@ -38,7 +48,7 @@ class ProductProbe:
         self.rows[:, order] = torch.cat([x, x], 1)
         self.rows = self.rows.to(like.device)
         whole = both.to(like.device).repeat(-(-outputs // both.shape[0]), 1)[:outputs]
-        self.product = product.like(whole.contiguous())
+        self.product = make(whole)
 
     def agrees(self, rows: int, reference: int) -> bool:
         """Whether a product of so many rows gives each the bits that one of `reference` rows gives it."""

@@ -53,16 +53,18 @@ class Forward:
 class Runner:
     """Forwards of one decoder over caches of its making."""
 
-    def __init__(self, decoder: Decoder, *, deterministic: bool = True) -> None:
+    def __init__(
+        self, decoder: Decoder, *, deterministic: bool = True, probed: ExactShapes | None = None
+    ) -> None:
+        """probed: what `probe_shapes` gave for this decoder before it was loaded; None probes now."""
         self.decoder = decoder
-        self.deterministic = deterministic
         self.chunk = CHUNK
         self.forwarded = 0
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
         self._reserve(2 * CHUNK)
-        self.shapes: ExactShapes = find_shapes(decoder) if deterministic else LOOSE
+        self.shapes: ExactShapes = find_shapes(decoder, probed) if deterministic else LOOSE
         self.max_queries = max(self.shapes.query_buckets, default=64)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:

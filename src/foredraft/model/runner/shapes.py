@@ -5,6 +5,9 @@ count and length, so the same position can come out different in its last bits f
 (docs/losslessness.md). The self-check runs the model's operators at many shapes, on probes that cancel
 (`probes`), compares with one reference shape bit for bit, and keeps the shapes that agree; two layers of the
 real decoder confirm them. Passes are then padded, and products cut, to kept shapes.
+
+Memory: a probe is as large as what it stands for, twice where it is packed, but needs no weight of the model.
+So `probe_shapes` comes before the weights, with one probe at a time, and only the small confirmation after.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from torch import Tensor
 
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.layers import Product, RowSpan
+from foredraft.model.layers import RowSpan
+from foredraft.model.runner.packed import pack
 from foredraft.model.runner.passes import build_pass, rope_tables
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
@@ -82,16 +86,18 @@ FALLBACK = ExactShapes(
 
 
 @torch.inference_mode()
-def find_shapes(decoder: Decoder) -> ExactShapes:
-    """The exact shapes of a decoder, on its device, in its dtype."""
+def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
+    """The shapes at which probes of a decoder's operators agree on `device`, for `find_shapes` to confirm.
+
+    The values of the decoder do not matter: it may be its outline, on torch's meta device.
+    """
     random = torch.Generator().manual_seed(0)
-    span = _agreeing_rows(decoder, random)
+    like = torch.empty(0, device=device, dtype=outline.dtype)
+    span = _agreeing_rows(outline, like, random)
     if span is None:
         logger.warning("no two row counts of this model's products agree bit for bit; using one fixed shape")
         return FALLBACK
-    probe = AttentionProbe(
-        decoder.spec, QUANTA[0] - max(QUERIES) - 5, max(QUERIES), decoder.embedding, random
-    )
+    probe = AttentionProbe(outline.spec, QUANTA[0] - max(QUERIES) - 5, max(QUERIES), like, random)
     for apart in (False, True):
         best: tuple[int, ...] = ()
         for quantum in QUANTA:
@@ -101,33 +107,51 @@ def find_shapes(decoder: Decoder) -> ExactShapes:
             if 2 * len(kept) > len(QUERIES):
                 break  # a longer quantum costs more than the few buckets that it may add
         if len(best) > 1:
-            buckets = _confirmed(decoder, shapes)
-            if len(buckets) > 1:
-                return replace(shapes, query_buckets=buckets)
+            return shapes
     logger.warning("no two query counts of this model's attention agree bit for bit; using one fixed shape")
     return FALLBACK
 
 
-def _agreeing_rows(decoder: Decoder, random: torch.Generator) -> RowSpan | None:
+@torch.inference_mode()
+def find_shapes(decoder: Decoder, probed: ExactShapes | None = None) -> ExactShapes:
+    """The exact shapes of a decoder, on its device, in its dtype: those that were probed for it (None: that
+    are probed now) and that its layers confirm."""
+    shapes = probe_shapes(decoder, decoder.device) if probed is None else probed
+    if not shapes.found:
+        return shapes
+    for apart in sorted({shapes.apart, True}):  # what agrees in batches agrees row by row: probed already
+        tried = replace(shapes, apart=apart)
+        buckets = _confirmed(decoder, tried)
+        if len(buckets) > 1:
+            return replace(tried, query_buckets=buckets)
+    logger.warning("no two query counts of this model's layers agree bit for bit; using one fixed shape")
+    return FALLBACK
+
+
+def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> RowSpan | None:
     """The longest run of row counts around the reference at which every product agrees with it."""
-    layer, spec = decoder.layers[0], decoder.spec
-    products: list[tuple[Product, int]] = [
-        (layer.attention.qkv, spec.hidden_size),
-        (layer.attention.output, spec.heads * spec.head_dim),
-        (layer.mlp.gate_up, spec.hidden_size),
-        (layer.mlp.down, spec.intermediate_size),
-        (decoder.output, spec.hidden_size),
-    ]
+    layer = outline.layers[0]
     agreeing = set(ROWS)
-    for product, columns in products:
-        probe = ProductProbe(product, columns, max(ROWS), decoder.embedding, random)
-        agreeing = {rows for rows in agreeing if probe.agrees(rows, REFERENCE)}
+    for product in (
+        layer.attention.qkv,
+        layer.attention.output,
+        layer.mlp.gate_up,
+        layer.mlp.down,
+        outline.output,
+    ):
+        agreeing = _agreeing(agreeing, product.shape, like, random)
     for step in (1, 2, 4, 8):
         low = _run(agreeing, [rows for rows in reversed(ROWS) if rows <= REFERENCE and rows % step == 0])
         high = _run(agreeing, [rows for rows in ROWS if rows >= REFERENCE and rows % step == 0])
         if high >= 2 * REFERENCE:
             return RowSpan(low, high, step)
     return None
+
+
+def _agreeing(counts: set[int], shape: tuple[int, int], like: Tensor, random: torch.Generator) -> set[int]:
+    """Those of the row counts at which a product of this shape agrees; its probe is gone before the next."""
+    probe = ProductProbe(pack, shape, max(ROWS), like, random)
+    return {rows for rows in counts if probe.agrees(rows, REFERENCE)}
 
 
 def _run(agreeing: set[int], counts: list[int]) -> int:
@@ -187,11 +211,11 @@ class _Trial:
         self.decoder, self.shapes = decoder, shapes
         random = torch.Generator().manual_seed(1)
         self.cache = KVCache(self.spec, 2, 256, device=decoder.device, dtype=decoder.dtype)
-        self.cache.data.copy_(torch.randn(self.cache.data[:, :, :1].shape, generator=random))
+        context = torch.randn(self.cache.data[:, :, :1].shape, generator=random)
+        self.context = context.to(decoder.device, decoder.dtype)  # of either row
         hidden = torch.randn(max(QUERIES), self.spec.hidden_size, generator=random)
         self.hidden = hidden.to(decoder.device, decoder.dtype)  # [T, D]
         self.tables = rope_tables(self.spec, 512, decoder.device, decoder.dtype)
-        self.context = self.cache.data.clone()
 
     def states(self, batch: int, queries: int, place: int) -> Tensor:
         """[T, D] of the tried row, at `place` among other rows."""
