@@ -197,7 +197,7 @@ def test_a_retokenizing_draft_has_room_for_its_own_tokens(
         spec.layers * 2048 + 1 * 2048
     ) * row  # stored positions, by 1024 and with room to write past the end
     for budget, fits in ((2 * both, True), (2 * both - 1, False)):
-        monkeypatch.setattr(build, "_free_memory", lambda device, budget=budget: 2 * budget)
+        monkeypatch.setattr(build.capacity, "free_memory", lambda device, budget=budget: 2 * budget)
         if fits:
             load(models, draft=models / "foreign", max_length=700, max_batch=2)
         else:
@@ -261,7 +261,7 @@ def test_room_within_memory(
 ) -> None:
     """rows_at_once: of the model's whole length, as memory has room for."""
     row = (131072 + 1024) * LONG_ROW
-    monkeypatch.setattr(build, "_free_memory", lambda device: int(rows_at_once * row / 0.5))
+    monkeypatch.setattr(build.capacity, "free_memory", lambda device: int(rows_at_once * row / 0.5))
     made = SimpleNamespace()
     new_cache = build.Runner.new_cache
 
@@ -278,7 +278,7 @@ def test_room_within_memory(
 
 
 def test_what_cannot_fit_is_refused_with_the_figures(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_free_memory", lambda device: 2**20)
+    monkeypatch.setattr(build.capacity, "free_memory", lambda device: 2**20)
     with pytest.raises(ConfigError, match=r"1 sequences of 131072 positions need \d+ MiB.*0 MiB may be used"):
         load(models, "long", max_length=131072)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
@@ -10,13 +9,19 @@ from typing import Literal
 import torch
 
 from foredraft import demo
+from foredraft.build.capacity import DEVICES, rows_and_positions
+from foredraft.build.pairing import (
+    check_kind,
+    fitting_kinds,
+    same_vocabulary,
+    tokenizer_of,
+    vocabulary_map,
+)
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
 from foredraft.errors import CheckpointError, ConfigError, RequestError
-from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter
+from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
 from foredraft.llm import LLM
-from foredraft.model.cache import KVCache
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner, probe_shapes
@@ -30,14 +35,6 @@ Progress = Callable[[str, int, int], None]
 Needs = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-# Caches may take this share of what is free: the rest is for passes and other programs.
-_SHARE = {"cpu": 0.5, "cuda": 0.8}
-# Rows unless asked for: more seldom pay, and a new cache is written to, so its memory is taken at once.
-_ROWS = {"cpu": 8, "cuda": 32}
-# Long models give up positions down to this many so that so many rows fit,
-_ENOUGH_ROWS, _ENOUGH_POSITIONS = 8, 4096
-_FEWEST_POSITIONS = 512  # and down to this many so that anything does.
 
 
 def load(
@@ -104,11 +101,11 @@ def load(
     folders = [resolve(str(path), revision, report)]
     if draft is not None:
         folders.append(resolve(str(draft), draft_revision, report))
-    tokenizers = tuple(_tokenizer(folder) for folder in folders)
-    other = draft is not None and not _same_vocabulary(folders, tokenizers)
+    tokenizers = tuple(tokenizer_of(folder) for folder in folders)
+    other = draft is not None and not same_vocabulary(folders, tokenizers)
     drafter = drafter or default_drafter(draft is not None, other)
-    kinds = _kinds(draft is not None, other)
-    _check_kind(drafter, draft_sampling, kinds, folders)
+    kinds = fitting_kinds(draft is not None, other)
+    check_kind(drafter, draft_sampling, kinds, folders)
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))
@@ -120,9 +117,9 @@ def load(
     default_params = _default_params(folders[0])
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())
-    rows, positions = _capacity(runners, where, (max_batch, max_length), needed, stretch)
+    rows, positions = rows_and_positions(runners, where, (max_batch, max_length), needed, stretch)
 
-    vocabulary = None if other else _vocabulary(runners, tokenizers, where)
+    vocabulary = None if other else vocabulary_map(runners, tokenizers, where)
     parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions, tokenizers, vocabulary)
     spec = target.decoder.spec
     engine = Engine(
@@ -163,7 +160,7 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'") from None
-    if device.type not in _SHARE:
+    if device.type not in DEVICES:
         raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cpu" and device.index is not None:
         raise ConfigError(f"device is {name!r}, but there is one CPU; give 'cpu'")
@@ -198,31 +195,6 @@ def _default_params(folder: Path) -> SamplingParams:
         raise CheckpointError(f"{folder}: generation_config.json asks for what cannot be: {error}") from error
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer, where it can be its model's.
-
-    A model's vocabulary is often padded beyond its tokenizer's, never the other way round; and the tokens
-    that the model begins and ends with have to be there.
-    """
-    tokenizer, spec = Tokenizer.from_folder(folder), ModelSpec.from_folder(folder)
-    if tokenizer is None:
-        return None
-    found = ""
-    if tokenizer.size > spec.vocab_size:
-        found = f"ids up to {tokenizer.size - 1}, but the model's vocabulary is {spec.vocab_size}"
-    bos = () if spec.bos_token_id is None else (spec.bos_token_id,)
-    for name, ids in (("bos_token_id", bos), ("eos_token_id", spec.eos_token_ids)):
-        for id in ids:
-            if not found and not tokenizer.has(id):
-                found = f"no token {id}, which is the model's {name}"
-    if found:
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is not the tokenizer of {folder / 'config.json'}: it has {found};"
-            " put the model's own tokenizer there"
-        )
-    return tokenizer
-
-
 def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
     most = target.max_queries - 1
     if max_draft is None:
@@ -232,105 +204,3 @@ def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
     return max_draft
 
 
-def _same_vocabulary(folders: list[Path], tokenizers: tuple[Tokenizer | None, ...]) -> bool:
-    """Whether the draft's ids mean what the target's do, padding and special tokens aside."""
-    if tokenizers[0] is not None and tokenizers[1] is not None:
-        return same_tokenizer(tokenizers[0], tokenizers[1])
-    sizes = [ModelSpec.from_folder(folder).vocab_size for folder in folders]
-    if sizes[0] != sizes[1]:
-        without = folders[0] if tokenizers[0] is None else folders[1]
-        raise ConfigError(
-            f"the draft model {folders[1]} has a vocabulary of {sizes[1]} and the target {folders[0]} one of"
-            f" {sizes[0]}; to match their tokens, put the tokenizer.json that is missing into {without}"
-        )
-    return True  # sizes are all there is to go by
-
-
-def _kinds(draft_given: bool, other_tokenizer: bool) -> dict[str, DrafterKind]:
-    """Those there is all for that they need: whoever drafts by default, a request may name any of them."""
-    return {
-        name: kind
-        for name, kind in DRAFTERS.items()
-        if not kind.needs_draft or (draft_given and kind.retokenizes == other_tokenizer)
-    }
-
-
-def _check_kind(
-    drafter: str, draft_sampling: str, kinds: dict[str, DrafterKind], folders: list[Path]
-) -> None:
-    """A draft model is for the drafters that its tokenizer fits."""
-    fitting = " or ".join(repr(name) for name, kind in kinds.items() if kind.needs_draft)
-    if drafter not in kinds:
-        has = "the tokenizer of" if DRAFTERS[drafter].retokenizes else "another tokenizer than"
-        raise ConfigError(
-            f"drafter is {drafter!r}, but the draft model {folders[1]} has {has} the target {folders[0]};"
-            f" give drafter={fitting}, or leave it out"
-        )
-    if draft_sampling == "greedy" and not any(kind.stepper for kind in kinds.values()):
-        raise ConfigError(
-            f"draft_sampling is 'greedy', but the draft model {folders[1]} has another tokenizer than the"
-            f" target {folders[0]}, and is never sampled from; leave it out"
-        )
-
-
-def _vocabulary(
-    runners: list[Runner], tokenizers: tuple[Tokenizer | None, ...], device: torch.device
-) -> VocabularyMap | None:
-    if len(runners) < 2 or tokenizers[0] is None or tokenizers[1] is None:
-        return None
-    target, draft = (runner.decoder.spec.vocab_size for runner in runners)
-    return VocabularyMap.between(tokenizers[0], tokenizers[1], (target, draft), device)
-
-
-def _capacity(
-    runners: list[Runner],
-    device: torch.device,
-    given: tuple[int | None, int | None],
-    needed: tuple[int | None, int | None],
-    stretch: int = 1,
-) -> tuple[int, int]:
-    """Rows and positions of the caches, within free memory; both arguments are pairs of these. stretch: of
-    the draft's positions."""
-    (max_batch, max_length), (rows_needed, positions_needed) = given, needed
-    most = runners[0].decoder.spec.max_positions
-    if max_length is not None and max_length > most:
-        raise ConfigError(f"max_length is {max_length}; the model was trained for {most} positions")
-    budget = int(_free_memory(device) * _SHARE[device.type])
-
-    def bytes_of(positions: int) -> int:
-        lengths = (positions, stretch * positions)
-        return sum(
-            KVCache.bytes_per_row(runner.decoder.spec, length, runner.decoder.dtype)
-            for runner, length in zip(runners, lengths, strict=False)
-        )
-
-    def shrunk(positions: int, rows: int, fewest: int) -> int:
-        while positions > fewest and rows * bytes_of(positions) > budget:
-            positions = max(positions // 2, fewest)
-        return positions
-
-    positions = max_length or min(most, positions_needed or most)
-    if max_length is None:
-        if max_batch is None and positions_needed is None:
-            positions = shrunk(positions, _ENOUGH_ROWS, _ENOUGH_POSITIONS)
-        positions = shrunk(positions, max_batch or 1, _FEWEST_POSITIONS)
-    most_rows = _ROWS[device.type] if rows_needed is None else min(_ROWS[device.type], rows_needed)
-    rows = max_batch or min(most_rows, budget // bytes_of(positions))
-    taken = max(rows, 1) * bytes_of(positions)
-    if rows < 1 or taken > budget:
-        raise ConfigError(
-            f"{max(rows, 1)} sequences of {positions} positions need {taken / 2**20:.0f} MiB of cache, but"
-            f" {budget / 2**20:.0f} MiB may be used; lower max_batch or max_length"
-        )
-    return rows, positions
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
