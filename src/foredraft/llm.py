@@ -139,10 +139,8 @@ class LLM:
         self._waiting: list[_Wish[Any]] = []
 
     def params(self, **options: Any) -> SamplingParams:
-        """The model's default parameters with these options changed.
-
-        `SamplingParams(...)` by itself knows nothing of the model. Raises RequestError as it does.
-        """
+        """The model's default parameters with these options changed: `SamplingParams(...)` by itself knows
+        nothing of the model. Raises RequestError as it does."""
         defaults = {field.name: getattr(self.default_params, field.name) for field in fields(SamplingParams)}
         return SamplingParams(**defaults | options)
 
