@@ -27,7 +27,7 @@ from foredraft.model.weights import load_decoder
 __all__ = ["DRAFTERS", "POLICIES", "load"]
 
 Progress = Callable[[str, int, int], None]
-Needs = Callable[[Tokenizer | None], tuple[int, int]]
+Needs = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -78,8 +78,8 @@ def load(
             they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on
             to 512.
         deterministic: Greedy output is bit-identical whatever drafts and whoever shares the batch.
-        needs: Given the tokenizer, the sequences and the positions that will be used; no more are made room
-            for than that, unless max_batch or max_length says so.
+        needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
+            will be used; no more are made room for than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and prefilling.
 
     Raises:
@@ -125,7 +125,8 @@ def load(
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
     tokenizer = tokenizers[0]
-    needed = (None, None) if needs is None else needs(tokenizer)
+    default_params = _default_params(folders[0])
+    needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())
     rows, positions = _capacity(runners, where, (max_batch, max_length), needed, stretch)
 
@@ -147,7 +148,7 @@ def load(
         tokenizer,
         default_drafter=None if DRAFTERS[drafter].make is None else drafter,
         max_length=positions,
-        default_params=_default_params(folders[0]),
+        default_params=default_params,
         lossless={name: kind.lossless for name, kind in DRAFTERS.items()},
         deterministic=deterministic,
         progress=progress,

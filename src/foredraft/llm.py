@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,6 +29,7 @@ from foredraft.decode.stats import Stats
 from foredraft.decode.trace import RoundTrace
 from foredraft.decode.transcript import Transcript
 from foredraft.errors import RequestError
+from foredraft.model.chat import Message
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
@@ -139,10 +140,38 @@ class LLM:
         self._waiting: list[_Wish[Any]] = []
 
     def params(self, **options: Any) -> SamplingParams:
-        """The model's default parameters with these options changed: `SamplingParams(...)` by itself knows
-        nothing of the model. Raises RequestError as it does."""
-        defaults = {field.name: getattr(self.default_params, field.name) for field in fields(SamplingParams)}
-        return SamplingParams(**defaults | options)
+        """The model's default parameters with these options changed.
+
+        `SamplingParams(...)` by itself knows nothing of the model. Raises RequestError as it does.
+        """
+        return self.default_params.but(**options)
+
+    def chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        truncate: Literal["left"] | None = None,
+        **variables: Any,
+    ) -> list[Output]:
+        """Generate `n` replies to a conversation, put into the model's chat template.
+
+        Args:
+            messages: Mappings with a role and a content.
+            params: The model's own defaults unless given.
+            n: Replies.
+            truncate: As in `generate`.
+            **variables: What the template takes besides, as `tools`, `documents` or `enable_thinking`.
+
+        Raises:
+            RequestError: There is no template, it refuses the messages, or as in `generate`.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this model's folder has no tokenizer.json; give token ids, not messages")
+        return self.generate(
+            self.tokenizer.encode_chat(messages, **variables), params, n=n, truncate=truncate
+        )
 
     def generate(
         self,
@@ -171,7 +200,7 @@ class LLM:
         Raises:
             RequestError: A prompt or an option cannot be served; nothing has run then.
         """
-        encoded = self._encode(prompts)
+        encoded = self.encode(prompts)
         if n < 1:
             raise RequestError(f"n is {n}; give 1 or more")
         each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(encoded)
@@ -219,7 +248,7 @@ class LLM:
         Raises:
             RequestError: As in `generate`, at the call.
         """
-        encoded = self._encode(prompt)
+        encoded = self.encode(prompt)
         if len(encoded) != 1:
             raise RequestError(f"stream takes one prompt, not {len(encoded)}; use generate for several")
         own = params or self.default_params
@@ -267,8 +296,8 @@ class LLM:
             # no waiting here: an iterator that was dropped may be closed in the middle of a step
             self._tell(self.engine.cancel, [sequence])
 
-    def _encode(self, prompts: Prompts) -> list[list[int]]:
-        """Any accepted form -> ids of each prompt."""
+    def encode(self, prompts: Prompts) -> list[list[int]]:
+        """Prompts in any form that `generate` takes -> the ids of each; raises RequestError as it does."""
         if isinstance(prompts, str):
             return [self._encode_text(prompts)]
         if not isinstance(prompts, Iterable):
@@ -316,7 +345,7 @@ class LLM:
         if truncate not in (None, "left"):
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
         self._check(params, n)
-        prompt = self._fitting(prompt, params.max_new_tokens, truncate)
+        prompt = self.fitting(prompt, params.max_new_tokens, truncate)
         drafter = self._drafter(params.speculation)
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self._ids) for _ in range(n)]
@@ -346,7 +375,7 @@ class LLM:
         for token in params.logit_bias or {}:
             if token >= size:
                 raise RequestError(f"logit_bias names token {token}; the vocabulary ends at {size - 1}")
-        for name in ("top_k", "logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > size:
                 raise RequestError(f"{name} is {value}, but the vocabulary has {size} tokens; give fewer")
@@ -368,8 +397,9 @@ class LLM:
             least=params.min_new_tokens,
         )
 
-    def _fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """The prompt, cut on the left if asked for; a leading BOS stays, since models fail without."""
+    def fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
+        """A prompt that leaves room for so many new tokens: itself, or cut on the left if asked for; a
+        leading BOS stays, since models fail without. Raises RequestError where there is no room."""
         room = self.max_length - new
         kept = prompt[:1] if prompt[0] == self.spec.bos_token_id else []
         if len(prompt) <= room:

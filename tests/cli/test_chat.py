@@ -168,14 +168,14 @@ def test_ctrl_c_ends_the_reply_and_keeps_it(
 ) -> None:
     from foredraft.cli.render import Painter
 
-    tokens, count = Painter.tokens, iter(range(10**6))
+    explain, count = Painter.explain, iter(range(10**6))
 
     def painted(self: Painter, *arguments: Any) -> None:
-        tokens(self, *arguments)
+        explain(self, *arguments)
         if next(count) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Painter, "tokens", painted)
+    monkeypatch.setattr(Painter, "explain", painted)
     arguments = [*chatty, "--temperature", "0", "--max-new-tokens", "500"]
     assert converse(monkeypatch, ["Hi", "So?"], [*arguments[:-1], "20"]) == 0
     assert len(told) == 2

@@ -413,18 +413,15 @@ def test_defaults_are_those_of_the_library() -> None:
     from dataclasses import asdict
 
     import foredraft as package
-    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions
+    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions, requested
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
         if name not in ("model", "truncate", "acceptance"):
             assert value is None or loading[name].default == value, name
-    params = asdict(package.SamplingParams())
-    for name, value in asdict(SamplingOptions()).items():
-        if name not in ("n", "temperature"):
-            assert params[name] == value, name
-    assert params["temperature"] == 1
-    assert params["acceptance"] is None
+    assert requested(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
+    own = set(asdict(package.SamplingParams())) - {"acceptance", "speculation"}
+    assert set(asdict(SamplingOptions())) == own | {"n"}, "every option of a request can be given here"
 
 
 def test_help_and_choices_come_from_the_tables(models: Path) -> None:

@@ -64,5 +64,6 @@ DOCS = [Page(path) for path in sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [
     Page(ROOT / "README.md"),
     Page(ROOT / "docs/index.md"),
+    Page(ROOT / "docs/losslessness.md"),
     *(page for page in DOCS if page.path.parent.name == "guides"),
 ]

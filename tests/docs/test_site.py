@@ -129,7 +129,7 @@ def test_the_api_page_has_every_public_name(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "of", [foredraft.load, foredraft.LLM.generate, foredraft.LLM.stream, foredraft.write_trace, *(
+    "of", [foredraft.load, foredraft.LLM.generate, foredraft.LLM.chat, foredraft.LLM.stream, foredraft.write_trace, *(
         getattr(foredraft, name) for name in ("SamplingParams", "Output", "Piece", "Score", "Stats", "RoundTrace")
     )], ids=lambda of: of.__name__,
 )  # fmt: skip
@@ -139,4 +139,4 @@ def test_every_option_and_attribute_is_explained_in_order(of: object) -> None:
     )
     assert section is not None
     fields = getattr(of, "__dataclass_fields__", None) or inspect.signature(of).parameters  # type: ignore[arg-type]
-    assert re.findall(r"^    (\w+): ", section[1], re.M) == [name for name in fields if name != "self"]
+    assert re.findall(r"^    \*{0,2}(\w+): ", section[1], re.M) == [name for name in fields if name != "self"]

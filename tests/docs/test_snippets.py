@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 from pages import EXECUTED, Page
 
-from foredraft.cli import app, main
-from foredraft.cli.spelling import NAMES
+from foredraft.cli import main
 from running import ROOT, python
 
 LANGUAGES = {"python", "sh", "text"}  # text is not run: what is printed, or what needs the network
-KNOWN = {*app, *(f"--{name.replace('_', '-')}" for name in NAMES)}
-# What the pages may name before there is it.
-COMING = "verify --stop --trace --logprobs --prompt-logprobs --repetition-penalty --logit-bias".split()
 
 
 def commands() -> list[object]:
@@ -36,9 +32,6 @@ def test_commands(
     line: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(line, comments=True)
-    absent = [word for word in words if word in COMING and word not in KNOWN]
-    if absent:
-        pytest.skip(f"there is no {', '.join(absent)} yet")
     monkeypatch.chdir(models)
     given = b""
     if "<" in words:

@@ -37,7 +37,11 @@ def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-@pytest.fixture(scope="module", params=itertools.product(FAMILIES, ("bfloat16", "float32")), ids="-".join)
+# float16 runs through the same operators in every family
+PAIRS = [*itertools.product(FAMILIES, ("bfloat16", "float32")), ("llama", "float16"), ("gemma3", "float16")]
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     family, dtype = request.param
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)

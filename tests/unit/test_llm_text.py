@@ -301,7 +301,6 @@ def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
         ({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}"),
         ({"logprobs": VOCABULARY + 1}, f"but the vocabulary has {VOCABULARY} tokens"),
         ({"prompt_logprobs": 99_999}, "prompt_logprobs is 99999"),
-        ({"top_k": 99_999}, "top_k is 99999"),
     ],
 )
 def test_what_the_vocabulary_has_not_is_refused(

@@ -1,8 +1,8 @@
 """The command line: one file a command, thin.
 
 Contract: results go to stdout, everything else to stderr. The exit code is 0, 1 when generation itself
-failed, 2 with one line `foredraft: error: ...` when the user can mend it, 130 after Ctrl-C. Nothing
-here imports torch before a command needs it, so `--help` is quick.
+failed, 2 with one line `foredraft: error: ...` when the user can mend it, 130 after Ctrl-C; `verify` adds
+one of its own. Nothing here imports torch before a command needs it, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 import foredraft
 from foredraft.cli.generate import INTERRUPTED, generate
 from foredraft.cli.spelling import STDIN, spelled_as_options
+from foredraft.cli.verify import verify
 from foredraft.errors import ForedraftError
 
 __all__ = ["app", "main"]
@@ -33,6 +34,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(generate, usage="Usage: foredraft generate [PROMPT | -] [OPTIONS]")
+app.command(verify, usage="Usage: foredraft verify [PROMPTS...] [OPTIONS]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

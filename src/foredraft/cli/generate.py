@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.cli.compare import Comparison, alternate
@@ -19,6 +20,7 @@ from foredraft.cli.options import (
     OutputOptions,
     SamplingOptions,
     loading,
+    requested,
 )
 from foredraft.cli.render import Painter, ProgressBars, document, last_line
 from foredraft.cli.spelling import STDIN
@@ -26,7 +28,7 @@ from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, default_drafter
 
 if TYPE_CHECKING:
-    from foredraft import SamplingParams, Stats
+    from foredraft import Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["INTERRUPTED", "check", "generate", "read_prompt"]
@@ -56,13 +58,12 @@ def generate(
     talking = chat.chat and prompt is None
     check_request(chat, sampling, output, talking=talking)
     text = "" if talking else read_prompt(prompt, model.model)
-    from foredraft import SamplingParams
+    import foredraft
 
-    options = asdict(sampling)
-    n = options.pop("n")
-    if sampling.temperature is None:
-        options["temperature"] = 0.0 if output.compare else 1.0
-    params = SamplingParams(**options, acceptance=drafting.acceptance)
+    given = requested(sampling, drafting)
+    if output.compare:
+        given = {"temperature": 0.0} | given
+    foredraft.SamplingParams(**given)  # a mistake need not wait for the model
     conversation = Conversation(chat.system)
     bars = ProgressBars()
 
@@ -71,16 +72,15 @@ def generate(
             return conversation.ids(tokenizer, text)
         return [] if tokenizer is None else tokenizer.encode(text)
 
-    def needs(tokenizer: Tokenizer | None) -> tuple[int, int]:
-        length = len(encoded(tokenizer)) + params.max_new_tokens
-        return max(n, 1), max(length, CONVERSATION) if talking else length
+    def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
+        length = len(encoded(tokenizer)) + defaults.but(**given).max_new_tokens
+        return max(sampling.n, 1), max(length, CONVERSATION) if talking else length
 
     try:
-        import foredraft
-
         llm = foredraft.load(model.model, **loading(model, drafting), needs=needs, progress=bars.show)
         asked = encoded(llm.tokenizer) if chat.chat else text
-        job = Job(llm, asked, params, n, model.truncate, output.show_special)
+        params, traced = llm.params(**given), output.trace is not None
+        job = Job(llm, asked, params, sampling.n, model.truncate, output.show_special, traced)
         if talking:
             return converse(job, conversation, Painter(sys.stdout, color=output.color), bars)
         return run(job, output, bars, text if prompt is None else None)
@@ -112,6 +112,12 @@ def check_request(
     """Refuse what the other options leave without a meaning."""
     if output.compare and sampling.max_new_tokens == 0:
         raise ConfigError("--compare has nothing to time with --max-new-tokens 0; give more, or leave it out")
+    for option in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, option) is not None and not output.json:
+            flag = option.replace("_", "-")
+            raise ConfigError(f"--{flag} has no use without --json; add --json, or leave it out")
+    if output.trace is not None and (output.trace.is_dir() or not output.trace.absolute().parent.is_dir()):
+        raise ConfigError(f"--trace is {str(output.trace)!r}; give a file in a folder that there is")
     if chat.system is not None and not chat.chat:
         raise ConfigError("--system has no use without --chat; add --chat, or leave it out")
     if chat.system is not None:
@@ -122,7 +128,13 @@ def check_request(
         raise ConfigError(
             "no prompt, and no terminal to keep a conversation on; give a prompt, or - to read it from stdin"
         )
-    for option, given in {"json": output.json, "compare": output.compare, "n": sampling.n != 1}.items():
+    inert = {
+        "json": output.json,
+        "compare": output.compare,
+        "n": sampling.n != 1,
+        "trace": output.trace is not None,
+    }
+    for option, given in inert.items():
         if given:
             raise ConfigError(f"--{option} has no use in a conversation; give a prompt, or leave it out")
 
@@ -165,7 +177,9 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None
         if before is not None and not options.json:
             painter.write(before if streams else f"{before}\n")
         shown = Run.of(
-            partial(stream, job, painter, bars, interrupt) if streams else partial(job.outputs, job.params)
+            partial(stream, job, painter, bars, interrupt)
+            if streams
+            else partial(job.outputs, job.params, trace=job.traced)
         )
         stats, errors = shown.stats, shown.errors
         if options.compare and not interrupt.came and not errors:
@@ -177,15 +191,27 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None
                 pass
         bars.clear()
         if options.json:
-            outputs = [job.spelled(output) for output in shown.outputs]
-            print(json.dumps(document(outputs, stats, comparison), allow_nan=False))
+            print(json.dumps(document(shown.outputs, stats, comparison), allow_nan=False))
         else:
             if not streams:
-                show(job, shown.outputs, painter)
+                show(shown.outputs, painter)
             print(last_line(stats, comparison, compared=options.compare))
         for error in errors:
             print(f"foredraft: error: {error}", file=sys.stderr)
+    if options.trace is not None:
+        write_page(job, options.trace, shown.outputs)
     return INTERRUPTED if interrupt.came else FAILED if errors else 0
+
+
+def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
+    from foredraft import write_trace
+
+    tokenizer, spec = job.llm.tokenizer, job.llm.spec
+    assert tokenizer is not None  # without one, a prompt of text was refused
+    drafter = job.llm.default_drafter or "none"
+    temperature = job.params.temperature
+    about = f"{spec.architecture}, {spec.layers} layers; drafter {drafter}; temperature {temperature:g}"
+    write_trace(file, outputs, prompt=job.text, tokenizer=tokenizer, about=about)
 
 
 class Stopped(Exception):

@@ -6,16 +6,15 @@ Seconds are the wall clock of the whole request, its prompt and all its samples 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.render import Painter, ProgressBars
 
 if TYPE_CHECKING:
-    from foredraft import LLM, Output, SamplingParams, Stats
-    from foredraft.model.tokenizer import Detokenizer
+    from foredraft import LLM, Output, Piece, SamplingParams, Stats
 
 __all__ = ["Job", "Run", "show", "stream"]
 
@@ -24,7 +23,8 @@ __all__ = ["Job", "Run", "show", "stream"]
 class Job:
     """One prompt, and all that decides what becomes of it.
 
-    prompt: text, or the ids of a conversation. special: special tokens are shown.
+    prompt: text, or the ids of a conversation. special: special tokens are shown. traced: what each round did
+    is told, for a page of it.
     """
 
     llm: LLM
@@ -33,22 +33,25 @@ class Job:
     n: int
     truncate: Literal["left"] | None
     special: bool
+    traced: bool = False
 
-    def detokenizer(self) -> Detokenizer:
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None  # without one, a prompt of text was refused
-        before = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        return tokenizer.detokenizer(after=before, skip_special=not self.special)
+    def outputs(self, params: SamplingParams, *, trace: bool = False) -> list[Output]:
+        return self.llm.generate(
+            self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.special, trace=trace
+        )
 
-    def outputs(self, params: SamplingParams) -> list[Output]:
-        return self.llm.generate(self.prompt, params, n=self.n, truncate=self.truncate)
+    def stream(self) -> Iterator[Piece]:
+        return self.llm.stream(
+            self.prompt, self.params, truncate=self.truncate, show_special=self.special, trace=self.traced
+        )
 
-    def spelled(self, output: Output) -> Output:
-        """The output with the special tokens in its text, if they are shown."""
-        if not self.special:
-            return output
-        detokenizer = self.detokenizer()
-        return replace(output, text=detokenizer.push(output.token_ids) + detokenizer.flush())
+    @property
+    def text(self) -> str:
+        """The prompt, spelled out."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        assert self.llm.tokenizer is not None
+        return self.llm.tokenizer.decode(self.prompt, skip_special=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +80,28 @@ class Run:
 
 
 def stream(job: Job, painter: Painter, bars: ProgressBars, interrupt: Interrupt) -> list[Output]:
-    """Show every token as it comes."""
-    pieces = job.llm.stream(job.prompt, job.params, truncate=job.truncate)
-    detokenizer = job.detokenizer()
+    """Show every token's text as soon as nothing can change it."""
+    origins: list[str] = []
     output = None
-    for piece in pieces:
+    for piece in job.stream():
         bars.clear()
-        painter.tokens(detokenizer, piece.token_ids, piece.origins)
+        origins += piece.origins
+        painter.explain()
+        for index, text in piece.parts or []:
+            painter.write(text, origins[index])
         output = piece.output
         if interrupt.came:  # perhaps before there was a request to end
             job.llm.cancel_all()
     assert output is not None
-    painter.finish(detokenizer)
+    painter.end_line()
     return [output]
 
 
-def show(job: Job, outputs: list[Output], painter: Painter) -> None:
+def show(outputs: list[Output], painter: Painter) -> None:
     """Several samples, one after the other."""
     for number, output in enumerate(outputs, start=1):
         painter.write(f"[{number}/{len(outputs)}]\n")
-        detokenizer = job.detokenizer()
-        painter.tokens(detokenizer, output.token_ids, output.origins)
-        painter.finish(detokenizer)
+        painter.explain()
+        for text, origin in zip(output.pieces or [], output.origins, strict=True):
+            painter.write(text, origin)
+        painter.end_line()

@@ -7,10 +7,12 @@ tables of `kinds`.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
+from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, default_drafter
 
 if TYPE_CHECKING:
@@ -28,15 +30,19 @@ __all__ = [
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
+    "VerifyOptions",
     "loading",
+    "requested",
 ]
 
-Flag = Annotated[bool, Parameter(negative=())]  # one that is off unless given
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]  # one that is off unless given
+Several = Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=False, show_default=False)]
 MODEL = Group("Model", sort_key=1)
 DRAFTING = Group("Drafting", sort_key=2)
 SAMPLING = Group("Sampling", sort_key=3)
 CHAT = Group("Chat", sort_key=4)
 OUTPUT = Group("Output", sort_key=5)
+VERIFYING = Group("Verifying", sort_key=3)
 
 DRAFTER_HELP = "; ".join(
     f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in DRAFTERS.items()
@@ -100,23 +106,44 @@ class DraftOptions:
 @Parameter(name="*", group=SAMPLING)
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    max_new_tokens: int = 128
-    """Tokens to generate at most."""
+    """None: not given, so the model's own default holds (generation_config.json), or what is in brackets."""
+
+    max_new_tokens: int | None = None
+    """Tokens to generate at most (128); 0 only reads the prompt, for --prompt-logprobs."""
     temperature: float | None = None
-    """0 is greedy: top-k, top-p, min-p, seed and acceptance then change nothing. Without it 1, and 0 with
-    --compare."""
-    top_k: int = 0
-    """Keep only the k likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that make up this mass; 1 is off."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    """0 is greedy: cuts, seed and acceptance then change nothing (1; with --compare 0)."""
+    top_k: int | None = None
+    """Keep only the k likeliest tokens (0: off)."""
+    top_p: float | None = None
+    """Keep the likeliest tokens that make up this mass (1: off)."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest (0: off)."""
+    typical_p: float | None = None
+    """Keep the tokens whose surprise is nearest to the entropy, up to this mass (1: off)."""
+    repetition_penalty: float | None = None
+    """Divide positive logits of tokens in prompt or output by it, multiply negative ones (1: off)."""
+    presence_penalty: float | None = None
+    """Take this off the logits of tokens in the output (0: off)."""
+    frequency_penalty: float | None = None
+    """Take this off the logits of tokens in the output as often as they occur there (0: off)."""
+    logit_bias: Several = ()
+    """ID=BIAS adds to a token's logit, from -100 to 100; may be given several times."""
+    min_new_tokens: int | None = None
+    """Bar the end of the text before so many tokens (0)."""
+    ignore_eos: Flag = False
+    """Go on past the end-of-text token."""
+    stop: Several = ()
+    """End the text before this string; may be given several times."""
+    include_stop: Flag = False
+    """Leave the stop string in the text."""
     seed: int | None = None
     """For a text that can be had again; without it a fresh one, which --json reports."""
     n: int = 1
     """Samples of the prompt."""
-    ignore_eos: Flag = False
-    """Go on past the end-of-text token."""
+    logprobs: int | None = None
+    """With --json: log-probabilities of the new tokens and of so many of the likeliest."""
+    prompt_logprobs: int | None = None
+    """With --json: the same of the prompt's tokens."""
 
 
 @Parameter(name="*", group=CHAT)
@@ -137,16 +164,58 @@ class OutputOptions:
     json: Flag = False
     """Print one JSON document instead of text. Its seconds are the whole request's, the prompt included;
     with --compare, those of a warm run."""
+    trace: Path | None = None
+    """Write an HTML page here that shows who wrote each token and what every round did."""
     show_special: Flag = False
     """Show special tokens, such as the end-of-text token, instead of leaving them out."""
     color: bool = True
     """Colour the text by who wrote it, where stdout is a terminal."""
 
 
-OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions)
+@Parameter(name="*", group=VERIFYING)
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    prompts: str | None = None
+    """A file of prompts: one a line, or .jsonl with a "prompt" in every line. Without prompts, the demo's."""
+    tokens: int = 32
+    """Tokens of each prompt at temperature 0, at most."""
+    samples: int | None = None
+    """Samples of each test of the sampled law; without it, as many as --detect needs."""
+    detect: float = 0.03
+    """The total variation between the sampled law and the target's that must not be missed."""
+    seed: int | None = None
+    """For samples that can be had again; without it a fresh one, which is reported."""
+    self_test: Flag = False
+    """Plant a defect, the correction drawn without the residual, to see it found: then the exit code is 1."""
+    json: Flag = False
+    """Print one JSON document instead of a table."""
+
+
+OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
 
 
 def loading(model: ModelOptions, drafting: DraftOptions) -> dict[str, Any]:
     """What of them `foredraft.load` takes."""
     given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
     return {name: given[name] for name in given.keys() - {"model", "truncate", "acceptance"}}
+
+
+def requested(sampling: SamplingOptions, drafting: DraftOptions) -> dict[str, Any]:
+    """What of them is a request's own: the options given, by the names of `SamplingParams`."""
+    given: dict[str, Any] = {
+        name: value for name, value in asdict(sampling).items() if value not in (None, ())
+    }
+    del given["n"]
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+    if drafting.acceptance is not None:
+        given["acceptance"] = drafting.acceptance
+    return given
+
+
+def _bias(word: str) -> tuple[int, float]:
+    token, _, bias = word.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ConfigError(f"logit_bias is {word!r}; give ID=BIAS, a token's id and a number") from None

@@ -6,18 +6,19 @@ goes anywhere else is the model's, byte for byte. The JSON document holds no NaN
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from foredraft import Output, Stats
+    from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
-    from foredraft.model.tokenizer import Detokenizer
 
 __all__ = ["Painter", "ProgressBars", "document", "last_line"]
 
@@ -44,25 +45,20 @@ class Painter:
         dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
         self.color = color and self.terminal and not dumb
         self._explained = False
-        self._origin: str | None = None
         self._fresh_line = True
 
-    def tokens(self, detokenizer: Detokenizer, ids: Sequence[int], origins: Sequence[str]) -> None:
-        """Text that spans tokens gets the colour of the token that completed it."""
+    def explain(self) -> None:
+        """Say what the colours mean, once."""
         if self.color and not self._explained:
             print(legend(color=sys.stderr.isatty()), file=sys.stderr)
             self._explained = True
-        for token, origin in zip(ids, origins, strict=True):
-            self._origin = origin
-            self.write(detokenizer.push([token]), origin)
 
-    def finish(self, detokenizer: Detokenizer) -> None:
-        """Write what was held back, and end the line."""
-        self.write(detokenizer.flush(), self._origin)
+    def end_line(self) -> None:
         if not self._fresh_line:
             self.write("\n")
 
     def write(self, text: str, origin: str | None = None) -> None:
+        """Text that spans tokens gets the colour of the token that completed it."""
         if not text:
             return
         self._fresh_line = text.endswith("\n")
@@ -122,16 +118,7 @@ def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | N
     deterministic = all(output.deterministic for output in outputs)
     differs = comparison is not None and comparison.identical is False
     figures: dict[str, Any] = {
-        "outputs": [
-            {
-                "text": output.text,
-                "token_ids": list(output.token_ids),
-                "finish_reason": output.finish_reason,
-                "seed": output.seed,
-                **({"error": output.error} if output.error else {}),
-            }
-            for output in outputs
-        ],
+        "outputs": [_told(output) for output in outputs],
         "usage": {
             "prompt_tokens": outputs[0].prompt_tokens,
             "completion_tokens": sum(len(output.token_ids) for output in outputs),
@@ -144,6 +131,29 @@ def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | N
     if comparison is not None:
         figures["compare"] = comparison.as_dict()
     return figures
+
+
+def _told(output: Output) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "seed": output.seed,
+    }
+    if output.stopped_by is not None:
+        told["stopped_by"] = output.stopped_by
+    if output.logprobs is not None:
+        told["logprobs"] = [_scored(score) for score in output.logprobs]
+    if output.prompt_logprobs is not None:
+        told["prompt_logprobs"] = [score and _scored(score) for score in output.prompt_logprobs]
+    if output.error:
+        told["error"] = output.error
+    return told
+
+
+def _scored(score: Score) -> dict[str, Any]:
+    """processed is null where the law left the token no probability, which only a prompt's can be."""
+    return asdict(score) | {"processed": None if score.processed == -math.inf else score.processed}
 
 
 class ProgressBars:

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import accept
+from foredraft.decode.accept import Verdict, accept
 from foredraft.decode.constraint import masks_along
 from foredraft.decode.draft import Draft, Drafter, RoundInputs, Stepper, propose
-from foredraft.decode.noise import Noise
+from foredraft.decode.law import Law
+from foredraft.decode.noise import Noise, NoiseKeys
 from foredraft.decode.policy import Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
@@ -72,7 +73,8 @@ class Target(Protocol):
 class Engine:
     """Not thread-safe: one caller steps it at a time.
 
-    greedy_drafts: steppers draft their argmax (a one-hot q) instead of sampling from q.
+    greedy_drafts: steppers draft their argmax (a one-hot q) instead of sampling from q. `accept` is an
+    attribute so that a verification can see what it makes of a defective rule.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Engine:
         self.vocabulary, self.device = vocabulary, device
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
+        self.accept: Callable[[Draft, Law, NoiseKeys, Noise, list[bool]], Verdict] = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
@@ -136,7 +139,7 @@ class Engine:
         p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft), past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = inputs.noise.first(draft.tokens.shape[1] + 1)
-        verdict = accept(draft, p, keys, self.noise, coupled)
+        verdict = self.accept(draft, p, keys, self.noise, coupled)
         readings = read(inputs.sequences, draft, verdict, p, forward.logits, finite)
         return self._commit(inputs, readings, forward)
 

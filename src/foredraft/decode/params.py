@@ -133,6 +133,10 @@ class SamplingParams:
                 " lower the one or raise the other"
             )
 
+    def but(self, **options: Any) -> SamplingParams:
+        """These with some options changed; as `dataclasses.replace`, with the refusals of the constructor."""
+        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(self)} | options)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0

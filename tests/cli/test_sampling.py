@@ -1,0 +1,129 @@
+"""The options of a request on the command line, the log-probabilities of `--json`, and `--trace`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.cli import main
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "24"]
+
+
+@pytest.fixture
+def generate(models: Path) -> list[str]:
+    return ["generate", "def accept(draft, p, q):", "--model", str(models / "big"), *GREEDY]
+
+
+def told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_stop_strings(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    [whole] = told(capsys, generate)["outputs"]
+    text = whole["text"]
+    stop = next(text[i : i + 2] for i in range(5, len(text)) if "\ufffd" not in text[i : i + 2])
+    [found] = told(capsys, [*generate, "--stop", "no such text", "--stop", stop])["outputs"]
+    assert found["text"] == text[: text.index(stop)]
+    assert (found["finish_reason"], found["stopped_by"]) == ("stop", stop)
+    [found] = told(capsys, [*generate, "--stop", stop, "--include-stop"])["outputs"]
+    assert found["text"] == text[: text.index(stop)] + stop
+    main([*generate, "--stop", stop])
+    shown = capsys.readouterr().out
+    assert shown.startswith(text[: text.index(stop)])
+    assert len(shown.split(" tokens in ")[0]) < len(text) + 5, "what follows the stop string is not shown"
+
+
+def test_every_option_reaches_the_request(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    base = told(capsys, generate)["outputs"][0]["token_ids"]
+    first = base[0]
+    for options in (
+        ["--logit-bias", f"{first}=-100"],
+        ["--repetition-penalty", "3"],
+        ["--presence-penalty", "2"],
+        ["--frequency-penalty", "-2"],
+    ):
+        ids = told(capsys, [*generate, *options])["outputs"][0]["token_ids"]
+        assert ids != base, options
+    sampled = [*generate[:4], "--seed", "1", "--temperature", "1.3", "--max-new-tokens", "24"]
+    base = told(capsys, sampled)["outputs"][0]["token_ids"]
+    for options in (["--top-k", "2"], ["--top-p", "0.3"], ["--min-p", "0.5"], ["--typical-p", "0.2"]):
+        ids = told(capsys, [*sampled, *options])["outputs"][0]["token_ids"]
+        assert ids != base, options
+
+
+def test_log_probabilities(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*generate, "--logprobs", "2", "--prompt-logprobs", "0", "--top-k", "5"]
+    document = told(capsys, arguments)
+    [output] = document["outputs"]
+    assert [score["token_id"] for score in output["logprobs"]] == output["token_ids"]
+    assert all(len(score["top"]) == 2 for score in output["logprobs"])
+    assert len(output["prompt_logprobs"]) == document["usage"]["prompt_tokens"]
+    assert output["prompt_logprobs"][0] is None
+    assert any(score["processed"] is None for score in output["prompt_logprobs"][1:]), "out of the greedy law"
+
+
+def test_a_models_own_defaults_hold_and_an_explicit_option_wins(
+    generate: list[str], models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (models / "big").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = {"do_sample": True, "temperature": 0.9, "top_k": 1, "max_new_tokens": 7}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    bare = [*generate[:3], str(folder)]
+    [found] = told(capsys, bare)["outputs"]
+    [greedy] = told(capsys, generate)["outputs"]
+    assert found["token_ids"] == greedy["token_ids"][:7], "top_k = 1 and 7 tokens are the file's"
+    assert len(told(capsys, [*bare, "--max-new-tokens", "9"])["outputs"][0]["token_ids"]) == 9
+
+
+def test_a_trace(
+    generate: list[str], models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.html"
+    draft = ["--draft", str(models / "small")]
+    assert main([*generate, *draft, "--trace", str(file)]) == 0
+    page = file.read_text(encoding="utf-8")
+    assert "drafter draft-model" in page
+    capsys.readouterr()
+    told(capsys, [*generate, "--n", "2", "--trace", str(file)])
+    assert "drafter none" in file.read_text(encoding="utf-8"), "an older page is replaced"
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logit-bias", "5"], "--logit-bias is '5'; give ID=BIAS"),
+        (["--logit-bias", "a=b"], "give ID=BIAS"),
+        (["--logit-bias", "5=200"], "numbers from -100 to 100"),
+        (["--logit-bias", "99999=2"], "--logit-bias names token 99999"),
+        (["--typical-p", "0"], "--typical-p is 0.0; give above 0"),
+        (["--repetition-penalty", "-1"], "--repetition-penalty is -1.0"),
+        (["--presence-penalty", "3"], "--presence-penalty is 3.0; give from -2 to 2"),
+        (["--min-new-tokens", "30"], "--min-new-tokens is 30 but --max-new-tokens is 24"),
+        (["--stop", ""], "none of them empty"),
+        (["--logprobs", "2"], "--logprobs has no use without --json"),
+        (["--prompt-logprobs", "2"], "--prompt-logprobs has no use without --json"),
+        (["--json", "--logprobs", "-1"], "--logprobs is -1"),
+        (["--trace", "no/such/folder.html"], "--trace is 'no/such/folder.html'; give a file in a folder"),
+        (["--trace", "."], "--trace is '.'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_gets_one_line(
+    generate: list[str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main([*generate, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("foredraft: error: ")
+    assert message in line

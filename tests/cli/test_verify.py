@@ -1,0 +1,259 @@
+"""`foredraft verify` on tiny random checkpoints: what it prints, where its prompts come from, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from command import foredraft
+from safetensors.torch import load_file, save_file
+
+from checkpoints import save_checkpoint
+from foredraft import LLM, Output, SamplingParams, demo
+from foredraft.cli import main
+from foredraft.drafters.lookup import Lookup
+
+QUICK = ["--tokens", "6", "--detect", "0.2", "--seed", "3", "--max-batch", "32"]
+FEW = ["--tokens", "6", "--samples", "20", "--seed", "3"]
+TREMOR = 0.03
+TEXTS = ["def accept", "Viktor", "the target checks all", "x"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A spread law, and a draft that is the target with a tremor: often right, often wrong."""
+    base = tmp_path_factory.mktemp("models")
+    big = save_checkpoint(
+        base / "big", tokenizer=True, seed=3, eos_token_id=None, initializer_range=0.4, num_hidden_layers=1
+    )
+    small = shutil.copytree(big, base / "small")
+    weights = load_file(small / "model.safetensors")
+    random = torch.Generator().manual_seed(5)
+    shaken = {k: w + TREMOR * torch.randn(w.shape, generator=random) for k, w in weights.items()}
+    save_file(shaken, small / "model.safetensors", {"format": "pt"})
+    return ["verify", "--model", str(big), "--draft", str(small)]
+
+
+@pytest.fixture
+def substituted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another third token in every drafted output at temperature 0."""
+    generate = LLM.generate
+
+    def altering(self: LLM, prompts: Any, params: SamplingParams, **more: Any) -> list[Output]:
+        outputs = generate(self, prompts, params, **more)
+        if params.greedy and params.speculation != "none":
+            outputs = [replace(o, token_ids=[*o.token_ids[:2], 0, *o.token_ids[3:]]) for o in outputs]
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", altering)
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    return found
+
+
+def test_a_lossless_pair_passes(pair: list[str]) -> None:
+    done = foredraft(*pair, *TEXTS, *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    told, *rest = done.stdout.splitlines()
+    assert told.startswith(
+        f"Target {pair[2]}, float32 on cpu; drafter draft-model ({pair[4]}), policy fixed;"
+    )
+    assert re.search(r"foredraft \S+, PyTorch \S+, Python \S+, ", told)
+    assert rest[1].endswith("one by one: 4 prompts, 24 tokens")
+    assert [line.strip() for line in rest[2:5]] == [
+        "draft-model, one by one: 4 of 4 identical",
+        "none, batched: 4 of 4 identical",
+        "draft-model, batched: 4 of 4 identical",
+    ]
+    assert sum(line.endswith("  ok") for line in rest) == 6
+    assert "seed 3" in done.stdout and "\x1b" not in done.stdout
+    assert re.search(r"a total variation of 0\.\d{4} from the target's, in whatever direction", done.stdout)
+    assert rest[-1] == "PASSED: no difference from plain decoding was found."
+
+
+def test_one_json_document(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, *TEXTS, *FEW, "--detect", "0.9", "--json"]) == 3
+    found = document(capsys)
+    assert set(found) == {
+        *("verdict", "about", "seed", "identity", "tests"),
+        *("detect", "detectable", "power", "family_level", "doubts"),
+    }
+    assert (found["about"]["model"], found["about"]["draft"]) == (pair[2], pair[4])
+    assert found["identity"]["passed"] is True
+    assert [test["samples"] for test in found["tests"]] == [20] * 4 + [2] * 2
+
+
+def test_a_divergence_fails_and_is_told_with_its_margin(
+    pair: list[str], substituted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *TEXTS, *FEW]) == 1
+    out = capsys.readouterr().out
+    assert "draft-model, batched: 0 of 4 identical" in out and "none, batched: 4 of 4 identical" in out
+    assert re.search(
+        r"prompt 2, draft-model, one by one, new token 2: token 0 instead of token \d+; the target's two best"
+        r" there are \d+ \(\S+\) and \d+ \(\S+\), \S+ apart",
+        out,
+    )
+    assert out.splitlines()[-1] == "FAILED: the output differs from plain decoding's."
+
+
+def test_too_few_samples_are_inconclusive(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, *TEXTS, *FEW]) == 3
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2].startswith("In doubt: a total variation below ")
+    assert told[-1] == "INCONCLUSIVE: no difference was found, but one could have been missed."
+
+
+def test_the_self_test_finds_what_it_planted(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test"]) == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == "SELF-TEST: the planted defect (no residual) was found."
+    assert "FAILED" in told.out and told.err == ""
+
+
+def test_a_self_test_that_finds_nothing_says_so_loudly(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair[:3], "--draft", pair[2], *TEXTS, *QUICK, "--self-test"]) == 3  # a perfect drafter
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1].startswith("SELF-TEST: the planted defect (no residual) was NOT found")
+    assert told.err == "foredraft: error: the planted defect (no residual) was NOT found\n"
+
+
+def test_a_drafter_that_drafts_nothing_is_in_doubt(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Lookup, "propose", lambda self, sequence, budget: [])
+    assert main([*pair[:3], "--drafter", "lookup", *TEXTS, *QUICK]) == 3
+    assert "In doubt: nothing was drafted at temperature 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("some.txt", "def accept\n\nViktor\r\n  \nx"),
+        ("some.jsonl", '{"prompt": "def accept"}\n{"prompt": "Viktor", "other": 1}\n\n{"prompt": "x"}\n'),
+    ],
+)
+def test_prompts_of_a_file(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    assert main([*pair, "--prompts", str(tmp_path / name), *FEW, "--json"]) == 3
+    from_file = document(capsys)
+    assert main([*pair, "def accept", "Viktor", "x", *FEW, "--json"]) == 3
+    assert from_file == document(capsys)
+
+
+def test_prompts_of_stdin_and_of_the_demo(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Viktor\n")))
+    assert main([*pair, "-", *FEW, "--json"]) == 3
+    assert document(capsys)["identity"]["prompts"] == 1
+    monkeypatch.setattr(demo, "prompts", lambda: TEXTS[:2])
+    assert main([*pair, *FEW, "--json"]) == 3
+    assert document(capsys)["identity"]["prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--tokens", "0"], "--tokens is 0; give 1 or more"),
+        (["--samples", "0"], "--samples is 0; give 1 or more"),
+        (["--detect", "1"], "--detect is 1.0; give a total variation between 0 and 1"),
+        (["--seed", "-1"], "--seed is -1; give a whole number from 0"),
+        (["--drafter", "none"], "--draft has no use with --drafter none"),
+        (
+            ["--prompts", "/no/such/file"],
+            "--prompts /no/such/file cannot be read: No such file or directory;",
+        ),
+        (["a", "--prompts", "b"], "prompts come as arguments and from --prompts b; leave one out"),
+        (["--self-test", "--acceptance", "coupled"], "--acceptance coupled has none; leave one out"),
+        (["--max-length", "3"], "exceed the 3 positions"),
+        ([""], "the prompt is empty"),
+        (["--n", "3"], "Unknown option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_one_line_and_code_2(
+    pair: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main([*pair, *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    [line] = told.err.splitlines()
+    assert line.startswith("foredraft: error: ") and complaint in line
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"\n \n", "holds no prompts; give one a line"),
+        (b'{"prompt": "x"}\n{"text": "x"}\n', 'line 2 of {file} has no "prompt"; give lines like'),
+        (b'{"prompt": 3}\n', 'line 1 of {file} has no "prompt"'),
+        (b"x\n", 'line 1 of {file} has no "prompt"'),
+        (b"[1]\n", 'line 1 of {file} has no "prompt"'),
+        (b'{"prompt": "\xff"}', "is not UTF-8 text (byte 12)"),
+    ],
+)
+def test_files_that_are_none(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, complaint: str
+) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_bytes(content)
+    assert main([*pair, "--prompts", str(file)]) == 2
+    assert complaint.format(file=file) in capsys.readouterr().err
+
+
+def test_nothing_to_verify_and_nothing_to_read_with(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair[:3], "x"]) == 2
+    assert "nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup" in (
+        capsys.readouterr().err
+    )
+    save_checkpoint(tmp_path / "mute")
+    assert main(["verify", "--model", str(tmp_path / "mute"), "--drafter", "lookup", "x"]) == 2
+    assert "no tokenizer.json" in capsys.readouterr().err
+
+
+def test_room_is_made_for_what_is_asked(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[LLM] = []
+    init = LLM.__init__
+
+    def noted(self: LLM, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        init(self, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "__init__", noted)
+    assert main([*pair, "x", "Viktor", *FEW, "--json"]) == 3
+    [llm] = made
+    assert llm.tokenizer is not None
+    assert llm.max_length == len(llm.tokenizer.encode("Viktor")) + 6
+    assert document(capsys)["about"]["max_batch"] == llm.engine.cache.rows == 8  # of many samples
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--self-test"], 1)], ids=str)
+def test_the_demo_models_at_the_default_size(options: list[str], code: int) -> None:
+    done = foredraft("verify", "--json", "--seed", "11", *options, timeout=1800)
+    assert done.returncode == code, done.stderr
+    assert json.loads(done.stdout)["detectable"] <= 0.03

@@ -1,0 +1,97 @@
+"""The cells of the sampled law: exact against brute force, and read from the target as plain decoding does."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foredraft
+from checkpoints import save_checkpoint
+from foredraft import LLM, SamplingParams
+from foredraft.verify.cells import Cells
+from foredraft.verify.plain import PlainTarget
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
+import laws
+
+VOCABULARY, PROMPT = 7, [1, 4, 3, 5]
+WIDTHS = [(2, 1, 1), (3, 2), (1,), (2, 2, 2), (9, 9)]
+SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.3}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = save_checkpoint(tmp_path_factory.mktemp("tiny") / "big", vocab_size=VOCABULARY)
+    return foredraft.load(folder, drafter="lookup", device="cpu", max_batch=2, max_length=300)
+
+
+@pytest.fixture
+def plain(llm: LLM) -> PlainTarget:
+    return PlainTarget(llm, 280)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_chances_are_those_of_every_continuation(
+    plain: PlainTarget, setting: dict[str, Any], widths: tuple[int, ...]
+) -> None:
+    """Every continuation there is, with its probability by the definition, falls into its cell."""
+    params = SamplingParams(max_new_tokens=len(widths), ignore_eos=True, **setting)
+    cells = Cells.of(plain.chances(PROMPT, params), widths)
+    wanted: Counter[int | None] = Counter()
+    whole = laws.outputs(lambda text: plain.logits(PROMPT, text[len(PROMPT) :]).tolist(), PROMPT, params)
+    for output, chance in whole.items():
+        wanted[cells.of_sample(output)] += chance
+    assert None not in wanted
+    assert set(wanted) == set(range(len(cells.chances)))
+    assert [wanted[i] for i in range(len(cells.chances))] == pytest.approx(cells.chances, rel=1e-5)
+    assert sum(cells.chances) == pytest.approx(1, abs=1e-12)
+    resting = {i for (_, rest), i in cells.index.items() if rest}
+    for output in itertools.product(range(VOCABULARY), repeat=len(widths)):
+        if output not in whole:  # past a rest nobody looks
+            assert cells.of_sample(output) in {None, *resting}
+
+
+def test_the_shape_of_the_cells() -> None:
+    """By hand: the likeliest tokens, then the rest."""
+    table = {
+        (): [0.5, 0.2, 0.3],
+        (0,): [0.0, 1.0, 0.0],
+        (2,): [0.25, 0.5, 0.25],
+    }
+    cells = Cells.of(lambda prefix: torch.tensor(table[prefix], dtype=torch.float64), (2, 1))
+    assert {key: cells.chances[i] for key, i in cells.index.items()} == pytest.approx(
+        {((), True): 0.2, ((0, 1), False): 0.5, ((2,), True): 0.15, ((2, 1), False): 0.15}
+    )
+    assert cells.of_sample([1, 2]) == cells.index[(), True]
+    assert cells.of_sample([2, 0]) == cells.of_sample([2, 2]) == cells.index[(2,), True]
+    assert cells.of_sample([0, 0]) is None  # the law rules it out
+    assert cells.entropy == pytest.approx(1.2376, abs=1e-4)
+
+
+def test_a_certain_law_is_one_cell(plain: PlainTarget) -> None:
+    cells = Cells.of(plain.chances(PROMPT, SamplingParams(top_k=1)), (2, 1, 1))
+    assert cells.chances == [1.0]
+    assert cells.entropy == 0
+
+
+def test_logits_do_not_depend_on_what_was_read_before(llm: LLM, plain: PlainTarget) -> None:
+    """The cache is written over from prefix to prefix, and from prompt to prompt."""
+    texts = [[], [3], [3, 2], [5], [5, 2, 2], [3, 2], [], [6, 6, 6, 6]]
+    long = [1, *[3, 4, 5] * 90]  # two chunks of prefill
+    for prompt, new in [(PROMPT, n) for n in texts] + [([4], [2]), (long, [3]), (PROMPT, [3, 2]), (long, [])]:
+        assert torch.equal(plain.logits(prompt, new), PlainTarget(llm, 280).logits(prompt, new))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [4], [1, *[3, 4, 5] * 90]], ids=len)
+def test_its_argmax_is_plain_decodings(llm: LLM, plain: PlainTarget, prompt: list[int]) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=6, speculation="none", ignore_eos=True)
+    [output] = llm.generate([prompt], params)
+    for i, token in enumerate(output.token_ids):
+        assert int(plain.logits(prompt, output.token_ids[:i]).argmax()) == token

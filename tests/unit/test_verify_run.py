@@ -1,0 +1,426 @@
+"""The whole verification on tiny random checkpoints: sound pairs pass, planted defects are found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from checkpoints import save_checkpoint
+from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
+from foredraft.decode import accept, draft, law, noise, sampling
+from foredraft.decode.engine import Engine
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.lookup import Lookup
+from foredraft.verify import Options, Report, verify
+from foredraft.verify.cells import Cells
+from foredraft.verify.defect import without_residual
+from foredraft.verify.joint import WIDTHS, Sampler, choose_prompts
+from foredraft.verify.plain import PlainTarget
+from planting import Edit, Mutant
+
+VOCABULARY = 40
+PROMPTS = [[1, 5, 9, 5], [1, 7, 3, 30, 12], [1, 20], [1, *range(3, 33)], [1, 8, 8, 8, 9]]
+QUICK = Options(tokens=10, detect=0.15, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Scaled down so that laws are spread and the draft is a weak one, neither right nor hopeless."""
+    base = tmp_path_factory.mktemp("models")
+    small = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "num_hidden_layers": 1}
+    target = save_checkpoint(base / "target", seed=3, **small)
+    return target, save_checkpoint(base / "draft", seed=5, **small)
+
+
+def loaded(folders: tuple[Path, Path], **options: Any) -> LLM:
+    target, small = folders
+    return foredraft.load(
+        target, **{"draft": small, "device": "cpu", "max_batch": 32, "max_length": 64} | options
+    )
+
+
+@pytest.fixture
+def llm(folders: tuple[Path, Path]) -> LLM:
+    return loaded(folders)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
+    Mutant("", edits, lambda: None).plant(monkeypatch)
+
+
+def failed(report: Report) -> set[tuple[str, str]]:
+    """Who failed a sampled test, under which rule."""
+    return {(test.drafter, test.acceptance) for test in report.tests if not test.passed}
+
+
+SPECULATIVE = {("draft-model", "speculative")}
+DRAFTED = SPECULATIVE | {("draft-model", "coupled")}
+ALL = DRAFTED | {("none", "speculative")}
+
+
+# --- sound ones pass --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_sampling": "greedy"},
+        {"drafter": "lookup"},
+        {"policy": "heuristic", "max_draft": 2, "max_batch": 3},
+        {"deterministic": False, "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_lossless_pair_passes(folders: tuple[Path, Path], options: dict[str, Any]) -> None:
+    report = verify(loaded(folders, **options), PROMPTS, QUICK)
+    assert (report.verdict, report.doubts) == ("passed", [])
+    assert report.detectable <= 0.15
+    assert len(report.tests) == 6 and sum(test.control for test in report.tests) == 2
+    assert all(test.level == pytest.approx(1e-3 / 6) for test in report.tests)
+    assert {test.drafter for test in report.tests} == {options.get("drafter", "draft-model"), "none"}
+
+
+def test_the_same_seed_gives_the_same_report(llm: LLM) -> None:
+    few = replace(QUICK, samples=100)
+    first, again, other = (verify(llm, PROMPTS, replace(few, seed=seed)) for seed in (3, 3, 4))
+    assert first == again
+    assert [test.statistic for test in first.tests] != [test.statistic for test in other.tests]
+
+
+def test_without_a_seed_each_run_draws_and_tells_its_own(llm: LLM) -> None:
+    options = replace(QUICK, seed=None, samples=20)
+    first, second = verify(llm, PROMPTS, options), verify(llm, PROMPTS, options)
+    assert first.seed != second.seed
+    assert verify(llm, PROMPTS, replace(options, seed=first.seed)) == first
+
+
+def test_what_is_said_to_be_tested_is_what_is_loaded(folders: tuple[Path, Path]) -> None:
+    llm = loaded(folders, policy="heuristic", dtype="bfloat16", draft_sampling="greedy", deterministic=False)
+    about = verify(llm, PROMPTS, replace(QUICK, samples=20)).about
+    told = {
+        "drafter": "draft-model",
+        "policy": "heuristic",
+        "greedy_drafts": True,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "deterministic": False,
+        "max_batch": 32,
+        "foredraft": foredraft.__version__,
+    }
+    assert about | told == about
+
+
+def test_each_test_samples_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, drawn = LLM.generate, []
+
+    def noted(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
+        if n > 1:
+            drawn.append((params, n))
+        return generate(self, prompts, params, n=n)
+
+    monkeypatch.setattr(LLM, "generate", noted)
+    report = verify(llm, PROMPTS, replace(QUICK, samples=600))
+    tested = [(params, n) for params, n in drawn if n != 16]  # what is left are probes
+    assert [n for _, n in tested] == [512, 88] * 4 + [75] * 2
+    assert len({params.seed for params, _ in drawn}) == len(drawn)  # no noise twice
+    parts = [tested[i][0] for i in (0, 2, 4, 6, 8, 9)]
+    for test, params in zip(report.tests, parts, strict=True):
+        assert (test.temperature, test.top_k, test.top_p) == (params.temperature, params.top_k, params.top_p)
+        assert (test.drafter, test.acceptance) == (params.speculation, params.acceptance)
+        assert (test.positions, params.ignore_eos) == (params.max_new_tokens, True)
+    settings = {(test.temperature, test.top_k, test.top_p) for test in report.tests}
+    assert settings == {(1.0, 0, 1.0), (0.8, 50, 0.9)}
+    assert len({test.prompt for test in report.tests}) == 4
+
+
+def test_one_rule_alone(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, rule="coupled"))
+    assert [test.acceptance for test in report.tests] == ["coupled"] * 4
+    assert report.verdict == "passed"
+
+
+# --- defects are found ------------------------------------------------------------------------------
+
+
+def test_the_missing_residual_is_found(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
+    assert report.planted == "no residual"
+    assert (report.found_planted, report.verdict) == (True, "failed")
+    assert failed(report) == SPECULATIVE
+    assert report.identity.passed  # no greedy test ever sees it
+
+
+def test_nothing_stays_planted(llm: LLM, folders: tuple[Path, Path]) -> None:
+    sound = llm.engine.accept
+    with without_residual(llm.engine):
+        assert llm.engine.accept is not sound
+        assert verify(loaded(folders), PROMPTS, QUICK).verdict == "passed"  # another engine is untouched
+    assert llm.engine.accept is sound
+    with pytest.raises(RequestError):
+        verify(llm, [[VOCABULARY]], replace(QUICK, self_test=True))
+    assert llm.engine.accept is sound
+
+
+def test_a_planted_defect_that_cannot_show_is_not_found(folders: tuple[Path, Path]) -> None:
+    """A draft that is the target itself is never rejected."""
+    llm = loaded(folders, draft=folders[0])
+    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
+    assert (report.found_planted, report.verdict) == (False, "inconclusive")
+
+
+DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
+    "epsilon in the residual": ((law.Law.minus, ".clamp_min(0.0)", ".clamp_min(1e-3)"), SPECULATIVE),
+    "every draft accepted": (
+        (accept.speculative, "* draft.q.at(x) < p.at(x)", "* draft.q.at(x) < 2"),
+        SPECULATIVE,
+    ),
+    "the token is not drawn from q": (
+        (draft._step_through, "token = _draw(q,", "token = _draw(Law(q.probs**3, q.ids, q.certain),"),
+        SPECULATIVE,
+    ),
+    "the law kept is not the one drawn from": (
+        (draft._step_through, "laws.append(q)", "laws.append(Law((0.3 * logits).softmax(-1)))"),
+        SPECULATIVE,
+    ),
+    "coupled keeps what differs": (
+        (accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),
+        {("draft-model", "coupled")},
+    ),
+    "plain sampling too": ((noise.Noise.pick, "race = weights.to", "race = weights.square().to"), ALL),
+    "top-p ignored in p and q": (
+        (sampling.SamplingTable.of.__func__, "top_p=column([1.0 if p.greedy", "top_p=column([1.0 if True"),
+        set(),  # the exact law shares the transforms: theirs are other tests
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_fails_the_tests_that_it_touches(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    edit, touched = DEFECTS[name]
+    planted(monkeypatch, edit)
+    report = verify(llm, PROMPTS, replace(QUICK, detect=0.1))
+    assert failed(report) == touched
+    assert report.verdict == ("failed" if touched else "passed")
+
+
+def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, (law.Law.minus, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
+    report = verify(llm, PROMPTS, QUICK)
+    cut = [
+        test for test in report.tests if test.top_k and test.acceptance == "speculative" and not test.control
+    ]
+    assert [(test.impossible > 0, test.p_value, test.passed) for test in cut] == [(True, 0.0, False)]
+
+
+def test_a_self_test_needs_sound_controls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, (noise.Noise.pick, "race = weights.to", "race = weights.pow(8).to"))
+    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
+    assert not report.found_planted
+
+
+@pytest.fixture
+def altered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[SamplingParams, int, Output], Output]], None]:
+    """Changes outputs at temperature 0: by the request's parameters and how many requests came with it."""
+
+    def alter(change: Callable[[SamplingParams, int, Output], Output]) -> None:
+        generate = LLM.generate
+
+        def altering(self: LLM, prompts: Any, params: SamplingParams, **more: Any) -> list[Output]:
+            outputs = generate(self, prompts, params, **more)
+            if params.greedy and prompts[-1] == PROMPTS[-1]:
+                outputs[-1] = change(params, len(prompts), outputs[-1])
+            return outputs
+
+        monkeypatch.setattr(LLM, "generate", altering)
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batched"), [("draft-model", False), ("none", True), ("draft-model", True)]
+)
+def test_one_token_substituted_is_told_with_the_margin(
+    llm: LLM, altered: Any, drafter: str, batched: bool
+) -> None:
+    ids = llm.generate([PROMPTS[-1]], SamplingParams(temperature=0, max_new_tokens=10, speculation="none"))
+    [right] = [output.token_ids for output in ids]
+
+    def change(params: SamplingParams, count: int, output: Output) -> Output:
+        if (params.speculation, count > 1) != (drafter, batched):
+            return output
+        wrong = [*output.token_ids[:4], (output.token_ids[4] + 1) % VOCABULARY, *output.token_ids[5:]]
+        return replace(output, token_ids=wrong)
+
+    altered(change)
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
+    [found] = report.identity.divergences
+    assert (found.prompt, found.drafter, found.batched, found.position) == (4, drafter, batched, 4)
+    assert (found.expected, found.found) == (right[4], (right[4] + 1) % VOCABULARY)
+    logits = PlainTarget(llm, 60).logits(PROMPTS[-1], right[:4])
+    assert found.best == tuple(logits.argsort(descending=True)[:2].tolist())
+    assert found.best[0] == right[4]
+    assert found.logits == tuple(logits[list(found.best)].tolist())
+    assert found.margin == found.logits[0] - found.logits[1] > 0
+    assert report.verdict == "failed"
+    assert report.identity.diverged(drafter, batched) == 1
+
+
+def test_an_output_that_ends_early_diverges_at_its_end(llm: LLM, altered: Any) -> None:
+    altered(
+        lambda params, count, output: replace(output, token_ids=output.token_ids[: 3 if count > 1 else 9])
+    )
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
+    assert [(d.position, d.found) for d in report.identity.divergences] == [(3, None)] * 2
+    assert all(d.expected is not None for d in report.identity.divergences)
+
+
+def test_a_request_that_breaks_fails(llm: LLM, altered: Any) -> None:
+    altered(lambda params, count, output: replace(output, error="no room" if count > 1 else None))
+    report = verify(llm, PROMPTS, replace(QUICK, detect=0.2))
+    assert report.identity.errors == ("prompt 4, none: no room", "prompt 4, draft-model: no room")
+    assert report.verdict == "failed"
+
+
+def test_a_sample_that_breaks_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = LLM.generate
+
+    def breaking(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
+        outputs = generate(self, prompts, params, n=n)
+        return [replace(o, error="no room") for o in outputs] if n > 1 and params.is_coupled else outputs
+
+    monkeypatch.setattr(LLM, "generate", breaking)
+    report = verify(llm, PROMPTS, replace(QUICK, detect=0.2))
+    assert failed(report) == {("draft-model", "coupled")}
+    assert {test.errors for test in report.tests if not test.passed} == {("no room",)}
+
+
+def test_rounds_at_the_wrong_position_diverge(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "[len(s.tokens) - 1 for s in inputs.sequences]"
+    wrong = "[len(s.tokens) - 1 + bool(s.rounds and s.rounds[-1].drafted) for s in inputs.sequences]"
+    planted(monkeypatch, (Engine._verify, place, wrong))
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
+    assert report.identity.diverged("draft-model", False) and not report.identity.diverged("none", True)
+
+
+# --- in doubt ---------------------------------------------------------------------------------------
+
+
+def test_too_few_samples_are_inconclusive(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, samples=200, detect=0.03))
+    assert report.verdict == "inconclusive"
+    [doubt] = report.doubts
+    assert doubt.startswith(f"a total variation below {report.detectable:.4f} could have been missed")
+
+
+def test_a_drafter_that_drafts_nothing_is_inconclusive(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lookup, "propose", lambda self, sequence, budget: [])
+    report = verify(loaded(folders, drafter="lookup"), PROMPTS, QUICK)
+    assert report.verdict == "inconclusive"
+    assert [doubt.split(";")[0] for doubt in report.doubts] == [
+        "nothing was drafted at temperature 0",
+        "nothing was drafted in 4 of the sampled tests",
+    ]
+
+
+def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) -> list[int]:
+    """The prompts in the order of choice, where look-up proposes the likeliest or the least likely token."""
+    plain = PlainTarget(llm, 60)
+
+    def propose(self: Lookup, sequence: Sequence, budget: int) -> list[int]:
+        kind = drafts.get(PROMPTS.index(sequence.prompt))
+        if kind is None:
+            return []
+        logits = plain.logits(sequence.prompt, sequence.new_ids)
+        return [int(logits.argmax() if kind == "likeliest" else logits.argmin())][:budget]
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    params = SamplingParams(speculation="lookup", acceptance="speculative")
+    return choose_prompts(Sampler(llm, 5), PlainTarget(llm, 60), PROMPTS, params, 5, lambda done, total: None)
+
+
+def test_prompts_are_chosen_where_a_defect_would_show(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts kept and refused before drafts always refused before none; evenly spread laws before others."""
+    plain, params = PlainTarget(llm, 60), SamplingParams()
+    spread = {i: Cells.of(plain.chances(p, params), WIDTHS).entropy for i, p in enumerate(PROMPTS)}
+    ranked = sorted(spread, key=lambda i: -spread[i])
+    assert ranked != sorted(spread)
+    assert chosen(llm, monkeypatch, {}) == ranked
+    last, before = ranked[-1], ranked[-2]
+    assert chosen(llm, monkeypatch, {last: "hopeless"}) == [last, *ranked[:-1]]
+    both = {last: "likeliest", before: "hopeless"}
+    assert chosen(llm, monkeypatch, both) == [last, before, *ranked[:-2]]
+
+
+def test_a_failure_outweighs_a_doubt(llm: LLM, altered: Any) -> None:
+    altered(lambda params, count, output: replace(output, token_ids=[9] if count > 1 else output.token_ids))
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
+    assert report.doubts and report.verdict == "failed"
+
+
+# --- what is asked ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens is 0; give 1 or more"),
+        ({"samples": 0}, "samples is 0; give 1 or more"),
+        ({"detect": 0.0}, "detect is 0.0; give a total variation between 0 and 1"),
+        ({"detect": float("nan")}, "detect is nan; give"),
+        ({"seed": -1}, "seed is -1; give a whole number"),
+        ({"self_test": True, "rule": "coupled"}, "self_test removes the residual"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Options(**options)
+
+
+def test_what_cannot_be_verified_is_refused(llm: LLM, folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="nothing drafts"):
+        verify(loaded(folders, draft=None), PROMPTS, QUICK)
+    for empty in ([], [[]], [[1], []]):
+        with pytest.raises(ConfigError, match="a prompt is empty, or there are none"):
+            verify(llm, empty, QUICK)
+    with pytest.raises(RequestError, match="exceed the 64 positions"):
+        verify(llm, [[3] * 60], QUICK)
+    with pytest.raises(RequestError, match="outside the model's vocabulary"):
+        verify(llm, [[VOCABULARY]], QUICK)
+
+
+def test_long_prompts_are_truncated_on_request(llm: LLM) -> None:
+    report = verify(llm, [[1, *[4, 5] * 40], *PROMPTS], replace(QUICK, samples=20), truncate="left")
+    assert report.identity.passed and report.identity.prompts == 6
+
+
+def test_the_document_is_json_without_nan(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20, self_test=True))
+    document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert document["verdict"] == report.verdict
+    assert document["identity"]["runs"][0] == {"drafter": "draft-model", "batched": False}
+    assert [test["passed"] for test in document["tests"]] == [test.passed for test in report.tests]
+    assert (document["planted"], document["found_planted"]) == ("no residual", report.found_planted)
+
+
+def test_progress_is_told_to_its_end(llm: LLM) -> None:
+    told: dict[str, tuple[int, int]] = {}
+    verify(llm, PROMPTS, QUICK, progress=lambda stage, done, total: told.update({stage: (done, total)}))
+    assert list(told) == [
+        "Temperature 0",
+        "Choosing prompts",
+        *(f"Sampled law {i} of 6" for i in range(1, 7)),
+    ]
+    assert all(done == total for done, total in told.values())
