@@ -18,13 +18,15 @@ LANGUAGES = {"python", "sh", "text"}  # text is not run: what is printed, or wha
 
 
 def commands() -> list[object]:
-    """One case a line; what takes minutes says so in its comment, and is slow here."""
-    return [
-        pytest.param(line, id=f"{page.name}:{number}", marks=[pytest.mark.slow] if "minutes" in line else [])
-        for page in EXECUTED
-        for number, line in page.shell
-        if line.startswith("foredraft ")
-    ]
+    """A case for each command, wherever it stands; what takes minutes says so in its comment: slow here."""
+    cases: dict[tuple[str, ...], object] = {}
+    for page in EXECUTED:
+        for number, line in page.shell:
+            if line.startswith("foredraft "):
+                marks = [pytest.mark.slow] if "minutes" in line else []
+                case = pytest.param(line, id=f"{page.name}:{number}", marks=marks)
+                cases.setdefault(tuple(shlex.split(line, comments=True)), case)
+    return list(cases.values())
 
 
 @pytest.mark.parametrize("line", commands())
