@@ -1,16 +1,18 @@
-"""Which drafter suits this prompt? The same greedy text from each, and what it took.
+"""Which drafter suits this prompt? The same greedy text from each.
 
-python examples/compare_drafters.py [MODEL [PROMPT]]
+One sees how many tokens a pass of the target yielded. `foredraft generate --compare` tells what that is
+worth in time.
+
+python examples/compare_drafters.py [MODEL [DRAFT [PROMPT]]]
 """
 
 import sys
 
 import foredraft
 
-model, prompt = (*sys.argv[1:3], None, None)[:2]
-for drafter in ("none", "lookup") if model else ("none", "lookup", "draft-model"):
-    llm = foredraft.load(model, drafter=drafter)
-    params = foredraft.SamplingParams(temperature=0, max_new_tokens=64)
-    [output] = llm.generate([prompt or "def main():\n"], params)
-    length = output.stats.mean_accepted_length or 1
-    print(f"{drafter:12} {length:.2f} tokens per pass of the target: {output.text!r}")
+model, draft, prompt = (*sys.argv[1:4], None, None, None)[:3]
+llm = foredraft.load(model, draft=draft)
+for drafter in dict.fromkeys(("none", "lookup", llm.default_drafter or "none")):
+    params = foredraft.SamplingParams(temperature=0, max_new_tokens=64, speculation=drafter)
+    [output] = llm.generate(prompt or "def read_config(path):", params)
+    print(f"{drafter:12} {output.stats.mean_accepted_length or 1:.2f} tokens a pass: {output.text!r}")

@@ -1,4 +1,7 @@
-"""Watch the rounds of speculative decoding: one line a round, with who wrote what.
+"""Watch the rounds of speculative decoding.
+
+One sees a line for each round: who wrote its tokens (the drafter, the target, or the bonus that follows a
+draft accepted whole), and the text that became certain with it.
 
 python examples/stream.py [PROMPT]
 """
@@ -8,8 +11,7 @@ import sys
 import foredraft
 
 llm = foredraft.load()
-prompt = sys.argv[1] if len(sys.argv) > 1 else "def main():\n"
+prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_config(path):"
 for piece in llm.stream(prompt, foredraft.SamplingParams(temperature=0, max_new_tokens=48)):
     print(f"{', '.join(piece.origins):50} {piece.text!r}")
-    if piece.output is not None:
-        print(piece.output.finish_reason, piece.output.stats.as_dict())
+print(piece.output.finish_reason, piece.output.stats.as_dict())

@@ -274,6 +274,13 @@ def save_checkpoint(
     return folder
 
 
+def save_pair(folder: Path) -> Path:
+    """Save `big` and `small`, a target and a draft of one tokenizer that never end a text."""
+    save_checkpoint(folder / "big", tokenizer=True, seed=1, eos_token_id=None)
+    save_checkpoint(folder / "small", tokenizer=True, seed=2, eos_token_id=None, num_hidden_layers=1)
+    return folder
+
+
 def save_variant(folder: Path, name: str, **options: Any) -> Path:
     """Save one of `VARIANTS`."""
     family, keys = VARIANTS[name]

@@ -45,15 +45,23 @@ logger = logging.getLogger(__name__)
 class Output:
     """What one sample of one prompt became.
 
-    text: None without a tokenizer. token_ids: the new ones only, the one that completed a stop string
-    included; origins: who wrote each; pieces: the text that each completed, which join to `text`.
-    finish_reason: "eos", "stop" (and `stopped_by` is the stop string), "length", "cancelled" or "error" (and
-    `error` says what happened).
-    logprobs: of each new token, prompt_logprobs: of each of the prompt's but the first; where asked for.
-    trace: what happened in each round, if asked for.
-    seed: the request's, or the fresh one that it got; `sample` is the sample's index under that seed.
-    lossless: the text has the model's own law, as docs/losslessness.md says it; deterministic: and its bits
-    do not depend on who drafts and who shares the batch.
+    Attributes:
+        text: The new text; None without a tokenizer.
+        token_ids: The new tokens only, the one that completed a stop string included.
+        origins: Who wrote each token: "drafter", "target" or "bonus".
+        finish_reason: "eos", "stop", "length", "cancelled" or "error".
+        seed: The request's seed, or the fresh one that it got.
+        sample: The sample's index under that seed.
+        prompt_tokens: Tokens of the prompt, as it was read.
+        stats: What it took.
+        pieces: The text that each token completed; they join to `text`.
+        stopped_by: The stop string, where the reason is "stop".
+        logprobs: Scores of each new token, where asked for.
+        prompt_logprobs: Scores of the prompt's tokens, where asked for; None in the first one's place.
+        trace: What happened in each round, where asked for.
+        error: What happened, where the reason is "error".
+        lossless: The text has the model's own law.
+        deterministic: And its bits do not depend on who drafts and who shares the batch.
     """
 
     text: str | None
@@ -78,9 +86,14 @@ class Output:
 class Piece:
     """Some successive tokens of a stream.
 
-    text may lag behind the ids, by an incomplete character or by what may be the beginning of a stop string.
-    parts: the same, each part with the index among the new tokens of the one that completed it.
-    logprobs: of the tokens, where asked for.
+    Attributes:
+        text: What is certain now and was not before. It may lag behind the ids, by an incomplete character
+            or by what may be the beginning of a stop string; None without a tokenizer.
+        token_ids: The tokens.
+        origins: Who wrote each: "drafter", "target" or "bonus".
+        parts: The text again, each part with the index among the new tokens of the one that completed it.
+        logprobs: Scores of the tokens, where asked for.
+        output: On the last piece: all of it.
     """
 
     text: str | None
@@ -88,17 +101,18 @@ class Piece:
     origins: list[str]
     parts: list[tuple[int, str]] | None = None
     logprobs: list[Score] | None = None
-    output: Output | None = None  # on the last piece
+    output: Output | None = None
 
 
 class LLM:
-    """A loaded model; `foredraft.load` makes one.
+    """A loaded model, safe to use from several threads; `foredraft.load` makes one.
 
-    default_params: those of requests that come without, from the checkpoint's generation_config.json.
-    default_drafter: who drafts for requests that name none; None = plain decoding.
-    max_length: prompt and new tokens together that a request may take.
-    lossless: whether outputs of each drafter have the model's own law; those not named do.
-    deterministic: whether the target's passes keep to exact shapes.
+    Attributes:
+        tokenizer: The model's, with `encode`, `decode` and `encode_chat`; None where its folder has none.
+        default_params: Those of requests that come without, from the checkpoint's generation_config.json.
+        default_drafter: Who drafts for requests that name none; None is plain decoding.
+        max_length: Prompt and new tokens together that a request may take.
+        deterministic: Whether the target's passes keep to exact shapes.
     """
 
     def __init__(
@@ -126,8 +140,10 @@ class LLM:
         self._waiting: list[_Wish[Any]] = []
 
     def params(self, **options: Any) -> SamplingParams:
-        """The model's default parameters with these options changed: `SamplingParams(...)` by itself knows
-        nothing of the model. Raises RequestError as it does."""
+        """The model's default parameters with these options changed.
+
+        `SamplingParams(...)` by itself knows nothing of the model. Raises RequestError as it does.
+        """
         return self.default_params.but(**options)
 
     def chat(
@@ -139,11 +155,17 @@ class LLM:
         truncate: Literal["left"] | None = None,
         **variables: Any,
     ) -> list[Output]:
-        """`n` replies to a conversation, put into the model's chat template.
+        """Generate `n` replies to a conversation, put into the model's chat template.
 
-        messages: mappings with a role and a content. variables: what the template takes besides, as `tools`,
-        `documents` or `enable_thinking`. Raises RequestError where there is no template, or where it refuses
-        the messages, and as `generate` does.
+        Args:
+            messages: Mappings with a role and a content.
+            params: The model's own defaults unless given.
+            n: Replies.
+            truncate: As in `generate`.
+            **variables: What the template takes besides, as `tools`, `documents` or `enable_thinking`.
+
+        Raises:
+            RequestError: There is no template, it refuses the messages, or as in `generate`.
         """
         if self.tokenizer is None:
             raise RequestError("this model's folder has no tokenizer.json; give token ids, not messages")
@@ -161,15 +183,22 @@ class LLM:
         show_special: bool = False,
         trace: bool = False,
     ) -> list[Output]:
-        """`n` samples of each prompt, prompt-major.
+        """Generate `n` samples of each prompt: first all of the first prompt, then all of the second.
 
-        prompts: text, token ids, or a list of either. params: one for all, or one per prompt; without, the
-        model's own defaults. truncate: "left" drops the oldest tokens of a prompt that is too long, instead
-        of refusing it. show_special: special tokens are part of the text. trace: outputs tell of each round.
-        Raises RequestError before anything runs if a prompt or an option cannot be served. A request that
-        fails while running (logits that are not finite, a pass that broke off) is reported in its Output;
-        the others go on. A KeyboardInterrupt ends the requests and is raised again; `cancel_all` and
-        `stream` are the ways to keep what was generated.
+        A request that fails while running (logits that are not finite, a pass that broke off) is reported in
+        its Output; the others go on. A KeyboardInterrupt ends the requests and is raised again; `cancel_all`
+        and `stream` are the ways to keep what was generated.
+
+        Args:
+            prompts: Text, token ids, or a list of either.
+            params: One for all, or one per prompt; without, the model's own defaults.
+            n: Samples of each prompt.
+            truncate: "left" drops the oldest tokens of a prompt that is too long, instead of refusing it.
+            show_special: Special tokens are part of the text.
+            trace: Outputs tell of each round.
+
+        Raises:
+            RequestError: A prompt or an option cannot be served; nothing has run then.
         """
         encoded = self.encode(prompts)
         if n < 1:
@@ -205,10 +234,19 @@ class LLM:
         show_special: bool = False,
         trace: bool = False,
     ) -> Iterator[Piece]:
-        """One sample, piece by piece as rounds end; closing the iterator cancels the request.
+        """Stream one sample, piece by piece as rounds end; closing the iterator cancels the request.
 
-        The last piece carries the Output. Raises as `generate` does, at the call; the request itself
-        begins with the first `next`.
+        The last piece carries the Output. The request begins with the first `next`.
+
+        Args:
+            prompt: Text, or token ids.
+            params: The model's own defaults unless given.
+            truncate: As in `generate`.
+            show_special: As in `generate`.
+            trace: As in `generate`.
+
+        Raises:
+            RequestError: As in `generate`, at the call.
         """
         encoded = self.encode(prompt)
         if len(encoded) != 1:

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from checkpoints import save_checkpoint
+from running import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROWS = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)  # of a table, that begin with a name
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt "
 
 
 def block(language: str, number: int = 0) -> str:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[number]
-
-
-def python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, encoding="utf-8", timeout=240, **options
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def test_imports_run_downwards_only() -> None:
@@ -99,32 +85,6 @@ def test_constraints_hold_versions_only_and_cover_what_is_declared() -> None:
     assert names - {"foredraft"} <= set(pinned)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's ./big, ./small and prompt.txt are, and a `foredraft` on the path."""
-    folder = tmp_path_factory.mktemp("readme")
-    save_checkpoint(folder / "big", tokenizer=True, seed=1, eos_token_id=None)
-    save_checkpoint(folder / "small", tokenizer=True, seed=2, eos_token_id=None, num_hidden_layers=1)
-    (folder / "prompt.txt").write_text("def accept(draft, p, q):\n", encoding="utf-8")
-    return folder
-
-
-@pytest.mark.parametrize("line", block("sh", 2).splitlines(), ids=lambda line: line.split("  ")[0])
-def test_the_readme_examples_run(models: Path, line: str) -> None:
-    words = shlex.split(line, comments=True)
-    given = None
-    if "<" in words:
-        *words, _, file = words
-        given = (models / file).read_text(encoding="utf-8")
-    assert words[0] == "foredraft"
-    done = python("-m", "foredraft.cli", *words[1:], cwd=models, input=given)
-    assert done.stdout.strip()
-
-
-def test_the_readme_python_runs(models: Path) -> None:
-    assert python("-c", block("python"), cwd=models).stdout
-
-
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_the_examples_run(file: str, tmp_path: Path) -> None:
     assert python(str(ROOT / "examples" / file), cwd=tmp_path).stdout
@@ -133,15 +93,14 @@ def test_the_examples_run(file: str, tmp_path: Path) -> None:
 def test_the_readme_names_every_drafter_and_policy() -> None:
     from foredraft.build import DRAFTERS, POLICIES
 
-    rows = re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)
-    assert sorted(rows) == sorted([*DRAFTERS, *POLICIES, "speculative", "coupled"])
+    assert sorted(ROWS.findall(README)) == sorted([*DRAFTERS, *POLICIES, "speculative", "coupled"])
 
 
-@pytest.mark.parametrize(
-    "document",
-    ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/losslessness.md", "docs/log.md"],
-)
-def test_links_lead_somewhere(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert ((ROOT / document).parent / target).exists(), target
+def test_the_guides_name_every_drafter_and_every_option_of_a_request() -> None:
+    from foredraft import SamplingParams
+    from foredraft.build import DRAFTERS
+
+    guides = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md")}
+    assert ROWS.findall(guides["drafters"]) == list(DRAFTERS)
+    for option in SamplingParams.__dataclass_fields__:
+        assert any(re.search(rf"`{option}\b", text) for text in guides.values()), option

@@ -57,24 +57,31 @@ def load(
 ) -> LLM:
     """Load a Hugging Face checkpoint, and whatever drafts for it.
 
-    path: a folder or a hub id; None is the demo pair, with its draft model.
-    drafter: a name in `DRAFTERS`, who drafts unless a request says otherwise; None means "none" without a
-    draft, "draft-model" with one that has the target's tokenizer, and "retokenize" with any other.
-    draft: the draft model's folder or id.
-    revision, draft_revision: the branch, tag or commit of a hub id; "owner/name@revision" says the same.
-    policy: a name in `POLICIES`; max_draft: tokens drafted in a round at most, by default the policy's own.
-    draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
-    dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
-    device: "cpu", "cuda", "cuda:1", ...
-    max_batch: sequences decoded together, by default as many as fit, 8 at most on a CPU and 32 on a GPU.
-    max_length: positions of each, by default the model's; where memory cannot hold 8 sequences of them,
-    they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on to 512.
-    deterministic: greedy output is bit-identical whatever drafts and whoever shares the batch.
-    needs: given the tokenizer and the model's default parameters, the sequences and the positions that will
-    be used; no more are made room for than that, unless max_batch or max_length says so.
-    progress: called as (stage, done, total) while loading and prefilling.
+    Args:
+        path: A folder or a hub id; None is the demo pair, with its draft model.
+        drafter: Who drafts unless a request says otherwise: "none", "lookup", "draft-model" or "retokenize".
+            None means "none" without a draft, "draft-model" with one that has the target's tokenizer, and
+            "retokenize" with any other.
+        draft: The draft model's folder or hub id.
+        revision: The branch, tag or commit of a hub id; "owner/name@revision" says the same.
+        draft_revision: The same of the draft model.
+        policy: How long a draft is: "fixed" or "heuristic".
+        max_draft: Tokens drafted in a round at most, by default the policy's own number.
+        draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
+        dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
+        device: "cpu", "cuda", "cuda:1", ...; by default "cuda" where there is one.
+        max_batch: Sequences decoded together, by default as many as fit, 8 at most on a CPU and 32 on a GPU.
+        max_length: Positions of each, by default the model's. Where memory cannot hold 8 sequences of them,
+            they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on
+            to 512.
+        deterministic: Greedy output is bit-identical whatever drafts and whoever shares the batch.
+        needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
+            will be used; no more are made room for than that, unless max_batch or max_length says so.
+        progress: Called as (stage, done, total) while loading and prefilling.
 
-    Raises ConfigError (an option), CheckpointError (a folder, or what the hub has).
+    Raises:
+        ConfigError: An option has a value that cannot be honoured.
+        CheckpointError: The folder, or what the hub has, cannot be loaded or run exactly.
     """
     _check_name("drafter", drafter, (None, *DRAFTERS))
     _check_name("policy", policy, POLICIES)

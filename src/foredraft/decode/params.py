@@ -35,25 +35,31 @@ ELSEWHERE = {
 class SamplingParams:
     """What one request asks for.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, typical_p: 1 is off. min_p: 0 is off.
-    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied
-    (Keskar et al. 2019, arXiv 1909.05858); 1 is off. presence_penalty, frequency_penalty, from -2 to 2: taken
-    off the logits of tokens in the output, once, and as often as they occur. logit_bias: token id -> what is
-    added to its logit, from -100 to 100.
+    Args:
+        temperature: What the logits are divided by; 0 is greedy.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Keep the likeliest tokens that make up this mass; 1 is off.
+        min_p: Drop tokens less likely than this share of the likeliest; 0 is off.
+        typical_p: Keep the tokens whose surprise is nearest to the entropy, up to this mass; 1 is off.
+        repetition_penalty: Logits of tokens in prompt or output are divided by it if positive, else
+            multiplied (Keskar et al. 2019, arXiv 1909.05858); 1 is off.
+        presence_penalty: Taken off the logits of tokens in the output, from -2 to 2.
+        frequency_penalty: The same, as often as the token occurs there.
+        logit_bias: Token id -> what is added to its logit, from -100 to 100.
+        min_new_tokens: Before so many, no end-of-text token can come, and no stop string ends the text.
+        max_new_tokens: The text ends after so many at the latest; 0 only scores the prompt.
+        ignore_eos: End-of-text tokens are like any other.
+        stop: A string or several; the text ends before the first that is complete.
+        include_stop: It ends after it instead.
+        seed: None draws a fresh one, which the output reports.
+        logprobs: Scores of every new token, each with the n likeliest tokens; None is off.
+        prompt_logprobs: The same of the prompt's tokens.
+        acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
+            drafter, the draft length and the load. None is "coupled" with a seed and "speculative" without.
+        speculation: "none", the name of a drafter that is loaded, or None for the default.
 
-    min_new_tokens: before so many, no end-of-text token can come, and no stop string ends the text.
-    max_new_tokens: 0 only scores the prompt. ignore_eos: end-of-text tokens are like any other.
-    stop: a string or several; the text ends where the first of them is complete, before it, or after it with
-    include_stop.
-
-    seed: None draws a fresh one, which the output reports.
-    logprobs: None is off, n gives the log-probability of every new token and of the n likeliest, the model's
-    own and the law's that it was drawn from; prompt_logprobs: the same of the prompt's tokens.
-    acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
-    drafter, the draft length and the load; None is "coupled" with a seed and "speculative" without.
-    speculation: "none", the name of a drafter, or None for the default.
-
-    Raises RequestError that names an unknown option or a value out of range.
+    Raises:
+        RequestError: An option is unknown, or its value out of range.
     """
 
     temperature: float = 1.0

@@ -25,9 +25,13 @@ Integers = NDArray[np.int64]
 class Score:
     """One token's log-probabilities, in nats.
 
-    logprob: by the model's own logits. processed: by the law that it was drawn from, after bias, masks,
-    penalties, temperature and cuts; -inf where a prompt's token could not have been drawn. top and
-    processed_top: the likeliest tokens and theirs, best first; tokens that cannot be drawn are left out.
+    Attributes:
+        token_id: The token.
+        logprob: By the model's own logits.
+        processed: By the law that it was drawn from, after bias, masks, penalties, temperature and cuts; -inf
+            where a prompt's token could not have been drawn.
+        top: The likeliest tokens by the model's own logits, best first, and their log-probabilities.
+        processed_top: The same by the law; tokens that cannot be drawn are left out.
     """
 
     token_id: int

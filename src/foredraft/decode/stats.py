@@ -29,7 +29,18 @@ class Round:
 
 @dataclass(slots=True)
 class Stats:
-    """Figures of one output, or of several merged."""
+    """Figures of one output, or of several merged.
+
+    Attributes:
+        seconds: From its first round to its end; of several, their sum unless told otherwise.
+        tokens: New tokens.
+        rounds: Verifying passes of the target, plain steps included.
+        drafted: Tokens proposed.
+        accepted: Of them, kept.
+        rejections: Rounds that a rejection ended.
+        drafted_at: Drafts that reached each position, from the first on.
+        accepted_at: Of them, those whose token there was kept.
+    """
 
     seconds: float = 0.0
     tokens: int = 0
@@ -37,7 +48,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     rejections: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # per position of a draft
+    drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
     @classmethod
@@ -57,7 +68,7 @@ class Stats:
 
     @classmethod
     def merge(cls, several: Iterable[Stats], seconds: float | None = None) -> Stats:
-        """Sums; `seconds` is the wall clock of them all where they ran side by side."""
+        """Add several up; `seconds` is the wall clock of them all where they ran side by side."""
         total = cls()
         for s in several:
             total.seconds += s.seconds
@@ -76,19 +87,23 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens by seconds."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def acceptance_rate(self) -> float | None:
+        """accepted ÷ drafted: easy to read, never put into a formula. None where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def alpha(self) -> float | None:
+        """accepted ÷ (accepted + rejections): how likely a drafted token is kept, if all before it were."""
         tried = self.accepted + self.rejections
         return self.accepted / tried if tried else None
 
     @property
     def mean_accepted_length(self) -> float | None:
+        """τ: tokens per round, the correction or bonus included."""
         return self.tokens / self.rounds if self.rounds else None
 
     @property
@@ -98,6 +113,7 @@ class Stats:
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
     def as_dict(self) -> dict[str, object]:
+        """The figures, for JSON."""
         return {
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,

@@ -9,13 +9,20 @@ __all__ = ["RoundTrace"]
 
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """One round.
+    """One round of one output.
 
-    start: new tokens before it. drafter: None in a plain step. budget: how many tokens the policy allowed; a
-    shorter draft was ended by the policy or the drafter. draft: the proposed ids, with p and q, the
-    probabilities that the target's and the drafter's laws gave them. accepted: how many were kept.
-    next_token: the target's correction or bonus, with its next_p. emitted: tokens appended; an end of the
-    text may cut them short, and a ban's rollback may make it negative.
+    Attributes:
+        start: New tokens before it.
+        drafter: Who drafted; None in a plain step.
+        budget: How many tokens the policy allowed. A shorter draft was ended by the policy or the drafter.
+        draft: The proposed ids.
+        p: The probability that the target's law gave each of them.
+        q: The probability that the drafter's law gave each.
+        accepted: How many were kept.
+        next_token: The target's own token after them: a correction, the bonus, or a plain step.
+        next_p: Its probability by the target's law.
+        emitted: Tokens appended; an end of the text may cut them short, and a ban's rollback may make it
+            negative.
     """
 
     start: int

@@ -27,9 +27,17 @@ __all__ = ["write_trace"]
 def write_trace(
     file: str | Path, outputs: Sequence[Output], *, prompt: str, tokenizer: Tokenizer, about: str = ""
 ) -> None:
-    """Write the page of outputs that were generated with `trace=True`; about: a line on how they were.
+    """Write a page that shows who wrote each token, and what every round did.
 
-    Raises ConfigError where an output has no trace, or the file cannot be written.
+    Args:
+        file: Where to; a file that is there is replaced.
+        outputs: Generated with `trace=True`.
+        prompt: What they go on from.
+        tokenizer: The model's.
+        about: A line on how they were made.
+
+    Raises:
+        ConfigError: An output has no trace, or the file cannot be written.
     """
     file = Path(file)
     if any(output.trace is None for output in outputs):

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints import save_checkpoint, save_pair
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ./big, ./small and ./other of the pages are, and their prompts. ./big has a chat template, and
+    ./other another tokenizer."""
+    folder = save_pair(tmp_path_factory.mktemp("pages"))
+    save_checkpoint(folder / "other", tokenizer=True, seed=3, eos_token_id=None, vocab_size=320)
+    (folder / "big" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "prompt.txt").write_text("def accept(draft, p, q):\n", encoding="utf-8")
+    (folder / "prompts.txt").write_text("def accept\nViktor\nthe target checks all\n", encoding="utf-8")
+    return folder

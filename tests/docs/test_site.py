@@ -1,0 +1,142 @@
+"""The documentation site: it builds, loads nothing from elsewhere, its links lead somewhere, and the API is whole."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
+
+import pytest
+from pages import DOCS, Page
+
+import foredraft
+from running import ROOT
+
+MARKDOWN = [*DOCS, Page(ROOT / "README.md"), Page(ROOT / "CONTRIBUTING.md")]
+
+
+class Elements(HTMLParser):
+    """All elements of a page, and their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attributes}))
+
+    @property
+    def fetched(self) -> Iterator[str]:
+        """What a browser gets by itself."""
+        for tag, attributes in self.found:
+            for name in ("src", "srcset", "data", "poster", *(["href"] if tag == "link" else [])):
+                if attributes.get("rel") != "canonical" and name in attributes:
+                    yield attributes[name]
+
+    @property
+    def links(self) -> Iterator[str]:
+        return (attributes["href"] for tag, attributes in self.found if tag == "a" and "href" in attributes)
+
+    @property
+    def ids(self) -> set[str]:
+        return {attributes["id"] for _, attributes in self.found if "id" in attributes}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built where nothing else is."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("docs", "src"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copy(ROOT / "zensical.toml", folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict"],
+        cwd=folder,
+        env=os.environ | {"NO_COLOR": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+def elements(site: Path) -> dict[Path, Elements]:
+    pages = {page: Elements(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
+    assert len(pages) > len(DOCS)  # and 404.html
+    return pages
+
+
+def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page, found in elements(site).items():
+        for address in found.fetched:
+            assert not urlsplit(address).netloc, (page.name, address)
+        assert not any("mermaid" in attributes.get("class", "") for _, attributes in found.found)  # a CDN's
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"""(url\(|@import)\s*["']?(https?:)?//""", sheet.read_text(encoding="utf-8"))
+
+
+def test_its_links_lead_somewhere(site: Path) -> None:
+    pages = elements(site)
+    followed = 0
+    for page, found in pages.items():
+        for link in found.links:
+            if urlsplit(link).scheme or page.name == "404.html":
+                continue
+            address, fragment = urldefrag(unquote(link))
+            target = Path(os.path.normpath(page.parent / address)) if address else page
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_relative_to(site) and target.is_file(), (page, link)
+            assert not fragment or fragment in pages[target].ids, (page, link)
+            followed += 1
+    assert followed > 10 * len(DOCS)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    def files(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [file for part in parts for file in files(part)]  # type: ignore[union-attr]
+
+    navigation = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    assert sorted(files(navigation)) == sorted(page.name.removeprefix("docs/") for page in DOCS)
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page: Page) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.text):
+        assert (page.path.parent / target).exists(), target
+
+
+def test_the_api_page_has_every_public_name(site: Path) -> None:
+    ids = Elements((site / "api/index.html").read_text(encoding="utf-8")).ids
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    for name in foredraft.__all__:
+        if name == "__version__":
+            assert f"foredraft.{name}" in text
+        else:
+            assert any(re.fullmatch(rf"foredraft\.[\w.]*\b{name}", id) for id in ids), name
+
+
+@pytest.mark.parametrize(
+    "of", [foredraft.load, foredraft.LLM.generate, foredraft.LLM.chat, foredraft.LLM.stream, foredraft.write_trace, *(
+        getattr(foredraft, name) for name in ("SamplingParams", "Output", "Piece", "Score", "Stats", "RoundTrace")
+    )], ids=lambda of: of.__name__,
+)  # fmt: skip
+def test_every_option_and_attribute_is_explained_in_order(of: object) -> None:
+    section = re.search(
+        r"^ *(?:Args|Attributes):\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(of.__doc__ or ""), re.M | re.S
+    )
+    assert section is not None
+    fields = getattr(of, "__dataclass_fields__", None) or inspect.signature(of).parameters  # type: ignore[arg-type]
+    assert re.findall(r"^    \*{0,2}(\w+): ", section[1], re.M) == [name for name in fields if name != "self"]
