@@ -272,7 +272,7 @@ def test_room_within_memory(
     monkeypatch.setattr(build.Runner, "new_cache", noted)
     if "needs" in options:
         needed = options["needs"]
-        options = options | {"needs": lambda tokenizer: needed}
+        options = options | {"needs": lambda *_: needed}
     llm = load(models, "long", **options)
     assert (made.rows, made.positions, llm.max_length) == (rows, positions, positions)
 
