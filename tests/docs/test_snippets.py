@@ -23,7 +23,7 @@ def commands() -> list[object]:
     for page in EXECUTED:
         for number, line in page.shell:
             if line.startswith("foredraft "):
-                marks = [pytest.mark.slow] if "minutes" in line else []
+                marks = [pytest.mark.slow, pytest.mark.timeout(3600)] if "minutes" in line else []
                 case = pytest.param(line, id=f"{page.name}:{number}", marks=marks)
                 cases.setdefault(tuple(shlex.split(line, comments=True)), case)
     return list(cases.values())
@@ -52,6 +52,11 @@ def test_python(page: Page, models: Path, tmp_path: Path) -> None:
     program = tmp_path / f"page_{page.path.stem}.py"
     program.write_text(page.python, encoding="utf-8")
     assert python(str(program), cwd=models).stdout
+
+
+@pytest.mark.parametrize("file", ["chat.py", "compare_drafters.py"])
+def test_the_examples_that_take_a_model_run_with_one(file: str, models: Path) -> None:
+    assert python(str(ROOT / "examples" / file), "big", "small", cwd=models).stdout
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
