@@ -347,6 +347,8 @@ class LLM:
         self._check(params, n)
         prompt = self.fitting(prompt, params.max_new_tokens, truncate)
         drafter = self._drafter(params.speculation)
+        if params.max_new_tokens == 0:
+            drafter = None  # which need not read the prompt either
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self._ids) for _ in range(n)]
         group = ids[0] if n > 1 else None
@@ -509,8 +511,8 @@ class LLM:
             origins=[str(origin) for origin in sequence.origins],
             pieces=None if transcript is None else transcript.pieces,
             stopped_by=None if transcript is None else transcript.stopped_by,
-            logprobs=None if params.logprobs is None else sequence.scores,
-            prompt_logprobs=None if params.prompt_logprobs is None else sequence.prompt_scores,
+            logprobs=None if params.logprobs is None else list(sequence.scores),
+            prompt_logprobs=None if params.prompt_logprobs is None else list(sequence.prompt_scores),
             trace=sequence.trace if sequence.traced else None,
             finish_reason=str(sequence.finish),
             seed=sequence.seed,

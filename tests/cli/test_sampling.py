@@ -110,6 +110,7 @@ def test_a_trace(
         (["--presence-penalty", "3"], "--presence-penalty is 3.0; give from -2 to 2"),
         (["--min-new-tokens", "30"], "--min-new-tokens is 30 but --max-new-tokens is 24"),
         (["--stop", ""], "none of them empty"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "give each token once"),
         (["--logprobs", "2"], "--logprobs has no use without --json"),
         (["--prompt-logprobs", "2"], "--prompt-logprobs has no use without --json"),
         (["--json", "--logprobs", "-1"], "--logprobs is -1"),

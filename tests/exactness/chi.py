@@ -19,7 +19,9 @@ def p_value(samples: Iterable[Iterable[int]], law: Law) -> float:
     if not set(counts) <= set(law):
         return 0.0
     total = sum(counts.values())
-    cells = sorted((chance * total, counts[output]) for output, chance in law.items())
+    cells = sorted(
+        ((chance * total, counts[output]) for output, chance in law.items()), key=lambda cell: cell[0]
+    )
     merged: list[list[float]] = [[0.0, 0.0]]
     for expected, seen in cells:
         if merged[-1][0] >= 5:

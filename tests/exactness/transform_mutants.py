@@ -126,12 +126,12 @@ MUTANTS = [
     ),
     Mutant(
         "padding of a shorter past counted",
-        ((past.Past.of.__func__, "row[:1] * (max(width, 1) - len(row))", "[(0, (1, True))] * (max(width, 1) - len(row))"),),
+        ((past.Past.of.__func__, "= values, values[0]", "= values, 1"),),
         bits,
     ),
     Mutant(
         "tokens that a ban took back still counted",
-        ((sequence.Sequence._roll_back, "self._count(self.tokens[position], -1)", "pass"),),
+        ((sequence.Sequence._roll_back, "self.tally.count(self.tokens[position], -1)", "pass"),),
         bans,
     ),
     Mutant(

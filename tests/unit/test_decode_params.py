@@ -19,7 +19,7 @@ WRONG: dict[str, list[Any]] = {
     "top_p": [0.0, 1.1, math.nan],
     "min_p": [-0.1, 1.1],
     "typical_p": [0, 1.01],
-    "repetition_penalty": [0, -1.0, math.inf, math.nan],
+    "repetition_penalty": [0, -1.0, 1e-39, 101, math.inf, math.nan],
     "presence_penalty": [-2.1, 2.1, math.nan, "0"],
     "frequency_penalty": [-3, 2.5],
     "logit_bias": [{1: 101}, {1: math.nan}, {-1: 1.0}, {"1": 1.0}, {True: 1.0}, [1, 2], {1: "x"}],
@@ -29,7 +29,7 @@ WRONG: dict[str, list[Any]] = {
     "stop": ["", ["a", ""], [1], 3, {"a": 1}],
     "include_stop": ["yes"],
     "seed": [-1, 2**63, 1.0, True],
-    "logprobs": [-1, True, 1.5],
+    "logprobs": [-1, True, 1.5, 1001],
     "prompt_logprobs": [-1, False],
     "acceptance": ["both", 1],
     "speculation": [True, 3],
@@ -65,6 +65,15 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     assert SamplingParams(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
 
 
+def test_the_bound_that_is_not_given_makes_way() -> None:
+    own = SamplingParams(min_new_tokens=10, max_new_tokens=400)
+    assert own.but(max_new_tokens=0).min_new_tokens == 0
+    assert own.but(min_new_tokens=500).max_new_tokens == 500
+    assert own.but(min_new_tokens=20) == SamplingParams(min_new_tokens=20, max_new_tokens=400)
+    with pytest.raises(RequestError, match="min_new_tokens is 5 but max_new_tokens is 4"):
+        own.but(min_new_tokens=5, max_new_tokens=4)
+
+
 def test_what_stands() -> None:
     given = {7: 1}
     params = SamplingParams(stop="end", logit_bias=given, max_new_tokens=0)
@@ -75,6 +84,7 @@ def test_what_stands() -> None:
     assert SamplingParams(logit_bias={}).logit_bias is None
     for again in (copy.copy(params), pickle.loads(pickle.dumps(params)), replace(params)):
         assert again == params
+        assert hash(again) == hash(params)
 
 
 def test_acceptance_follows_the_seed() -> None:

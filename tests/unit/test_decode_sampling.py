@@ -153,11 +153,19 @@ def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> Non
 
 def test_a_rollback_leaves_no_trace_in_the_tally() -> None:
     (text,), _ = rolled([{"frequency_penalty": 1.0}])
-    before = dict(text.tally)
-    text.extend([5, 5, text.prompt[0]], [Origin.TARGET] * 3, [])
-    assert text.tally[5] == (2, False)
+
+    def tally() -> dict[int, tuple[float, bool]]:
+        made = text.tally
+        assert made is not None
+        rows = zip(made.ids.tolist(), made.counts.tolist(), made.prompted.tolist(), strict=True)
+        return {token: (count, prompted) for token, count, prompted in rows if count or prompted}
+
+    before = tally()
+    many = [5, 5, text.prompt[0], *range(100, 200)]
+    text.extend(many, [Origin.TARGET] * len(many), [])
+    assert tally()[5] == (2, False) and tally()[199] == (1, False)
     text._roll_back(0)
-    assert text.tally == before
+    assert tally() == before
 
 
 def test_the_logits_are_left_as_they_are() -> None:

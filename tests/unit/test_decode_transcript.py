@@ -161,7 +161,7 @@ def test_a_special_token_may_be_a_stop_string_though_it_is_not_shown() -> None:
 MUTANTS = [
     Mutant(
         "found a token after it is complete",
-        ((Transcript.push, "if self._stops:", "if self._stops and len(self.tokens) > 1:"),),
+        ((Transcript.push, "if self._stops and not", "if self._stops and len(self.tokens) > 1 and not"),),
         test_a_stop_string_is_the_definitions,
     ),
     Mutant(

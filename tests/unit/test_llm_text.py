@@ -121,6 +121,22 @@ def test_every_id_that_ends_a_text_does_but_not_too_early(tmp_path: Path) -> Non
         assert late.token_ids == greedy(llm, speculation="none", min_new_tokens=12).token_ids
 
 
+@pytest.mark.parametrize("options", [{}, {"show_special": True}], ids=str)
+@pytest.mark.parametrize("stop", ["<|endoftext|>", "|en", "text|>"])
+def test_an_end_token_is_no_stop_string(llm: foredraft.LLM, stop: str, options: dict[str, Any]) -> None:
+    """A text that its end token ends was not ended by what that token is called."""
+    biases = {llm.spec.eos_token_ids[0]: 100}
+    plain = SamplingParams(temperature=0, max_new_tokens=20, min_new_tokens=7, logit_bias=biases)
+    for drafter in DRAFTERS:
+        for include in (False, True):
+            params = plain.but(stop=stop, include_stop=include, speculation=drafter)
+            [found] = llm.generate(PROMPT, params, **options)
+            [want] = llm.generate(PROMPT, plain, **options)
+            assert want.finish_reason == "eos"
+            assert (found.text, found.token_ids, found.pieces) == (want.text, want.token_ids, want.pieces)
+            assert (found.finish_reason, found.stopped_by) == ("eos", None)
+
+
 def test_a_penalty_is_the_same_whoever_drafts(llm: foredraft.LLM) -> None:
     options = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {7: 2.0}}
     plain = greedy(llm, speculation="none", **options).token_ids
@@ -290,8 +306,10 @@ def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
         assert all(0 <= chance <= 1 for chance in [*r.p, *r.q, r.next_p])
         assert r.next_p > 0 and all(p > 0 for p in r.p[: r.accepted])
         assert (r.drafter is None) == (r.budget == 0)
-    if drafter == "lookup":
-        assert all(q == 1 for r in output.trace for q in r.q)
+        assert not r.discarded
+    stopped = params.but(temperature=0.0, stop="\n", max_new_tokens=60)
+    for output in llm.generate([LONG, PROMPT], stopped, trace=True):
+        assert sum(len(r.draft) for r in output.trace or []) == output.stats.drafted
     assert llm.generate(LONG, params)[0].trace is None
 
 
@@ -299,8 +317,6 @@ def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
     ("options", "message"),
     [
         ({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}"),
-        ({"logprobs": VOCABULARY + 1}, f"but the vocabulary has {VOCABULARY} tokens"),
-        ({"prompt_logprobs": 99_999}, "prompt_logprobs is 99999"),
     ],
 )
 def test_what_the_vocabulary_has_not_is_refused(
@@ -308,6 +324,17 @@ def test_what_the_vocabulary_has_not_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(PROMPT, SamplingParams(**options))
+
+
+def test_more_alternatives_than_tokens_are_refused(tiny: Path) -> None:
+    llm = foredraft.load(tiny, dtype="float32", device="cpu", max_length=64)
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(
+            RequestError, match=f"{name} is 385, but the vocabulary has 384 tokens; give fewer"
+        ):
+            llm.generate([1, 5], SamplingParams(max_new_tokens=1, **{name: 385}))
+        [output] = llm.generate([1, 5], SamplingParams(max_new_tokens=1, **{name: 384}))
+        assert output.error is None
 
 
 def test_nothing_can_be_sampled_of_no_tokens(llm: foredraft.LLM) -> None:
@@ -342,12 +369,12 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
         ),
         Mutant(
             "a prompt's scores a token late",
-            ((prompt_scores.score_chunk, "ahead = prompt[start + 1 : start", "ahead = prompt[start : -1 + start"),),
+            ((prompt_scores.score_chunk, "tokens = sequence.prompt[start + 1 : start + 1", "tokens = sequence.prompt[start : start"),),
             lambda: test_a_prompt_is_scored_without_generating(llm),
         ),
         Mutant(
             "a prompt's tokens do not count for those after them in a slice",
-            ((prompt_scores.score_chunk, "Past.of_prompt(read, ahead)", "Past.of_prompt(read, ahead[:0])"),),
+            ((prompt_scores.score_chunk, "past.along(ahead[None], first)", "past.along(ahead[None, :0])"),),
             lambda: test_a_prompts_law_is_what_would_have_been_drawn_from(llm),
         ),
         Mutant(

@@ -209,5 +209,3 @@ def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
     if max_draft > most:
         raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
     return max_draft
-
-

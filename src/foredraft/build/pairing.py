@@ -64,9 +64,7 @@ def fitting_kinds(draft_given: bool, other_tokenizer: bool) -> dict[str, Drafter
     }
 
 
-def check_kind(
-    drafter: str, draft_sampling: str, kinds: dict[str, DrafterKind], folders: list[Path]
-) -> None:
+def check_kind(drafter: str, draft_sampling: str, kinds: dict[str, DrafterKind], folders: list[Path]) -> None:
     """A draft model is for the drafters that its tokenizer fits."""
     fitting = " or ".join(repr(name) for name, kind in kinds.items() if kind.needs_draft)
     if drafter not in kinds:

@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.generate import INTERRUPTED, generate
-from foredraft.cli.spelling import STDIN, spelled_as_options
+from foredraft.cli.spelling import spelled_as_options, with_stdin
 from foredraft.cli.verify import verify
 from foredraft.errors import ForedraftError
 
@@ -48,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler.setFormatter(OneLine())
     logging.basicConfig(handlers=[handler])
     words = sys.argv[1:] if arguments is None else arguments
+    code = 0
     try:
-        code = app([STDIN if word == "-" else word for word in words])
+        code = app(with_stdin(words))
         sys.stdout.flush()
     except (CycloptsError, ForedraftError) as error:
         print(f"foredraft: error: {spelled_as_options(str(error))}", file=sys.stderr)
@@ -59,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader has gone, as `| head` does: not a failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code if isinstance(code, int) else 0
 
 

@@ -80,7 +80,8 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
 
 
 def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bars: ProgressBars) -> None:
-    job = replace(job, prompt=conversation.ids(job.llm.tokenizer, text))
+    prompt = conversation.ids(job.llm.tokenizer, text)
+    job = replace(job, prompt=prompt)
     with Interrupt(job.llm) as interrupt:
         shown = Run.of(partial(stream, job, painter, bars, interrupt))
         bars.clear()
@@ -89,7 +90,9 @@ def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bar
         complain(error)
     if not shown.errors:
         [output] = shown.outputs
-        conversation.add(text, output.text or "")
+        assert job.llm.tokenizer is not None
+        # as the template wants it, whatever was shown: the special tokens are the template's own
+        conversation.add(text, job.llm.tokenizer.decode(output.token_ids, after=prompt))
 
 
 def complain(message: str) -> None:

@@ -63,7 +63,7 @@ def generate(
     given = requested(sampling, drafting)
     if output.compare:
         given = {"temperature": 0.0} | given
-    foredraft.SamplingParams(**given)  # a mistake need not wait for the model
+    foredraft.SamplingParams().but(**given)  # a mistake need not wait for the model
     conversation = Conversation(chat.system)
     bars = ProgressBars()
 
@@ -211,7 +211,8 @@ def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
     drafter = job.llm.default_drafter or "none"
     temperature = job.params.temperature
     about = f"{spec.architecture}, {spec.layers} layers; drafter {drafter}; temperature {temperature:g}"
-    write_trace(file, outputs, prompt=job.text, tokenizer=tokenizer, about=about)
+    prompt = job.text(outputs[0].prompt_tokens)
+    write_trace(file, outputs, prompt=prompt, tokenizer=tokenizer, about=about)
 
 
 class Stopped(Exception):

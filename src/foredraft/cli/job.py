@@ -45,13 +45,14 @@ class Job:
             self.prompt, self.params, truncate=self.truncate, show_special=self.special, trace=self.traced
         )
 
-    @property
-    def text(self) -> str:
-        """The prompt, spelled out."""
-        if isinstance(self.prompt, str):
+    def text(self, length: int) -> str:
+        """The prompt, or its last `length` tokens where it was truncated, spelled out."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None  # without one, a prompt of text was refused
+        ids = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        if isinstance(self.prompt, str) and len(ids) <= length:
             return self.prompt
-        assert self.llm.tokenizer is not None
-        return self.llm.tokenizer.decode(self.prompt, skip_special=False)
+        return tokenizer.decode(ids[-length:], skip_special=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,10 @@ def requested(sampling: SamplingOptions, drafting: DraftOptions) -> dict[str, An
     }
     del given["n"]
     if "logit_bias" in given:
-        given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+        biases = list(map(_bias, given["logit_bias"]))
+        if len(dict(biases)) < len(biases):
+            raise ConfigError(f"logit_bias is {' '.join(given['logit_bias'])}; give each token once")
+        given["logit_bias"] = dict(biases)
     if drafting.acceptance is not None:
         given["acceptance"] = drafting.acceptance
     return given

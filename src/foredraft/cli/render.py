@@ -152,8 +152,9 @@ def _told(output: Output) -> dict[str, Any]:
 
 
 def _scored(score: Score) -> dict[str, Any]:
-    """processed is null where the law left the token no probability, which only a prompt's can be."""
-    return asdict(score) | {"processed": None if score.processed == -math.inf else score.processed}
+    """null where the model or the law gives the token no probability, which only a prompt's can have."""
+    both = {"logprob": score.logprob, "processed": score.processed}
+    return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
 
 
 class ProgressBars:

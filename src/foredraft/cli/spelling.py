@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 
 from foredraft.cli.options import OPTIONS
 
-__all__ = ["STDIN", "spelled_as_options"]
+__all__ = ["STDIN", "spelled_as_options", "with_stdin"]
 
 STDIN = "\0"  # what `-` reads as: no real argument can hold it
 NAMES = [field.name for group in OPTIONS for field in fields(group)]
 ANY_NAME = "|".join(NAMES)
 OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a language is spelled like that
+
+# Options that the next word is a value of.
+VALUED = {
+    f"--{field.name.replace('_', '-')}"
+    for group in OPTIONS
+    for field in fields(group)
+    if not isinstance(field.default, bool)
+}
+
+
+def with_stdin(words: Sequence[str]) -> list[str]:
+    """A `-` that stands by itself, and is no option's value, as `STDIN`."""
+    before = ["", *words]
+    return [
+        STDIN if word == "-" and last not in VALUED else word
+        for last, word in zip(before, words, strict=False)
+    ]
 
 
 def spelled_as_options(message: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,9 +76,11 @@ def verify(
     if verifying.json:
         document = report.as_dict()
         document["about"] = names | document["about"]
-        print(json.dumps(document, allow_nan=False))
+        shown = json.dumps(document, allow_nan=False)
     else:
-        print("\n".join(lines(report, names)))
+        shown = "\n".join(lines(report, names))
+    with suppress(BrokenPipeError):  # the verdict is the exit code, whoever stopped reading
+        print(shown)
     if report.planted is not None and not report.found_planted:
         print(f"foredraft: error: the planted defect ({report.planted}) was NOT found", file=sys.stderr)
     return EXIT[report.verdict]

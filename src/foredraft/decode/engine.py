@@ -317,17 +317,19 @@ class Engine:
 
 def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, budget: int) -> RoundTrace:
     """Of the round that began with so many tokens."""
+    count = 0 if reading.broken else outcome.drafted  # what lies past the end of the text, nobody looked at
     return RoundTrace(
         start=length - len(sequence.prompt),
         drafter=sequence.drafter if budget else None,
         budget=budget,
-        draft=reading.tokens[: reading.drafted],
-        p=reading.p,
-        q=reading.q,
+        draft=reading.tokens[: outcome.drafted],
+        p=reading.p[:count],
+        q=reading.q[:count],
         accepted=outcome.accepted,
         next_token=reading.next_token,
-        next_p=reading.next_p,
+        next_p=0.0 if reading.broken else reading.next_p,
         emitted=outcome.emitted,
+        discarded=reading.broken,
     )
 
 

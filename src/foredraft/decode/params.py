@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from foredraft.errors import RequestError
@@ -29,6 +29,9 @@ ELSEWHERE = {
     "num_beams": "beam search does not draw from the model's law and is not supported; leave it out",
     "skip_special_tokens": "give show_special to generate",
 }
+
+
+MOST_LOGPROBS = 1000  # alternatives at each position
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     min_new_tokens: int = 0
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -84,7 +87,7 @@ class SamplingParams:
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
         """Refuses options that there are not, which the dataclass's own error names without a remedy."""
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         for name in options.keys() - known:
             why = ELSEWHERE.get(name, f"known are {', '.join(sorted(known))}")
             raise RequestError(f"unknown sampling option {name!r}: {why}")
@@ -112,21 +115,22 @@ class SamplingParams:
             ("top_p", 0.0, 1.0, "above 0 and at most 1 (off)"),
             ("min_p", 0.0, 1.0, "from 0 (off) to 1"),
             ("typical_p", 0.0, 1.0, "above 0 and at most 1 (off)"),
-            ("repetition_penalty", 0.0, math.inf, "a number above 0; 1 is off"),
+            ("repetition_penalty", 0.01, 100.0, "from 0.01 to 100; 1 is off"),
             ("presence_penalty", -2.0, 2.0, "from -2 to 2; 0 is off"),
             ("frequency_penalty", -2.0, 2.0, "from -2 to 2; 0 is off"),
         ):
             value = getattr(self, name)
             fits = _is_number(value) and low <= value <= high and value != math.inf
-            zero_fits = name not in ("top_p", "typical_p", "repetition_penalty")
+            zero_fits = name not in ("top_p", "typical_p")
             _within(name, value, fits and (zero_fits or value > 0), says)
         for name, optional in (
             ("top_k", False), ("min_new_tokens", False), ("max_new_tokens", False),
             ("logprobs", True), ("prompt_logprobs", True),
         ):  # fmt: skip
             value = getattr(self, name)
-            fits = (optional and value is None) or _is_whole(value, 0, 2**31 - 1)
-            _within(name, value, fits, f"a whole number from 0 on{' or None' if optional else ''}")
+            most = MOST_LOGPROBS if optional else 2**31 - 1
+            fits = (optional and value is None) or _is_whole(value, 0, most)
+            _within(name, value, fits, f"a whole number from 0 {f'to {most} or None' if optional else 'on'}")
         if self.min_new_tokens > self.max_new_tokens:
             raise RequestError(
                 f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens};"
@@ -134,8 +138,17 @@ class SamplingParams:
             )
 
     def but(self, **options: Any) -> SamplingParams:
-        """These with some options changed; as `dataclasses.replace`, with the refusals of the constructor."""
-        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(self)} | options)
+        """These with some options changed; as `dataclasses.replace`, with the refusals of the constructor.
+
+        Of min_new_tokens and max_new_tokens the one that is not given makes way for the one that is.
+        """
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        least, most = options.get("min_new_tokens"), options.get("max_new_tokens")
+        if most is None and isinstance(least, int):
+            kept["max_new_tokens"] = max(least, self.max_new_tokens)
+        if least is None and isinstance(most, int):
+            kept["min_new_tokens"] = min(most, self.min_new_tokens)
+        return SamplingParams(**kept | options)
 
     @property
     def greedy(self) -> bool:

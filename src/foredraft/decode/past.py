@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.tally import Tally
 from foredraft.model.device import upload
 
 __all__ = ["Past"]
@@ -47,22 +49,24 @@ class Past:
         new = upload([len(s.tokens) - len(s.prompt) for s in sequences], device)
         if not any(s.params.penalised for s in sequences):
             return cls(None, None, None, new)
-        tallies = [s.tally for s in sequences]
-        width = max(len(tally) for tally in tallies)
-        rows = [list(tally.items()) or [(0, (0, False))] for tally in tallies]
-        padded = [row + row[:1] * (max(width, 1) - len(row)) for row in rows]
-        ids = [[token for token, _ in row] for row in padded]
-        counts = [[count for _, (count, _) in row] for row in padded]
-        prompted = [[prompt for _, (_, prompt) in row] for row in padded]
-        return cls(upload(ids, device), upload(counts, device, torch.float32), upload(prompted, device), new)
+        width = max(1, *(len(s.tally) for s in sequences if s.tally is not None))
+        ids = np.zeros((len(sequences), width), dtype=np.int64)
+        counts, prompted = np.zeros(ids.shape, dtype=np.float32), np.zeros(ids.shape, dtype=np.bool_)
+        for row, sequence in enumerate(sequences):
+            if (tally := sequence.tally) is not None:
+                for array, values in ((ids, tally.ids), (counts, tally.counts), (prompted, tally.prompted)):
+                    array[row, : len(values)], array[row, len(values) :] = values, values[0]
+        return cls(upload(ids, device), upload(counts, device), upload(prompted, device), new)
 
     @classmethod
-    def of_prompt(cls, tokens: Tensor, ahead: Tensor) -> Past:
-        """Of one row: column t follows tokens [n] and the first t of ahead [K], all of them its prompt's."""
-        ids = torch.unique(tokens)[None]  # on the device: no host needs to know them
-        counts = torch.zeros(ids.shape, device=ids.device)
-        new = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        return cls(ids, counts, torch.ones_like(ids, dtype=torch.bool), new, ahead[None])
+    def of_prompt(cls, prompt: list[int], ahead: Tensor) -> Past:
+        """Of one row: column t follows a prompt's first tokens and then the first t of ahead [K], which are
+        its next."""
+        tally = Tally(prompt)
+        ids, counts, prompted = (
+            upload(x[None], ahead.device) for x in (tally.ids, tally.counts, tally.prompted)
+        )
+        return cls(ids, counts, prompted, torch.zeros_like(ids[:, 0]), ahead[None])
 
     def along(self, drafted: Tensor, ahead: int = 0) -> Past:
         """For a pass whose column t follows the first `ahead + t` of drafted [B, K]."""

@@ -27,22 +27,21 @@ def score_chunk(
 ) -> list[Score] | None:
     """Scores of the tokens after those of a chunk that begins at `start`, hidden [1, n, D]; None where a
     logit is not finite."""
-    device = hidden.device
-    table = SamplingTable.of([sequence.params], device).of_prompt()
+    table = SamplingTable.of([sequence.params], hidden.device).of_prompt()
     top = sequence.params.prompt_logprobs or 0
-    prompt = upload(sequence.prompt, device)
-    scores: list[Score] = []
-    for states in torch.split(hidden, COLUMNS, 1):
-        count = states.shape[1]
-        read = prompt[: start + 1]
-        ahead = prompt[start + 1 : start + 1 + count]
-        logits = head(states)
-        past = Past.of_prompt(read, ahead) if sequence.params.penalised else None
-        law, finite = law_of(logits, table, past=past)
-        figures = score(logits, law, ahead[None], top)[0]
-        if not bool(torch.all(finite)):
-            return None
-        tokens = sequence.prompt[start + 1 : start + 1 + count]
-        scores += scores_in(figures.cpu().numpy(), tokens, top, top)
-        start += count
-    return scores
+    tokens = sequence.prompt[start + 1 : start + 1 + hidden.shape[1]]
+    ahead = upload(tokens, hidden.device)  # [n]
+    penalised = sequence.params.penalised
+    past = Past.of_prompt(sequence.prompt[: start + 1], ahead) if penalised else None
+    figures: list[Tensor] = []
+    sound: list[Tensor] = []
+    for first in range(0, len(tokens), COLUMNS):
+        part = slice(first, first + COLUMNS)
+        logits = head(hidden[:, part])
+        law, finite = law_of(logits, table, past=past and past.along(ahead[None], first))
+        figures.append(score(logits, law, ahead[None, part], top)[0])
+        sound.append(finite.all())
+    read = torch.cat([torch.stack(sound).all().view(1).long(), *(x.view(-1) for x in figures)]).cpu().numpy()
+    if not read[0]:
+        return None
+    return scores_in(read[1:].reshape(len(tokens), -1), tokens, top, top)

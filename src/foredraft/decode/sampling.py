@@ -179,7 +179,7 @@ def _transformed(logits: Tensor, top: Tensor, table: SamplingTable) -> Tensor:
     if table.top_p is not None:
         top_p = table.top_p[:, None, None]
         ordered = probs.sort(-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered  # mass ranked above; the first is always kept
+        before = _running(ordered) - ordered  # mass ranked above; the first is always kept
         # a top_p too small for float32 keeps the first all the same, and NaN has no last at all
         last = ((before < top_p).sum(-1, keepdim=True) - 1).clamp_min(0)
         probs = probs.where((probs >= ordered.gather(-1, last)) | (top_p >= 1), 0.0)
@@ -202,11 +202,19 @@ def _typical(probs: Tensor, mass: Tensor) -> Tensor:
     entropy = _total((p * surprise).where(p > 0, 0.0))
     distance = (surprise - entropy).abs().where(p > 0, math.inf)
     ordered, at = distance.sort(-1)
-    last = (p.gather(-1, at).cumsum(-1) < mass).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
+    last = (_running(p.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
     return probs.where((distance <= ordered.gather(-1, last)) | (mass >= 1), 0.0)
 
 
 def _total(x: Tensor) -> Tensor:
     """The sum over the vocabulary. A running sum adds in one order; `sum` splits a single long row over
     threads, and not several."""
-    return x.cumsum(-1)[..., -1:]
+    return _running(x)[..., -1:]
+
+
+def _running(x: Tensor) -> Tensor:
+    """The running sum over the vocabulary [B, T, V], in the same order for a row alone and among others: a
+    GPU scans a row that is alone by another kernel, whose order is not fixed."""
+    if x.is_cuda and x.shape[:-1].numel() == 1:
+        return x.expand(2, -1, -1).cumsum(-1)[:1]
+    return x.cumsum(-1)

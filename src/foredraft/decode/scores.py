@@ -42,15 +42,14 @@ class Score:
 
 
 def score(logits: Tensor, p: Law, tokens: Tensor, top: int) -> Tensor:
-    """logits [B, T, V] as the model gave them, p their laws, tokens [B, T] -> [B, T, 2 + 4 * top] int64."""
+    """logits [B, T, V] as the model gave them, p their laws, tokens [B, T] -> [B, T, 2 + 4 * top] int64;
+    top: at most V."""
     own = logits.log_softmax(-1)
     processed = p.weights(logits.shape[-1]).log()
     figures = [bits(x.gather(-1, tokens[..., None])) for x in (own, processed)]
     for x in (own, processed):
-        best = x.topk(min(top, x.shape[-1]), dim=-1)
-        short = top - best.values.shape[-1]  # more were asked for than the vocabulary has
-        figures.append(torch.nn.functional.pad(best.indices, (0, short)))
-        figures.append(bits(torch.nn.functional.pad(best.values, (0, short), value=-math.inf)))
+        best = x.topk(top, dim=-1)
+        figures += [best.indices, bits(best.values)]
     return torch.cat(figures, -1)
 
 

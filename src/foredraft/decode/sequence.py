@@ -15,6 +15,7 @@ from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Round
+from foredraft.decode.tally import Tally
 from foredraft.decode.trace import RoundTrace
 from foredraft.decode.transcript import Transcript
 
@@ -68,7 +69,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
     origins: list[Origin] = field(default_factory=list)  # of the new ids
     scores: list[Score] = field(default_factory=list)  # of the new ids, where they are asked for
-    tally: dict[int, tuple[int, bool]] = field(default_factory=dict)  # with a penalty: id -> see `_count`
+    tally: Tally | None = None  # of what was said, where a penalty looks at it
     trace: list[RoundTrace] = field(default_factory=list)
     state: State = State.WAITING
     finish: Finish | None = None
@@ -87,7 +88,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         if self.params.penalised:
-            self.tally = dict.fromkeys(self.prompt, (0, True))
+            self.tally = Tally(self.prompt)
 
     @property
     def key(self) -> int:
@@ -119,7 +120,8 @@ class Sequence:
             self.tokens.append(token)
             self.origins.append(origin)
             self.scores += scores[index : index + 1]
-            self._count(token, 1)
+            if self.tally is not None:
+                self.tally.count(token, 1)
             if self.constraint is not None:
                 kept = self.constraint.advance(token)
                 if kept < len(self.tokens) - len(self.prompt):
@@ -133,33 +135,28 @@ class Sequence:
 
     def _end(self, token: int) -> Finish | None:
         """Why the text ends with the token just appended, if it does."""
-        if token in self.eos and not self.params.ignore_eos:
-            return Finish.EOS
+        ended = token in self.eos and not self.params.ignore_eos
         if self.params.stop:
-            self.write_up()
+            self.write_up(ended)
             if self.transcript is not None and self.transcript.stopped_by is not None:
                 return Finish.STOP
+        if ended:
+            return Finish.EOS
         return Finish.LENGTH if self.remaining == 0 else None
 
-    def write_up(self) -> None:
-        """Have the transcript read the tokens that it has not read."""
+    def write_up(self, ended: bool = False) -> None:
+        """Have the transcript read the tokens that it has not read; ended: the last one ends the text."""
         if self.transcript is not None:
-            self.transcript.push(self.tokens[len(self.prompt) + len(self.transcript.tokens) :])
-
-    def _count(self, token: int, times: int) -> None:
-        """Keep the tally: of each token said, how often it is in the output, and whether in the prompt."""
-        if self.params.penalised:
-            count, prompted = self.tally.get(token, (0, False))
-            self.tally[token] = (count + times, prompted)
-            if (count + times, prompted) == (0, False):
-                del self.tally[token]
+            new = self.tokens[len(self.prompt) + len(self.transcript.tokens) :]
+            self.transcript.push(new, ended=ended)
 
     def _roll_back(self, kept: int) -> None:
         """Back to `kept` new tokens; the noise of every position crossed is never used again."""
         length = len(self.prompt) + kept
         for position in range(length, len(self.tokens)):
             self.attempts[position] = self.attempts.get(position, 0) + 1
-            self._count(self.tokens[position], -1)
+            if self.tally is not None:
+                self.tally.count(self.tokens[position], -1)
         del self.tokens[length:]
         del self.origins[kept:]
         del self.scores[kept:]

@@ -16,13 +16,14 @@ class RoundTrace:
         drafter: Who drafted; None in a plain step.
         budget: How many tokens the policy allowed. A shorter draft was ended by the policy or the drafter.
         draft: The proposed ids.
-        p: The probability that the target's law gave each of them.
-        q: The probability that the drafter's law gave each.
+        p: The probability that the target's law gave each of them; empty if discarded.
+        q: The probability that the drafter's law gave each; empty if discarded.
         accepted: How many were kept.
         next_token: The target's own token after them: a correction, the bonus, or a plain step.
         next_p: Its probability by the target's law.
         emitted: Tokens appended; an end of the text may cut them short, and a ban's rollback may make it
             negative.
+        discarded: The target's logits along the draft were not finite, so nothing was judged.
     """
 
     start: int
@@ -35,3 +36,4 @@ class RoundTrace:
     next_token: int
     next_p: float
     emitted: int
+    discarded: bool = False

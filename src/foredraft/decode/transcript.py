@@ -101,12 +101,13 @@ class Transcript:
         self._over = False
         self.stopped_by: str | None = None
 
-    def push(self, tokens: list[int]) -> int:
-        """Read tokens up to the one that completes a stop string; how many were read."""
+    def push(self, tokens: list[int], *, ended: bool = False) -> int:
+        """Read tokens up to the one that completes a stop string; how many were read. ended: the last of them
+        ends the text by itself, and is no part of a stop string."""
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             self.pieces.append(self._detokenizer.push([token]))
-            if self._stops:
+            if self._stops and not (ended and count == len(tokens)):
                 self._look(token)
             self._holds.append(0 if self._over else self._node.open)
             if self._over:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ def write_trace(
         beside.write_text(page, encoding="utf-8")
         beside.replace(file)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ConfigError(f"trace is {str(file)!r}, which cannot be written ({error.strerror})") from error
 
 
@@ -80,6 +82,7 @@ def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
             "next": named(one.next_token),
             "next_p": one.next_p,
             "emitted": one.emitted,
+            "discarded": one.discarded,
         }
 
     tokens = zip(output.pieces, output.origins, strict=True)

@@ -49,7 +49,7 @@ def _merged(counts: Sequence[int], expected: Sequence[float]) -> list[tuple[floa
     """(seen, expected) with cells merged, from the rarest on, until each is expected often enough."""
     merged: list[tuple[float, float]] = []
     seen_so_far = expected_so_far = 0.0
-    for e, n in sorted(zip(expected, counts, strict=True)):
+    for e, n in sorted(zip(expected, counts, strict=True), key=lambda pair: pair[0]):
         seen_so_far, expected_so_far = seen_so_far + n, expected_so_far + e
         if expected_so_far >= LEAST_EXPECTED:
             merged.append((seen_so_far, expected_so_far))

@@ -124,6 +124,8 @@ class Report:
                 f"a total variation below {self.detectable:.4f} could have been missed, and {self.detect:g}"
                 " must not be; take more samples, or prompts whose continuation is less certain"
             )
+        if self.about["max_batch"] < 2:
+            yield "there was room for one sequence, so no two shared a batch; raise max_batch"
         if not self.identity.drafted:
             yield "nothing was drafted at temperature 0; take other prompts, or more tokens"
         silent = sum(not test.drafted for test in self.tests if not test.control)
@@ -133,6 +135,8 @@ class Report:
     @property
     def found_planted(self) -> bool:
         """Whether a test of the rule that holds the planted defect failed, and no control did."""
+        if self.identity.errors or any(test.errors for test in self.tests):
+            return False  # what broke off for another reason shows nothing
         failed = [test for test in self.tests if not test.passed]
         hit = any(test.acceptance == "speculative" and not test.control for test in failed)
         return hit and not any(test.control for test in failed)
