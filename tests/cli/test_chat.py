@@ -163,6 +163,15 @@ def test_turns_add_up(
     assert shown.count("5 tokens in ") == 3
 
 
+def test_a_shown_end_token_is_no_part_of_the_conversation(
+    chatty: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = ["--show-special", "--logit-bias", "2=100", "--max-new-tokens", "2", "--temperature", "0"]
+    assert converse(monkeypatch, ["Hi", "So?"], [*chatty, *ends]) == 0
+    assert capsys.readouterr().out.count("</s>") == 4
+    assert told[1] == "<s>u:Hi</s><s>a:</s><s>u:So?</s>a:", "the template ends the reply, once"
+
+
 def test_ctrl_c_ends_the_reply_and_keeps_it(
     chatty: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

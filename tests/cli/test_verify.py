@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import foredraft
+from command import COMMAND, environment, foredraft
 from safetensors.torch import load_file, save_file
 
 from checkpoints import save_checkpoint
@@ -137,7 +139,7 @@ def test_a_self_test_that_finds_nothing_says_so_loudly(
 def test_a_drafter_that_drafts_nothing_is_in_doubt(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Lookup, "propose", lambda self, sequence, budget: [])
+    monkeypatch.setattr(Lookup, "propose", lambda self, requests: [[] for _ in requests])
     assert main([*pair[:3], "--drafter", "lookup", *TEXTS, *QUICK]) == 3
     assert "In doubt: nothing was drafted at temperature 0" in capsys.readouterr().out
 
@@ -257,3 +259,23 @@ def test_the_demo_models_at_the_default_size(options: list[str], code: int) -> N
     done = foredraft("verify", "--json", "--seed", "11", *options, timeout=1800)
     assert done.returncode == code, done.stderr
     assert json.loads(done.stdout)["detectable"] <= 0.03
+
+
+def test_the_verdict_does_not_hang_on_who_reads_it(pair: list[str]) -> None:
+    """`foredraft verify | head` ends as it would alone."""
+    alone = foredraft(*pair, *FEW, *TEXTS)
+    assert alone.returncode == 3
+    closed = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{shlex.join([*COMMAND, *pair, *FEW, *TEXTS])} | true"],
+        env=environment(), capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert closed.returncode == 3, closed.stderr
+
+
+def test_one_prompt_has_company_and_one_row_is_a_doubt(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *FEW, "--max-batch", "1", "--json", "Viktor"]) == 3
+    assert any("no two shared a batch" in doubt for doubt in document(capsys)["doubts"])
+    assert main([*pair, *FEW, "--max-batch", "2", "--json", "Viktor"]) == 3
+    assert not any("no two shared a batch" in doubt for doubt in document(capsys)["doubts"])

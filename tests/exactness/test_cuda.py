@@ -11,7 +11,8 @@ import torch
 import foredraft
 from checkpoints import VARIANTS, save_variant
 from foredraft import SamplingParams
-from foredraft.decode import engine
+from foredraft.decode import reading
+from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 
@@ -62,7 +63,7 @@ def _options(speculation: str) -> dict[str, Any]:
 def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(tmp_path, "bfloat16")
     llm.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
-    read, round_ = engine._read, llm.engine.round
+    read, round_ = reading._read, llm.engine.round
 
     def may_wait(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -78,7 +79,27 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(engine, "_read", may_wait)
+    monkeypatch.setattr(reading, "_read", may_wait)
     monkeypatch.setattr(llm.engine, "round", must_not_wait)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
-    assert {o.finish_reason for o in outputs} == {"length"}, outputs
+    for more in (
+        {},
+        {"logprobs": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"typical_p": 0.9},
+    ):
+        params = SamplingParams(max_new_tokens=24, ignore_eos=True, top_p=0.9, **more)
+        outputs = llm.generate(PROMPTS, params, trace=True)
+        assert {o.finish_reason for o in outputs} == {"length"}, outputs
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8}, {"min_p": 0.05}, {}], ids=str)
+@pytest.mark.parametrize("vocabulary", [50_257, 128_256])
+def test_a_row_has_the_same_law_alone_and_among_others(options: dict[str, Any], vocabulary: int) -> None:
+    """Bit for bit, through every sum over the vocabulary."""
+    device = torch.device("cuda")
+    logits = torch.randn(3, 6, vocabulary, generator=torch.Generator().manual_seed(0)).to(device) * 3
+    one, all_ = (SamplingTable.of([SamplingParams(**options)] * rows, device) for rows in (1, 3))
+    together = law_of(logits, all_)[0].weights(vocabulary)
+    for row in range(3):
+        for column in range(6):
+            alone = law_of(logits[row : row + 1, column : column + 1], one)[0].weights(vocabulary)
+            assert torch.equal(alone[0, 0], together[row, column])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -306,7 +307,12 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         Tabular(table, venom=4), DRAFT, Fixed(3), rows=3, script=lambda sequence, budget: [1, 4, 2][:budget]
     )
     sequences = [greedy(p, drafter) for p in PROMPTS[:4] if 4 not in p]
+    for sequence in sequences:
+        sequence.traced = True
     assert run(engine, sequences) == want
+    for one in (one for s in sequences for one in s.trace):
+        assert all(math.isfinite(x) for x in [*one.p, *one.q, one.next_p])
+        assert one.discarded == (one.emitted == 0)
     wary = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
     assert bool(wary) == (drafter in ("script", "draft-model", "tapping"))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import foredraft
-from foredraft import ConfigError, SamplingParams, write_trace
+from foredraft import ConfigError, RoundTrace, SamplingParams, write_trace
 
 PROMPT = "def close(self):\n    </script><script>alert(1)</script><b>&amp;"
 
@@ -52,6 +53,21 @@ def test_the_page_holds_what_happened(llm: foredraft.LLM, tmp_path: Path, drafte
         for one in sample["rounds"]:
             new = [token["id"] for token in [*one["draft"][: one["accepted"]], one["next"]]]
             assert output.token_ids[one["start"] : one["start"] + one["emitted"]] == new[: one["emitted"]]
+
+
+def test_a_round_that_was_not_judged(llm: foredraft.LLM, tmp_path: Path) -> None:
+    """What led to logits that are not finite is drafted, and neither accepted nor rejected."""
+    [output, _] = page(llm, tmp_path / "t.html")
+    assert output.trace is not None and llm.tokenizer is not None
+    lost = RoundTrace(0, "draft-model", 3, [5, 6, 7], [], [], 0, 0, 0.0, 0, discarded=True)
+    write_trace(
+        tmp_path / "t.html",
+        [replace(output, trace=[lost, *output.trace])],
+        prompt="",
+        tokenizer=llm.tokenizer,
+    )
+    [sample] = data_of((tmp_path / "t.html").read_text(encoding="utf-8"))["samples"]
+    assert sample["rounds"][0]["discarded"]
 
 
 def test_a_file_that_cannot_be_written(llm: foredraft.LLM, tmp_path: Path) -> None:

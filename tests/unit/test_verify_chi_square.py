@@ -138,3 +138,12 @@ def test_a_smaller_shift_is_found_less_often() -> None:
 def test_the_true_law_is_hardly_ever_refused() -> None:
     chances = np.array(LAWS["as it comes"])
     assert share_found(chances, chances, 10_000, trials=20_000) < 6e-4  # 1.7e-4 expected
+
+
+def test_cells_of_equal_chance_are_merged_whatever_they_hold() -> None:
+    """Merging by the counts, low with low, would reject a true law far too often."""
+    random, rejected = np.random.default_rng(0), 0
+    for _ in range(400):
+        counts = random.multinomial(120, [1 / 40] * 40)  # 3 expected in each, so that cells are merged
+        rejected += pearson(counts.tolist(), [1 / 40] * 40, 120).p_value < 0.01
+    assert rejected < 20

@@ -168,6 +168,13 @@ def test_nothing_stays_planted(llm: LLM, folders: tuple[Path, Path]) -> None:
     assert llm.engine.accept is sound
 
 
+def test_what_broke_off_shows_no_planted_defect(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
+    sound = [replace(test, p_value=1.0, impossible=0) for test in report.tests]
+    broken = replace(report, tests=(replace(sound[0], errors=("out of memory",)), *sound[1:]))
+    assert (broken.found_planted, broken.verdict) == (False, "inconclusive")
+
+
 def test_a_planted_defect_that_cannot_show_is_not_found(folders: tuple[Path, Path]) -> None:
     """A draft that is the target itself is never rejected."""
     llm = loaded(folders, draft=folders[0])
@@ -326,7 +333,7 @@ def test_too_few_samples_are_inconclusive(llm: LLM) -> None:
 def test_a_drafter_that_drafts_nothing_is_inconclusive(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lookup, "propose", lambda self, sequence, budget: [])
+    monkeypatch.setattr(Lookup, "propose", lambda self, requests: [[] for _ in requests])
     report = verify(loaded(folders, drafter="lookup"), PROMPTS, QUICK)
     assert report.verdict == "inconclusive"
     assert [doubt.split(";")[0] for doubt in report.doubts] == [
@@ -339,12 +346,15 @@ def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) ->
     """The prompts in the order of choice, where look-up proposes the likeliest or the least likely token."""
     plain = PlainTarget(llm, 60)
 
-    def propose(self: Lookup, sequence: Sequence, budget: int) -> list[int]:
+    def one(sequence: Sequence, budget: int) -> list[int]:
         kind = drafts.get(PROMPTS.index(sequence.prompt))
         if kind is None:
             return []
         logits = plain.logits(sequence.prompt, sequence.new_ids)
         return [int(logits.argmax() if kind == "likeliest" else logits.argmin())][:budget]
+
+    def propose(self: Lookup, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [one(sequence, budget) for sequence, budget in requests]
 
     monkeypatch.setattr(Lookup, "propose", propose)
     params = SamplingParams(speculation="lookup", acceptance="speculative")

@@ -6,6 +6,7 @@ target's cache before each round: the last token is pending (no first-token spec
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -110,11 +111,11 @@ class Sequence:
             return len(self.tokens) - len(self.prompt)
         return self.constraint.settled()
 
-    def extend(self, tokens: list[int], origins: list[Origin], scores: list[Score]) -> int:
+    def extend(self, tokens: list[int], origins: list[Origin], scores: Seq[Score] = ()) -> int:
         """Append up to the first EOS, stop string, limit or ban's rollback; how many of `tokens` were read.
 
-        scores: of the tokens, or none. The sequence may end up *shorter* than before: a constraint may take
-        back earlier tokens.
+        scores: of the tokens, where they are asked for. The sequence may end up *shorter* than before: a
+        constraint may take back earlier tokens.
         """
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self.tokens.append(token)
