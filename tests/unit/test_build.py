@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,6 +204,38 @@ def test_a_retokenizing_draft_has_room_for_its_own_tokens(
         else:
             with pytest.raises(ConfigError, match="2 sequences of 700 positions need"):
                 load(models, draft=models / "foreign", max_length=700, max_batch=2)
+
+
+def test_a_draft_that_was_made_for_less_takes_no_more_memory(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache ends where its drafts do: on, the target decodes alone, to the same text."""
+    short = checkpoints.save_checkpoint(
+        tmp_path / "short", tokenizer=True, seed=2, num_hidden_layers=1, max_position_embeddings=40
+    )
+    foreign = checkpoints.save_checkpoint(
+        tmp_path / "foreign",
+        tokenizer=True,
+        vocab_size=300,
+        num_hidden_layers=1,
+        max_position_embeddings=40,
+    )
+    params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+    prompts = ["a b c", "the target checks", "a" * 30, "b" * 70]
+    plain = load(models, max_length=1500).generate(prompts, params)
+    for draft, name in ((short, "draft-model"), (foreign, "retokenize")):
+        llm = load(models, draft=draft, max_length=1500, max_batch=2)
+        assert llm.engine.drafters[name].cache.positions == 40  # type: ignore[attr-defined]
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+        assert [output.stats.drafted > 0 for output in outputs] == [True, True, True, False]
+        row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
+        both = (llm.spec.layers * 2048 + 1024) * row
+        for budget, fits in ((2 * both, True), (2 * both - 1, False)):
+            monkeypatch.setattr(build.capacity, "free_memory", lambda device, budget=budget: 2 * budget)
+            with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):
+                load(models, draft=draft, max_length=1500, max_batch=2)
+        monkeypatch.undo()
 
 
 def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
