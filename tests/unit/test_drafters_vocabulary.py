@@ -150,6 +150,19 @@ def test_an_unknown_token_is_the_stand_in() -> None:
     assert vocabulary.draft_ids[420] == inner.token_to_id("<unk>") == 0
 
 
+def test_the_stand_in_is_one_of_the_drafts_own_ids() -> None:
+    """Its only special tokens, and the unknown one, may lie beyond them."""
+    bare = alphabets.changed(INNER, set_in("added_tokens", to=[]))
+    for change in (set_in("model", "unk_token", to=None), set_in("model", "unk_token", to="<tool>")):
+        draft = Tokenizer(alphabets.changed(with_specials(bare, "<tool>"), change))
+        vocabulary = VocabularyMap.between(Tokenizer(INNER), draft, (400, 384), CPU)
+        assert vocabulary is not None
+        assert vocabulary.draft_ids[399] == 0
+        wider = VocabularyMap.between(Tokenizer(INNER), draft, (400, 385), CPU)
+        assert wider is not None
+        assert wider.draft_ids[399] == 384
+
+
 def test_one_vocabulary_needs_no_map() -> None:
     mine = Tokenizer(INNER)
     assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 384), CPU) is None

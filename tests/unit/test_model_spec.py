@@ -119,6 +119,19 @@ def test_end_tokens_are_those_of_both_files() -> None:
     assert spec.bos_token_id == 1
 
 
+def test_ids_that_no_text_can_have() -> None:
+    """-1 is how some files say none; what generation_config.json has beyond the vocabulary is never said."""
+    none = {"eos_token_id": -1, "bos_token_id": -1}
+    for generation in (None, {"eos_token_id": -1, "bos_token_id": -(2**70)}):
+        spec = ModelSpec.from_hf({**LLAMA_CONFIG, **none}, generation)
+        assert (spec.eos_token_ids, spec.bos_token_id) == ((), None)
+    bare = without(LLAMA_CONFIG, "bos_token_id")
+    spec = ModelSpec.from_hf(bare, {"eos_token_id": [5, 97, 10**400, -1], "bos_token_id": 97})
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((2, 5), None)
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: eos_token_id is 'x'"):
+        ModelSpec.from_hf(LLAMA_CONFIG, {"eos_token_id": "x"})
+
+
 def test_model_type_stands_in_for_architectures() -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "architectures": None}).architecture == "LlamaForCausalLM"
 
@@ -236,7 +249,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": True}, "vocab_size is True"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
-    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+    ({"eos_token_id": "</s>"}, "config.json: eos_token_id is '</s>'"),
+    ({"eos_token_id": 97}, "config.json: eos_token_id is 97, but vocab_size is 97; give an id below it"),
+    ({"eos_token_id": [2, 2**63]}, "eos_token_id is [2, 9223372036854775808], but vocab_size is 97"),
+    ({"bos_token_id": 10**400}, "bos_token_id is 1000"),
     ({"bos_token_id": [1]}, "bos_token_id is"),
     ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported are Gemma2"),
     ({"architectures": ["LlamaForCausalLM", "X"]}, "is not supported"),

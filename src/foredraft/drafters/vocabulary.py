@@ -56,7 +56,7 @@ class VocabularyMap:
             return None
         theirs = draft.inner.get_vocab()
         pairs = ((id, theirs[token]) for token, id in target.inner.get_vocab().items() if token in theirs)
-        return cls(pairs, sizes, _stand_in(draft), device)
+        return cls(pairs, sizes, _stand_in(draft, sizes[1]), device)
 
     def read(self, tokens: Tensor) -> Tensor:
         """The target's ids, any shape -> the draft's."""
@@ -115,9 +115,11 @@ def _mean_alike(target: Tokenizer, draft: Tokenizer, pieces: list[dict[str, int]
     return all(spellings[0].of(pieces[0][piece]) == spellings[1].of(pieces[1][piece]) for piece in spread)
 
 
-def _stand_in(draft: Tokenizer) -> int:
-    """What a draft model best makes nothing of: its unknown token, else its first special one."""
+def _stand_in(draft: Tokenizer, size: int) -> int:
+    """What a draft model of `size` ids best makes nothing of: its unknown token, else its first special
+    one."""
     unknown = json.loads(draft.inner.to_str())["model"].get("unk_token")
-    if isinstance(unknown, str) and (id := draft.inner.token_to_id(unknown)) is not None:
+    id = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
+    if id is not None and id < size:
         return int(id)
-    return min(draft.special, default=0)
+    return min((id for id in draft.special if id < size), default=0)
