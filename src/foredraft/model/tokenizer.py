@@ -285,7 +285,7 @@ def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
     config = file.with_name(CONFIG)
     listed = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder") or {}
     added = {str(id): token.content for id, token in inner.get_added_tokens_decoder().items()}
-    for id, token in listed.items() if isinstance(listed, dict) else [(None, listed)]:
+    for id, token in listed.items() if isinstance(listed, dict) else [("", listed)]:
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str):
             raise CheckpointError(
