@@ -477,9 +477,9 @@ def test_what_templates_make_is_alike(tmp_path: Path, made: str) -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        "{% set n = namespace(__call__=1) %}{{ n() }}",
+        "{% set n = namespace(_x=1) %}",
         "{% set n = namespace() %}{% set n._x = 1 %}",
-        "{{ dict.mro() }}",
+        "{{ dict.update(messages[0], role='none') }}",
         "{{ dict.__base__ }}{{ dict.__base__() }}",
         "{{ namespace.__init__.__globals__ }}",
     ],
