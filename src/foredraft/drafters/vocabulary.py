@@ -82,7 +82,8 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     if mine["model"]["type"] != theirs["model"]["type"]:
         return False
     for step in ("normalizer", "pre_tokenizer"):
-        if mine[step] and theirs[step] and mine[step] != theirs[step]:
+        parts = _parts(mine[step]), _parts(theirs[step])
+        if all(parts) and parts[0] != parts[1]:
             return False
     pieces = [_ordinary(tokenizer, content) for tokenizer, content in ((target, mine), (draft, theirs))]
     shared = pieces[0].keys() & pieces[1].keys()
@@ -90,6 +91,17 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     if len(shared) < SHARED * most or not _merge_alike(mine["model"], theirs["model"], (1 - SHARED) * most):
         return False
     return _mean_alike(target, draft, pieces, shared)
+
+
+def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What a normalizer or a pre-tokenizer does, one after another, without what changes no id."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [
+            part for inner in step.get("normalizers", step.get("pretokenizers", [])) for part in _parts(inner)
+        ]
+    return [{key: value for key, value in step.items() if key != "trim_offsets"}]
 
 
 def _ordinary(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, int]:

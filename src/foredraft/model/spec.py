@@ -92,7 +92,7 @@ class ModelSpec:
         spec = cls(
             architecture=architecture,
             **fields,
-            max_positions=fields["rope"].reach(read.count("max_position_embeddings")),
+            max_positions=_positions(read, fields["rope"]),
             eos_token_ids=_eos(read, generation_config, family.eos),
             bos_token_id=_bos(read, generation_config, family.bos),
         )
@@ -131,6 +131,13 @@ def _sizes(read: ConfigReader) -> dict[str, Any]:
         "norm_eps": read.number("rms_norm_eps", 1e-6),
         "dtype": _dtype(read),
     }
+
+
+def _positions(read: ConfigReader, rope: Rope) -> int:
+    """How far the model reaches. Some that are scaled linearly keep the unscaled length in the usual place."""
+    trained = read.count("max_position_embeddings")
+    scaled = read.count("max_sequence_length", trained, null=trained) if rope.kind == "linear" else trained
+    return rope.reach(max(trained, scaled))
 
 
 def _dtype(read: ConfigReader) -> str:
