@@ -158,14 +158,15 @@ class LLM:
         """Generate `n` replies to a conversation, put into the model's chat template.
 
         Args:
-            messages: Mappings with a role and a content.
+            messages: Mappings with a role, and with what else the template asks for, mostly a content.
             params: The model's own defaults unless given.
             n: Replies.
             truncate: As in `generate`.
-            **variables: What the template takes besides, as `tools`, `documents` or `enable_thinking`.
+            **variables: What the template reads besides, as `tools`, `documents` or `enable_thinking`.
 
         Raises:
-            RequestError: There is no template, it refuses the messages, or as in `generate`.
+            RequestError: There is no template, it refuses the messages or does not read a variable, or as in
+                `generate`.
         """
         if self.tokenizer is None:
             raise RequestError("this model's folder has no tokenizer.json; give token ids, not messages")

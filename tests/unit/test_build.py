@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import torch
 import alphabets
 import checkpoints
 import foredraft
-from foredraft import CheckpointError, ConfigError, SamplingParams, build, kinds
+from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, build, kinds
 from foredraft.build import DRAFTERS, POLICIES
 from foredraft.drafters.lookup import Lookup
 
@@ -205,6 +207,38 @@ def test_a_retokenizing_draft_has_room_for_its_own_tokens(
                 load(models, draft=models / "foreign", max_length=700, max_batch=2)
 
 
+def test_a_draft_that_was_made_for_less_takes_no_more_memory(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache ends where its drafts do: on, the target decodes alone, to the same text."""
+    short = checkpoints.save_checkpoint(
+        tmp_path / "short", tokenizer=True, seed=2, num_hidden_layers=1, max_position_embeddings=40
+    )
+    foreign = checkpoints.save_checkpoint(
+        tmp_path / "foreign",
+        tokenizer=True,
+        vocab_size=300,
+        num_hidden_layers=1,
+        max_position_embeddings=40,
+    )
+    params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+    prompts = ["a b c", "the target checks", "a" * 30, "b" * 70]
+    plain = load(models, max_length=1500).generate(prompts, params)
+    for draft, name in ((short, "draft-model"), (foreign, "retokenize")):
+        llm = load(models, draft=draft, max_length=1500, max_batch=2)
+        assert llm.engine.drafters[name].cache.positions == 40  # type: ignore[attr-defined]
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+        assert [output.stats.drafted > 0 for output in outputs] == [True, True, True, False]
+        row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
+        both = (llm.spec.layers * 2048 + 1024) * row
+        for budget, fits in ((2 * both, True), (2 * both - 1, False)):
+            monkeypatch.setattr(build.capacity, "free_memory", lambda device, budget=budget: 2 * budget)
+            with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):
+                load(models, draft=draft, max_length=1500, max_batch=2)
+        monkeypatch.undo()
+
+
 def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
     with pytest.raises(ConfigError, match="draft_sampling is 'greedy', but no model drafts"):
         load(models, drafter="lookup", draft_sampling="greedy")
@@ -320,6 +354,66 @@ def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -
                 f"{folder}/tokenizer.json is not the tokenizer of {folder}/config.json: it"
             )
             assert told in line and "\n" not in line
+    spoilt = checkpoints.save_checkpoint(tmp_path / "spoilt", tokenizer=True)
+    (spoilt / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {"384": {"content": "<tool>"}}})
+    )
+    with pytest.raises(CheckpointError, match="has no added token '<tool>' with the id 384"):
+        foredraft.load(spoilt, device="cpu")
     llm = foredraft.load(padded, device="cpu", max_length=64)
     assert llm.tokenizer is not None
     assert llm.tokenizer.decode([5, 500, 6]) == llm.tokenizer.decode([5, 6])  # no token, no text
+
+
+@pytest.fixture(scope="module")
+def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose tokenizers have added tokens behind the models' last ids, special ones and plain ones.
+
+    As Gemma 3's text models have, and fine-tunes of Llama 2 with a padding token. `model` and `draft` share a
+    tokenizer, `relative` has the tokens elsewhere and its own where the others have text, `foreign` another.
+    """
+    folder = tmp_path_factory.mktemp("beyond")
+    for name, inner, layers in (
+        ("model", checkpoints.tiny_tokenizer(), 3),
+        ("draft", checkpoints.tiny_tokenizer(), 1),
+        ("relative", alphabets.permuted(checkpoints.tiny_tokenizer())[0], 1),
+        ("foreign", alphabets.sentencepiece(), 1),
+    ):
+        size = inner.get_vocab_size()
+        inner.add_special_tokens(["<image>", "<pad2>"] if name == "relative" else ["<pad2>", "<image>"])
+        inner.add_tokens(["<plain>", "the text"] if name == "foreign" else ["<plain>"])
+        checkpoints.save_checkpoint(
+            folder / name, vocab_size=size, num_hidden_layers=layers, eos_token_id=None
+        )
+        alphabets.save(inner, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("draft", [None, "draft", "relative", "foreign"])
+def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | None) -> None:
+    """Text goes in and out, and drafts; a prompt that has such a token is refused by it."""
+    options = {} if draft is None else {"draft": beyond / draft}
+    llm = foredraft.load(beyond / "model", device="cpu", max_length=256, **options)  # type: ignore[arg-type]
+    plain = foredraft.load(beyond / "model", device="cpu", max_length=256)
+    prompts = ["the text checks <plai", "a <imag", "the text", "<s>the target</s>"]
+    params = SamplingParams(temperature=0, max_new_tokens=40)
+    outputs = llm.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain.generate(prompts, params)]
+    assert all((output.stats.drafted > 0) is (draft is not None) for output in outputs)
+    for prompt, id in (("a <pad2>", 384), ("a <image>", 385), ("a <plain>", 386)):
+        with pytest.raises(RequestError, match=f"token id {id} is outside the model's vocabulary of 384"):
+            llm.generate(prompt, params)
+
+
+def test_a_draft_reads_no_token_beyond_its_ids(beyond: Path, tmp_path: Path) -> None:
+    """What the target has an id for and says."""
+    target = checkpoints.save_checkpoint(tmp_path / "target", vocab_size=400, eos_token_id=None)
+    shutil.copy(beyond / "model/tokenizer.json", target)
+    prompts = ["a <pad2> b", "<image><plain> the text", "<pad2>"]
+    params = SamplingParams(temperature=0, max_new_tokens=30)
+    plain = foredraft.load(target, device="cpu", max_length=256).generate(prompts, params)
+    for draft in ("draft", "relative", "foreign"):
+        llm = foredraft.load(target, draft=beyond / draft, device="cpu", max_length=256)
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+        assert all(output.error is None and output.stats.drafted > 0 for output in outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 import alphabets
 from checkpoints import TEXT
@@ -75,3 +76,23 @@ def test_whole_characters() -> None:
     assert [characters(data[: len(data) - cut]) for cut in range(5)] == [TEXT[:20] + "🙂"] + [TEXT[:20]] * 4
     assert characters(b"\x9f\x98ab") == ""
     assert characters(b"ab\xffcd") == "ab"
+
+
+@pytest.mark.parametrize("name", alphabets.KINDS)
+def test_no_id_is_beyond_the_models(name: str) -> None:
+    """Added tokens that lie there are text: neither spelled, read nor carried over, nor put in front."""
+    inner = alphabets.KINDS[name]()
+    size = inner.get_vocab_size()
+    inner.add_tokens(["<plain>"])
+    inner.add_special_tokens(["<tool>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<tool> <s> $A", special_tokens=[("<tool>", size + 1), ("<s>", 1)]
+    )
+    within, beyond = Spelling(Tokenizer(inner, vocabulary=size)), Spelling(Tokenizer(inner))
+    text = "ab <plain> <tool> cd"
+    for ids in (within.spell(text), within.encode(text)):
+        assert max(ids) < size
+        assert within.join(ids).decode().strip() == text
+    assert size in beyond.encode(text)
+    assert within.specials == {token: id for token, id in beyond.specials.items() if token != "<tool>"}
+    assert (beyond.prefix, within.prefix) == ([size + 1, 1], [1])

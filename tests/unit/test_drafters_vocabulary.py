@@ -68,12 +68,22 @@ def swapped_merges(content: dict[str, Any]) -> None:
     merges[3], merges[40] = merges[40], merges[3]
 
 
+def sequence_of_one(content: dict[str, Any]) -> None:
+    """The same steps, written otherwise."""
+    step = content["pre_tokenizer"]
+    step["trim_offsets"] = not step["trim_offsets"]
+    inner = {"type": "Sequence", "pretokenizers": [step, {"type": "Sequence", "pretokenizers": []}]}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [inner]}
+
+
+SPECIAL = with_specials(INNER, "<x>")
 SAME: dict[str, Any] = {
     "itself": lambda: INNER,
     "more special tokens": lambda: with_specials(INNER, "<tool>", "<think>"),
     "other ids": lambda: alphabets.permuted(INNER)[0],
     "a few pieces fewer": lambda: alphabets.changed(INNER, without_pieces(3)),
     "no pre-tokenizer": lambda: alphabets.changed(INNER, set_in("pre_tokenizer", to=None)),
+    "other offsets, in a sequence": lambda: alphabets.changed(SPECIAL, sequence_of_one),
     "no post-processor": lambda: alphabets.changed(INNER, set_in("post_processor", to=None)),
 }
 OTHER: dict[str, Any] = {
@@ -97,6 +107,15 @@ def test_who_has_the_same_tokenizer(name: str) -> None:
     relative = Tokenizer((SAME | OTHER)[name]())
     mine = Tokenizer(INNER)
     assert same_tokenizer(mine, relative) == same_tokenizer(relative, mine) == (name in SAME)
+
+
+def test_a_sequence_of_no_steps_is_none() -> None:
+    nothing = alphabets.changed(SPECIAL, set_in("normalizer", to={"type": "Sequence", "normalizers": []}))
+    one = alphabets.changed(INNER, set_in("normalizer", to={"type": "NFC"}))
+    two = alphabets.changed(SPECIAL, set_in("normalizer", to={"type": "NFKC"}))
+    for other in (one, two):
+        assert same_tokenizer(Tokenizer(nothing), Tokenizer(other))
+    assert not same_tokenizer(Tokenizer(one), Tokenizer(two))
 
 
 def test_the_two_spellings_of_sentencepiece_are_one_tokenizer() -> None:
@@ -148,6 +167,19 @@ def test_an_unknown_token_is_the_stand_in() -> None:
     )
     assert vocabulary is not None
     assert vocabulary.draft_ids[420] == inner.token_to_id("<unk>") == 0
+
+
+def test_the_stand_in_is_one_of_the_drafts_own_ids() -> None:
+    """Its only special tokens, and the unknown one, may lie beyond them."""
+    bare = alphabets.changed(INNER, set_in("added_tokens", to=[]))
+    for change in (set_in("model", "unk_token", to=None), set_in("model", "unk_token", to="<tool>")):
+        draft = Tokenizer(alphabets.changed(with_specials(bare, "<tool>"), change))
+        vocabulary = VocabularyMap.between(Tokenizer(INNER), draft, (400, 384), CPU)
+        assert vocabulary is not None
+        assert vocabulary.draft_ids[399] == 0
+        wider = VocabularyMap.between(Tokenizer(INNER), draft, (400, 385), CPU)
+        assert wider is not None
+        assert wider.draft_ids[399] == 384
 
 
 def test_one_vocabulary_needs_no_map() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import checkpoints
 import foredraft
-from foredraft import CheckpointError, RequestError, SamplingParams, demo
+from foredraft import RequestError, SamplingParams, demo
 from foredraft.decode import prompt_scores, reading, scores
 from foredraft.decode.sequence import Sequence
 from planting import Mutant, assert_caught
@@ -175,6 +175,25 @@ class TestDefaults:
         llm = self.load(tiny, tmp_path, {"do_sample": False, "temperature": 0.6, "max_new_tokens": 7})
         assert llm.default_params == SamplingParams(temperature=0, max_new_tokens=7)
 
+    def test_greedy_decoding_keeps_what_is_not_sampling(
+        self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As transformers does it: penalties and lengths count, temperature and cuts do not."""
+        from transformers import AutoModelForCausalLM
+
+        asked = {"repetition_penalty": 1.5, "min_new_tokens": 11, "max_new_tokens": 12}
+        sampling = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
+        llm = self.load(tiny, tmp_path, {"do_sample": False, **asked, **sampling})
+        assert llm.default_params == SamplingParams(temperature=0, **asked)
+        assert not caplog.records
+        prompt = torch.tensor([[1, 5, 9, 5, 9, 5, 9]])
+        reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+        expected = reference.float().generate(prompt)[0, prompt.shape[1] :].tolist()
+        (output,) = llm.generate(prompt.tolist())
+        assert output.token_ids == expected
+        (free,) = llm.generate(prompt.tolist(), llm.params(repetition_penalty=1.0))
+        assert free.token_ids != expected
+
     def test_what_is_not_supported_is_named(
         self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -185,9 +204,39 @@ class TestDefaults:
             "num_beams = 4, which is not supported; it is left out"
         ]
 
-    def test_a_wrong_value_is_refused(self, tiny: Path, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"generation_config.json asks .* top_p is 1.5"):
-            self.load(tiny, tmp_path, {"top_p": 1.5})
+    @pytest.mark.parametrize(
+        ("config", "want", "told"),
+        [
+            ({"top_p": 1.5, "top_k": 7}, {"top_k": 7}, "top_p is 1.5; give above 0 and at most 1 (off)"),
+            ({"top_p": 0, "temperature": 0.5}, {"temperature": 0.5}, "top_p is 0; give above 0"),
+            ({"top_k": -1}, {}, "top_k is -1; give a whole number from 0 on"),
+            ({"top_k": 20.5}, {}, "top_k is 20.5; give a whole number"),
+            ({"temperature": "hot"}, {}, "temperature is 'hot'; give 0 (greedy) or more"),
+            ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9 but"),
+            ({"top_k": 20.0, "max_new_tokens": 9.0}, {"top_k": 20, "max_new_tokens": 9}, None),
+            ({"eos_token_id": [2, 384]}, {}, "asks for eos_token_id = 384, but the model's vocabulary ends at 383"),
+            ({"bos_token_id": 2**40}, {}, "asks for bos_token_id = 1099511627776, but the model's vocabulary"),
+            ({"eos_token_id": [-1, 2]}, {}, None),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_wrong_value_is_left_out_and_named(
+        self,
+        tiny: Path,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        config: dict[str, Any],
+        want: dict[str, Any],
+        told: str | None,
+    ) -> None:
+        llm = self.load(tiny, tmp_path, config)
+        assert llm.default_params == SamplingParams(**want)
+        assert all(0 <= id < 384 for id in llm.spec.eos_token_ids)
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == (told is not None)
+        if told is not None:
+            assert "generation_config.json" in lines[0] and told in lines[0]
+            assert lines[0].endswith("; it is left out")
 
 
 def reference(ids: list[int]) -> torch.Tensor:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import numpy as np
 import pytest
 import transformers
 from hypothesis import given
@@ -345,8 +348,149 @@ def test_a_template_that_fails_is_one_line(template: str, told: str) -> None:
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
+OPEN = """{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>
+{% endif %}{% if m.content is not defined %}-{% elif m.content is string %}{{ m.content }}{% else %}
+{{ m.content | tojson }}{{ m.content is iterable }}{% endif %}{% for call in m.tool_calls %}{{ call.function.name }}
+{% endfor %}{{ m | tojson }}{{ m }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{{ shown }}"""
+REASONED = [
+    {"reasoning_content": "r"},
+    {"reasoning": "r"},
+    {"thinking": "t", "reasoning": "r"},
+    {"reasoning": "r", "thinking": "", "content": None},
+    {"reasoning_content": None, "thinking": "t", "reasoning": "r", "content": "x"},
+]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({"role": "tool", "content": content} for content in ({"t": [22.5]}, 22, 1.5, [], [1, "a"], False)),
+        {"role": "tool", "tool_call_id": "1"},
+        CALL,
+        {"role": "assistant", "tool_calls": CALL["tool_calls"], "refusal": None},
+        {"role": "assistant", "content": ("a", "b")},
+        *({"role": "assistant", **reasoned} for reasoned in REASONED),
+    ],
+    ids=str,
+)
+def test_the_template_says_what_a_message_must_have(tmp_path: Path, message: dict[str, Any]) -> None:
+    before = copy.deepcopy(message)
+    assert_alike(save(tmp_path, OPEN), [USER, message, AGAIN])
+    assert message == before
+
+
 class Role(enum.StrEnum):
     USER = "user"
+
+
+class Grade(enum.IntEnum):
+    GOOD = 2
+
+
+class Share(float):
+    def __str__(self) -> str:
+        return "much"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Grade.GOOD, np.float64(0.1), np.float32(0.5), np.int64(7), np.bool_(False), Share(0.5), np.str_("x"), (1, 2)],
+    ids=repr,
+)  # fmt: skip
+def test_numbers_of_every_kind_are_numbers(tmp_path: Path, value: Any) -> None:
+    assert_alike(save(tmp_path, OPEN), [{"role": "tool", "content": value}], shown=value)
+
+
+KNOT: list[Any] = []
+KNOT.append(KNOT)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (
+            {"enable_thinkng": False},
+            "does not read 'enable_thinkng'; leave it out (it reads enable_thinking)",
+        ),
+        ({"shown": KNOT}, "shown is nested too deeply, or holds itself"),
+        ({"shown": np.zeros(2)}, "shown holds a ndarray"),
+        ({"shown": np.longdouble(1)}, "shown holds a longdouble"),
+        ({"shown": np.datetime64("2024-05-01")}, "shown holds a date"),
+        *(
+            ({name: True}, f"{name} is no variable of a chat template: ")
+            for name in (
+                "chat_template",
+                "continue_final_message",
+                "conversation",
+                "max_length",
+                "padding",
+                "return_assistant_tokens_mask",
+                "return_dict",
+                "return_tensors",
+                "sanitize_control_tokens",
+                "tokenize",
+                "tokenizer_kwargs",
+                "truncation",
+            )
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_variables_that_would_be_ignored(folders: Path, variables: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ours(folders / "thinking").encode_chat([USER], **variables)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_option_of_transformers_is_taken_or_refused(tmp_path: Path) -> None:
+    """None is taken for a variable of a template that happens to read one of its name."""
+    options = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
+    taken = {"self", "kwargs", "tools", "documents", "add_generation_prompt"}
+    chat = ours(save(tmp_path, "{{ " + " }}{{ ".join(options) + " }}")).chat
+    assert chat is not None
+    assert len(options) > 15
+    for option in options.keys() - taken:
+        with pytest.raises(RequestError, match=f"^{option} is no variable of a chat template: "):
+            chat.render([USER], **{option: None})
+
+
+def test_a_text_without_end_is_cut_off() -> None:
+    endless = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}" + "x" * 999 + "{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(RequestError, match=r"\(its text is longer than 33554432 characters\)"):
+        ChatTemplate({"default": endless}).render([USER])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "{% set n = namespace(self=1, values=2, made=3) %}{% set n.self = 4 %}{{ n.self }}{{ n.values }}{{ n.made }}",
+        "{% set n = namespace({'a': 1}, b=2) %}{{ n.a + n.b }}",
+        "{{ dict(a=1) }}{{ dict([['a', 1]], b=2) }}{{ dict.fromkeys(['a', 'b']) }}{{ dict.fromkeys(['a'], 5) }}",
+    ],
+)  # fmt: skip
+def test_what_templates_make_is_alike(tmp_path: Path, made: str) -> None:
+    assert_alike(save(tmp_path, made), [USER])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "{% set n = namespace(_x=1) %}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{{ dict.update(messages[0], role='none') }}",
+        "{{ dict.__base__ }}{{ dict.__base__() }}",
+        "{{ namespace.__init__.__globals__ }}",
+    ],
+)
+def test_what_leads_out_of_the_sandbox_is_barred(tmp_path: Path, made: str) -> None:
+    folder = save(tmp_path, made)
+    with pytest.raises(jinja2.TemplateError):
+        theirs(folder).apply_chat_template([USER], tokenize=False)
+    with pytest.raises(RequestError, match="cannot be rendered with these messages") as caught:
+        ours(folder).encode_chat([USER])
+    assert "\n" not in str(caught.value)
 
 
 def test_values_are_copied_plain(folders: Path) -> None:
@@ -371,12 +515,12 @@ def test_values_are_copied_plain(folders: Path) -> None:
         (["hello"], "messages[0] is not an object"),
         ([USER, {"content": "x"}], "messages[1] has no role"),
         ([{"role": 5, "content": "x"}], "messages[0] has no role that is text"),
-        ([{"role": "user"}], "messages[0] has no content; give text"),
-        ([{"role": "user", "content": None}], "messages[0] has no content; give text"),
-        ([{"role": "user", "content": 5}], "messages[0] has content that is neither text nor"),
+        ([{"role": "user"}], "'dict object' has no attribute 'content'"),  # this template's own need
+        ([{"role": "user", "content": 5}], "can only concatenate str"),
+        ([{"role": "user", "content": KNOT}], "messages[0] is nested too deeply, or holds itself; give"),
         ([{"role": "user", "content": "a\udcff"}], "a message is not valid Unicode"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_messages_that_are_none(folders: Path, messages: Any, told: str) -> None:
     with pytest.raises(RequestError) as caught:

@@ -119,6 +119,19 @@ def test_end_tokens_are_those_of_both_files() -> None:
     assert spec.bos_token_id == 1
 
 
+def test_ids_that_no_text_can_have() -> None:
+    """-1 is how some files say none; what generation_config.json has beyond the vocabulary is never said."""
+    none = {"eos_token_id": -1, "bos_token_id": -1}
+    for generation in (None, {"eos_token_id": -1, "bos_token_id": -(2**70)}):
+        spec = ModelSpec.from_hf({**LLAMA_CONFIG, **none}, generation)
+        assert (spec.eos_token_ids, spec.bos_token_id) == ((), None)
+    bare = without(LLAMA_CONFIG, "bos_token_id")
+    spec = ModelSpec.from_hf(bare, {"eos_token_id": [5, 97, 10**400, -1], "bos_token_id": 97})
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((2, 5), None)
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: eos_token_id is 'x'"):
+        ModelSpec.from_hf(LLAMA_CONFIG, {"eos_token_id": "x"})
+
+
 def test_model_type_stands_in_for_architectures() -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "architectures": None}).architecture == "LlamaForCausalLM"
 
@@ -155,14 +168,60 @@ def test_harmless_keys_are_let_through() -> None:
         "use_cache": False,
         "transformers_version": "4.1",
         "initializer_range": 9.0,
-        "pretraining_tp": 1,
+        "pretraining_tp": 2,  # transformers has no code for it any more
+        "use_return_dict": True,
+        "neftune_noise_alpha": 5,
+        "model_max_length": 4096,
+        "max_sequence_length": 10**6,  # without linear scaling
     }
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **extras}) == ModelSpec.from_hf(LLAMA_CONFIG)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_key_that_is_null_is_absent(family: str) -> None:
+    """If nobody knows it, or nobody reads it; and some that are read."""
+    nulls = dict.fromkeys(["num_experts", "compression_config", "is_decoder", "rope_interleaved"])
+    read = {"attention_bias": None} | ({"mlp_bias": None} if family == "llama" else {})
+    spec = ModelSpec.from_hf({**CONFIGS[family], **nulls, **read})
+    assert spec == ModelSpec.from_hf(CONFIGS[family])
+    rope = {**YARN, "alpha": None, "attn_factor": None}
+    assert ModelSpec.from_hf({**CONFIGS[family], "rope_scaling": rope}) == ModelSpec.from_hf(
+        {**CONFIGS[family], "rope_scaling": YARN}
+    )
+
+
+def test_the_remedy_for_attn_factor_is_what_it_means() -> None:
+    """As deepseek-ai/DeepSeek-R1-0528-Qwen3-8B has it; in YaRN's own code it multiplies what yarn would do."""
+    rope = {**YARN, "attn_factor": 0.8782488562869419}
+    with pytest.raises(CheckpointError) as told:
+        ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": rope})
+    assert str(told.value).endswith(
+        "write attention_factor, which is 1 with it and 1.13863 without, and leave it out"
+    )
+    written = {**YARN, "attention_factor": 1}
+    assert ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": written}).rope.attention_factor == 1
+    unsaid = ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": YARN}).rope.attention_factor
+    assert f"{unsaid:.6g}" == "1.13863"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    ({"pretraining_tp": 2}, "pretraining_tp"),
+    (
+        {"num_experts": 8},
+        "num_experts = 8 is not known, and ignoring it could change the model's output; use",
+    ),
+    ({"logits_scaling": 8.0}, "is not supported, and ignoring it would change the model's output; use"),
+    ({"rope_scaling": {**YARN, "attn_factor": 0.5}}, "attn_factor is 0.5; transformers does not read it"),
+    ({"rope_scaling": {**YARN, "attn_factor": 1.0, "mscale": "1"}}, "mscale is '1'"),
+    (
+        {"rope_scaling": {**YARN, "attn_factor": 0.5, "attention_factor": 1.0}},
+        "attn_factor = 0.5 is not known",
+    ),
+    ({"rope_scaling": {**YARN, "attention_factor": 0}}, "attention_factor is 0"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": "8192"},
+        "max_sequence_length is '8192'",
+    ),
     ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
     (
         {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
@@ -236,7 +295,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": True}, "vocab_size is True"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
-    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+    ({"eos_token_id": "</s>"}, "config.json: eos_token_id is '</s>'"),
+    ({"eos_token_id": 97}, "config.json: eos_token_id is 97, but vocab_size is 97; give an id below it"),
+    ({"eos_token_id": [2, 2**63]}, "eos_token_id is [2, 9223372036854775808], but vocab_size is 97"),
+    ({"bos_token_id": 10**400}, "bos_token_id is 1000"),
     ({"bos_token_id": [1]}, "bos_token_id is"),
     ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported are Gemma2"),
     ({"architectures": ["LlamaForCausalLM", "X"]}, "is not supported"),
@@ -294,7 +356,6 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 1}}, "dual_chunk_attention_config"),
     ("qwen3", {"head_dim": None}, "head_dim is None"),
     ("qwen3", {"head_dim": 15}, "head_dim = 15"),
-    ("qwen3", {"attention_bias": None}, "attention_bias is None"),
     ("qwen3", {"num_experts": 128}, "num_experts = 128"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
     ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
@@ -366,6 +427,10 @@ def test_what_the_families_differ_in() -> None:
     [
         ({}, 2048),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),  # the key says the scaled length
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 8192}, 8192),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": None}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 64}, 2048),
+        ({"rope_scaling": YARN, "max_sequence_length": 8192}, 2048),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.5}}, 5120),
         ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, 2048),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e300}}, 2**31 - 1),

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
@@ -289,4 +290,46 @@ def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 1}))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a readable tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+PIECE = next(piece for piece, id in tiny_tokenizer().get_vocab().items() if id == 300)
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        ({"1": "<s>", "2": "</s>"}, None),
+        ({"384": "<tool>"}, "no added token '<tool>' with the id 384"),
+        ({"2": "</s>", "3": "<s>"}, "no added token '<s>' with the id 3"),
+        ({"300": PIECE}, f"no added token {PIECE!r} with the id 300"),  # a piece alone is not cut out of text
+    ],
+    ids=str,
+)
+def test_added_tokens_of_the_config_must_be_in_the_tokenizer(
+    tmp_path: Path, listed: dict[str, str], told: str | None
+) -> None:
+    """transformers would add them, and cut texts otherwise."""
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
+    tokens = {id: {"content": content, **flags} for id, content in listed.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": tokens}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if told is None:
+        made = Tokenizer.from_folder(tmp_path)
+        reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert made is not None and made.encode(TEXT) == reference(TEXT)["input_ids"]
+        return
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_folder(tmp_path)
+    line = str(caught.value)
+    assert told in line and "\n" not in line
+    assert str(tmp_path / "tokenizer.json") in line and str(tmp_path / "tokenizer_config.json") in line
+
+
+@pytest.mark.parametrize("listed", [[1], {"5": "<x>"}, {"5": {"content": 5}}, "x"])
+def test_added_tokens_that_are_none(tmp_path: Path, listed: object) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: added_tokens_decoder holds"):
         Tokenizer.from_folder(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
@@ -19,9 +20,10 @@ from foredraft.build.pairing import (
 )
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.errors import CheckpointError, ConfigError, RequestError
+from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
 from foredraft.llm import LLM
+from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner, probe_shapes
@@ -30,6 +32,8 @@ from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
 
 __all__ = ["DRAFTERS", "POLICIES", "load"]
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 Needs = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
@@ -121,7 +125,7 @@ def load(
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
     tokenizer = tokenizers[0]
-    default_params = _default_params(folders[0])
+    default_params = _default_params(folders[0], target.decoder.spec)
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())
     rows, positions = rows_and_positions(runners, where, (max_batch, max_length), needed, stretch)
@@ -195,11 +199,16 @@ def _runner(folder: Path, device: torch.device, dtype: torch.dtype, deterministi
     return Runner(load_decoder(folder, device, dtype), deterministic=deterministic, probed=probed)
 
 
-def _default_params(folder: Path) -> SamplingParams:
-    try:
-        return SamplingParams(**generation_defaults(folder))
-    except RequestError as error:
-        raise CheckpointError(f"{folder}: generation_config.json asks for what cannot be: {error}") from error
+def _default_params(folder: Path, spec: ModelSpec) -> SamplingParams:
+    """What the checkpoint asks for. A value that no request may have is left out, with a warning: the model
+    is none the worse for it."""
+    params = SamplingParams()
+    for option, value in generation_defaults(folder, spec.vocab_size).items():
+        try:
+            params = params.but(**{option: value})
+        except RequestError as error:
+            logger.warning("%s: %s; it is left out", folder / GENERATION, error)
+    return params
 
 
 def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:

@@ -30,9 +30,10 @@ def rows_and_positions(
     stretch: int = 1,
 ) -> tuple[int, int]:
     """Rows and positions of the caches, within free memory; both arguments are pairs of these. stretch: of
-    the draft's positions."""
+    the draft's positions, which are its model's at most."""
     (max_batch, max_length), (rows_needed, positions_needed) = given, needed
-    most = runners[0].decoder.spec.max_positions
+    models = [(runner.decoder.spec, runner.decoder.dtype) for runner in runners]
+    most = models[0][0].max_positions
     if max_length is not None and max_length > most:
         raise ConfigError(f"max_length is {max_length}; the model was trained for {most} positions")
     budget = int(free_memory(device) * _SHARE[device.type])
@@ -40,8 +41,8 @@ def rows_and_positions(
     def bytes_of(positions: int) -> int:
         lengths = (positions, stretch * positions)
         return sum(
-            KVCache.bytes_per_row(runner.decoder.spec, length, runner.decoder.dtype)
-            for runner, length in zip(runners, lengths, strict=False)
+            KVCache.bytes_per_row(spec, min(length, spec.max_positions), dtype)
+            for (spec, dtype), length in zip(models, lengths, strict=False)
         )
 
     def shrunk(positions: int, rows: int, fewest: int) -> int:

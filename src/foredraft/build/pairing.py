@@ -19,10 +19,12 @@ __all__ = ["check_kind", "fitting_kinds", "same_vocabulary", "tokenizer_of", "vo
 def tokenizer_of(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer, where it can be its model's.
 
-    A model's vocabulary is often padded beyond its tokenizer's, never the other way round; and the tokens
-    that the model begins and ends with have to be there.
+    A model's vocabulary is often padded beyond its tokenizer's. The other way round, only tokens that were
+    added may lie beyond the model's: Gemma 3's text models share a tokenizer with those that see. And the
+    tokens that the model begins and ends with have to be there.
     """
-    tokenizer, spec = Tokenizer.from_folder(folder), ModelSpec.from_folder(folder)
+    spec = ModelSpec.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, spec.vocab_size)
     if tokenizer is None:
         return None
     found = ""

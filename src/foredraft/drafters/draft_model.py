@@ -23,8 +23,8 @@ __all__ = ["DraftModel"]
 class DraftModel:
     """A Stepper over a Runner of its own.
 
-    rows, positions: as the target's cache has; max_length: positions the draft model was trained for.
-    vocabulary: None where ids mean the same on both sides.
+    rows, positions: as the target's cache has; its own has no more positions than the draft model was made
+    for, which is max_length, where drafts end. vocabulary: None where ids mean the same on both sides.
     """
 
     name = "draft-model"
@@ -34,8 +34,9 @@ class DraftModel:
         self, runner: Runner, rows: int, positions: int, vocabulary: VocabularyMap | None = None
     ) -> None:
         self.runner, self.vocabulary = runner, vocabulary
-        self.max_length: int | None = min(positions, runner.decoder.spec.max_positions)
-        self.cache = runner.new_cache(rows, positions)
+        longest = min(positions, runner.decoder.spec.max_positions)
+        self.max_length: int | None = longest
+        self.cache = runner.new_cache(rows, longest)
         self.caches: tuple[KVCache, ...] = (self.cache,)
         self._read: dict[int, int] = {}  # row -> tokens in the cache after this round's steps
 

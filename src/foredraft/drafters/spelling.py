@@ -24,20 +24,22 @@ ANCHORS = ("\n", "\N{OBJECT REPLACEMENT CHARACTER}")
 
 class Spelling:
     """prefix: the ids put before every text (BOS). pads: whether a text's first word gets a space in front.
-    specials: special tokens by their content.
+    specials: special tokens by their content. All ids are within the vocabulary of the tokenizer's model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        content = tokenizer.inner.to_str()
+        content = json.loads(tokenizer.inner.to_str())
+        within = range(tokenizer.vocabulary)
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in within]
         self._tokenizer = tokenizer
-        # a copy of its own, to which a special token's name in a text is text
-        self._literal = tokenizers.Tokenizer.from_str(content)
+        # a copy of its own, to which the name of a special token, or of one beyond the model's, is text
+        self._literal = tokenizers.Tokenizer.from_str(json.dumps(content))
         self._literal.encode_special_tokens = True
-        self._byte_level = _has_decoder(json.loads(content).get("decoder"), "ByteLevel")
+        self._byte_level = _has_decoder(content.get("decoder"), "ByteLevel")
         self._context = self.encode("a")
         self._bytes: dict[int, bytes | None] = {}
-        self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special}
-        self.prefix = _before(tokenizer.encode("a"), self._context)
+        self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
+        self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]
         self.pads = self.join(self._context) == b" a"
 
     def of(self, id: int) -> bytes | None:

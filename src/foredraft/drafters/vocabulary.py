@@ -56,7 +56,7 @@ class VocabularyMap:
             return None
         theirs = draft.inner.get_vocab()
         pairs = ((id, theirs[token]) for token, id in target.inner.get_vocab().items() if token in theirs)
-        return cls(pairs, sizes, _stand_in(draft), device)
+        return cls(pairs, sizes, _stand_in(draft, sizes[1]), device)
 
     def read(self, tokens: Tensor) -> Tensor:
         """The target's ids, any shape -> the draft's."""
@@ -82,7 +82,8 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     if mine["model"]["type"] != theirs["model"]["type"]:
         return False
     for step in ("normalizer", "pre_tokenizer"):
-        if mine[step] and theirs[step] and mine[step] != theirs[step]:
+        parts = _parts(mine[step]), _parts(theirs[step])
+        if all(parts) and parts[0] != parts[1]:
             return False
     pieces = [_ordinary(tokenizer, content) for tokenizer, content in ((target, mine), (draft, theirs))]
     shared = pieces[0].keys() & pieces[1].keys()
@@ -90,6 +91,17 @@ def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
     if len(shared) < SHARED * most or not _merge_alike(mine["model"], theirs["model"], (1 - SHARED) * most):
         return False
     return _mean_alike(target, draft, pieces, shared)
+
+
+def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What a normalizer or a pre-tokenizer does, one after another, without what changes no id."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [
+            part for inner in step.get("normalizers", step.get("pretokenizers", [])) for part in _parts(inner)
+        ]
+    return [{key: value for key, value in step.items() if key != "trim_offsets"}]
 
 
 def _ordinary(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, int]:
@@ -115,9 +127,11 @@ def _mean_alike(target: Tokenizer, draft: Tokenizer, pieces: list[dict[str, int]
     return all(spellings[0].of(pieces[0][piece]) == spellings[1].of(pieces[1][piece]) for piece in spread)
 
 
-def _stand_in(draft: Tokenizer) -> int:
-    """What a draft model best makes nothing of: its unknown token, else its first special one."""
+def _stand_in(draft: Tokenizer, size: int) -> int:
+    """What a draft model of `size` ids best makes nothing of: its unknown token, else its first special
+    one."""
     unknown = json.loads(draft.inner.to_str())["model"].get("unk_token")
-    if isinstance(unknown, str) and (id := draft.inner.token_to_id(unknown)) is not None:
+    id = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
+    if id is not None and id < size:
         return int(id)
-    return min(draft.special, default=0)
+    return min((id for id in draft.special if id < size), default=0)

@@ -1,27 +1,23 @@
 """A conversation -> the text that the model goes on from, by the template that the checkpoint carries.
 
 Contract: the text is that of transformers' `apply_chat_template` for the same messages, and it already holds
-the special tokens, so it is encoded without adding any. Templates are Jinja programs of whoever made the
-checkpoint: they run in Jinja's immutable sandbox and are given plain values only (text, numbers, lists,
-objects), copies of the caller's. What a message says is not told apart from what the template says: a special
-token that is spelled out in a message is one.
+the special tokens, so it is encoded without adding any. Templates (`template.py`) are given plain values only
+(text, numbers, lists, objects), copies of the caller's, and what a message must have is theirs to say. What a
+message says is not told apart from what the template says: a special token that is spelled out in a message
+is one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2 import ext, nodes, sandbox
-from jinja2.parser import Parser
+import numpy as np
 
 from foredraft.errors import CheckpointError, RequestError
 from foredraft.model.config import read_json
+from foredraft.model.template import Refusal, names_in, rendered
 
 __all__ = ["ChatTemplate", "Message"]
 
@@ -30,6 +26,19 @@ Message = Mapping[str, Any]
 FILE, MORE, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, TOOL_USE = "default", "tool_use"
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has counts
+# Names that may be given to a template that does not read them.
+STANDARD = {"tools", "documents", "add_generation_prompt", *SPECIAL}
+# Options of `apply_chat_template` that no template gets to see, and what to do here.
+NO_IDS = "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs".split()
+ELSEWHERE = dict.fromkeys(NO_IDS, "ids come as one list, so leave it out") | {
+    "chat_template": f"put the template into the model's folder as {FILE}",
+    "continue_final_message": "give generate the ids of encode_chat and of the reply's beginning, joined",
+    "conversation": "its name is messages",
+    "max_length": "a prompt that is too long is refused, unless generate gets truncate='left'",
+    "sanitize_control_tokens": "it is not supported; take special tokens out of the messages",
+    "truncation": "its name is truncate, and chat and generate take it",
+}
 
 
 class ChatTemplate:
@@ -64,21 +73,21 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text.
 
-        messages: objects with a role, and with content (text or a list of parts) or tool_calls; a key whose
+        messages: objects with a role, and with what else the template asks for, mostly content; a key whose
         value is None counts as left out. add_generation_prompt: end where the model's reply begins. tools,
-        documents: descriptions, passed on to the template like all further variables.
-        Raises RequestError: a message is malformed, or the template refuses the conversation or breaks.
+        documents: descriptions, passed on to the template like all further variables, which it must read.
+        Raises RequestError: a message or a variable cannot be passed on, or the template refuses the
+        conversation or breaks.
         """
+        for name in variables.keys() & ELSEWHERE.keys():
+            raise RequestError(f"{name} is no variable of a chat template: {ELSEWHERE[name]}")
         given = variables | {"tools": tools, "documents": documents}
         values = {name: _plain(value, name) for name, value in given.items()}
-        checked = _checked(messages)
+        values |= {"messages": _checked(messages), "add_generation_prompt": bool(add_generation_prompt)}
         source = self._source(tools is not None)
         try:
-            text = _compiled(source).render(
-                self.special_tokens
-                | values
-                | {"messages": checked, "add_generation_prompt": bool(add_generation_prompt)}
-            )
+            read = names_in(source)
+            text = rendered(source, self.special_tokens | values)
         except Refusal as refusal:
             raise RequestError(f"the chat template refuses the messages: {_line(refusal)}") from None
         except Exception as error:  # a template computes whatever it likes
@@ -86,6 +95,7 @@ class ChatTemplate:
                 f"the chat template cannot be rendered with these messages ({_line(error)}); change them, or"
                 f" give the model's folder another {FILE}"
             ) from error
+        _check_variables(variables, read)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -104,51 +114,12 @@ class ChatTemplate:
         return self.templates[DEFAULT]
 
 
-class Refusal(jinja2.TemplateError):
-    """What a template raises by `raise_exception`."""
-
-
-class Generation(ext.Extension):
-    """`{% generation %}`, with which templates mark a model's own words for training: a plain block here."""
-
-    tags = {"generation"}  # noqa: RUF012  Jinja declares it an instance variable
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-@cache
-def _compiled(source: str) -> jinja2.Template:
-    """As transformers compiles it: its settings, and the names that it offers."""
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(source)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own would escape what HTML cannot hold."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise Refusal(message)
-
-
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)
+def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
+    """That the template reads them: what it does not would be ignored."""
+    for name in given:
+        if name not in STANDARD | read:
+            others = ", ".join(sorted(read - STANDARD - {"messages"})) or "only the standard ones"
+            raise RequestError(f"the chat template does not read {name!r}; leave it out (it reads {others})")
 
 
 def _from_files(folder: Path) -> dict[str, str]:
@@ -209,26 +180,42 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
         plain = {key: value for key, value in _plain(message, at).items() if value is not None}
         if not isinstance(plain.get("role"), str):
             raise RequestError(f"{at} has no role that is text; give 'system', 'user' or 'assistant'")
-        if not isinstance(plain.get("content", ""), str | list):
-            raise RequestError(
-                f"{at} has content that is neither text nor a list of parts; give one of these"
-            )
-        if "content" not in plain and "tool_calls" not in plain:
-            raise RequestError(f"{at} has no content; give text")
-        checked.append(plain)
+        checked.append(_with_reasoning(plain))
     return checked
 
 
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates read a message's reasoning under one of two names; people write it under any of three."""
+    for name in REASONING:
+        if name in message:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
+
+
 def _plain(value: Any, at: str) -> Any:
-    """A copy in JSON's types, so that a template gets no methods of anything else."""
+    """A copy in JSON's types (and tuples), so that a template gets no methods of anything else."""
+    try:
+        return _copied(value, at)
+    except RecursionError:
+        raise RequestError(f"{at} is nested too deeply, or holds itself; give plain JSON values") from None
+
+
+def _copied(value: Any, at: str) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
         return str.__str__(value)  # an enumeration's member, say
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
-        return {_plain(key, at): _plain(item, at) for key, item in value.items()}
+        return {_copied(key, at): _copied(item, at) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, at) for item in value]
+        items = [_copied(item, at) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
+        return _copied(number, at)
     raise RequestError(f"{at} holds a {type(value).__name__}; give text, numbers, lists and objects of these")
 
 

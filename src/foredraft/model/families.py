@@ -33,12 +33,12 @@ class Family:
 
 
 def _llama(read: ConfigReader) -> dict[str, Any]:
-    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias")
+    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", null=False)
     return _plain(read, read.count("num_key_value_heads", heads, null=heads), _share(read)) | {
         "windows": _windows(read, {FULL: None}, [FULL]),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "mlp_bias": read.flag("mlp_bias"),
+        "mlp_bias": read.flag("mlp_bias", null=False),
     }
 
 
@@ -59,7 +59,7 @@ def _qwen2(read: ConfigReader) -> dict[str, Any]:
 
 
 def _qwen3(read: ConfigReader) -> dict[str, Any]:
-    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias")
+    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", null=False)
     kv_heads = read.count("num_key_value_heads", 32, null=heads)
     return _plain(read, kv_heads, read.count("head_dim", 128)) | {
         "windows": _qwen_windows(read),
@@ -104,7 +104,7 @@ def _gemma3(read: ConfigReader) -> dict[str, Any]:
 
 def _gemma(read: ConfigReader) -> dict[str, Any]:
     """What Gemma 2 and Gemma 3 have in common."""
-    attention_bias = read.flag("attention_bias")
+    attention_bias = read.flag("attention_bias", null=False)
     read.seen.add("hidden_act")  # the reference reads hidden_activation alone
     return _heads(read, read.count("num_key_value_heads", 4), read.count("head_dim", 256)) | {
         "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,

@@ -2,7 +2,8 @@
 
 Contract: what it sets and a request can ask for becomes the request's default; the rest is known to change
 nothing here, or is named in a warning. Keys that are absent say nothing: the values that `transformers` would
-put in their place are its own, not the checkpoint's. End-of-text ids are `spec.py`'s.
+put in their place are its own, not the checkpoint's. End-of-text ids are `spec.py`'s to read; those that the
+model cannot say are named here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ __all__ = ["generation_defaults"]
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-# Keys that are options of a request, by the same names.
-OPTIONS = "max_new_tokens min_new_tokens min_p repetition_penalty temperature top_k top_p typical_p".split()
+# Keys that are options of a request, by the same names: those of greedy decoding too, and of sampling alone.
+ALWAYS = "max_new_tokens min_new_tokens repetition_penalty".split()
+SAMPLING = "min_p temperature top_k top_p typical_p".split()
+COUNTS = {"max_new_tokens", "min_new_tokens", "top_k"}
 # Keys that decide nothing about the text here: ids read elsewhere, how results are returned, how caches and
 # drafts are kept by others, and limits on prompt and output together, which a request's own replace.
 HARMLESS = frozenset(
@@ -55,21 +58,32 @@ OFF: dict[str, tuple[object, ...]] = {  # values that ask for nothing, besides n
 }
 
 
-def generation_defaults(folder: Path) -> dict[str, Any]:
-    """The options of a request that the folder's file sets; none without a file.
+def generation_defaults(folder: Path, vocabulary: int) -> dict[str, Any]:
+    """The options of a request that the folder's file sets; none without a file. Their values are the
+    caller's to check.
 
-    do_sample = false is greedy decoding, whatever else it says. What cannot be honoured gets a warning.
+    vocabulary: how many ids the model has. do_sample = false is greedy decoding, whatever the file says of
+    sampling. What cannot be honoured gets a warning.
     """
     file = folder / FILE
     if not file.is_file():
         return {}
     config = {key: value for key, value in read_json(file).items() if value is not None}
-    for key in sorted(config.keys() - set(OPTIONS) - HARMLESS):
+    for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
         if config[key] not in OFF.get(key, ()):
             value = shortened(config[key])
             logger.warning("%s asks for %s = %s, which is not supported; it is left out", file, key, value)
-    asked = {key: config[key] for key in OPTIONS if key in config}
-    if config.get("do_sample", True) is False:
-        lengths = {key: value for key, value in asked.items() if key.endswith("new_tokens")}
-        return {"temperature": 0.0, **lengths}
-    return asked
+    for key in ("bos_token_id", "eos_token_id"):
+        for id in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
+            if isinstance(id, int) and id >= vocabulary:
+                told = "%s asks for %s = %s, but the model's vocabulary ends at %d; it is left out"
+                logger.warning(told, file, key, shortened(id), vocabulary - 1)
+    greedy = config.get("do_sample") is False
+    asked = {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
+    asked |= {key: config[key] for key in ALWAYS if key in config}
+    return {key: _whole(value) if key in COUNTS else value for key, value in asked.items()}
+
+
+def _whole(value: Any) -> Any:
+    """20 for 20.0, as some write their counts."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

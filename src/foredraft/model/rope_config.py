@@ -15,6 +15,7 @@ from foredraft.model.config import ConfigReader, shortened
 from foredraft.model.rope import Rope
 
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
+ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(read: ConfigReader) -> Rope:
@@ -82,10 +83,12 @@ def _default(part: ConfigReader, theta: float, trained: int) -> Rope:
 
 
 def _linear(part: ConfigReader, theta: float, trained: int) -> Rope:
+    part.seen.add(ORIGINAL)  # transformers does not read it here
     return Rope("linear", theta, factor=part.number("factor"))
 
 
 def _dynamic(part: ConfigReader, theta: float, trained: int) -> Rope:
+    part.seen.add(ORIGINAL)  # nor here: it grows the base from max_position_embeddings on
     return Rope("dynamic", theta, factor=part.number("factor"), original_positions=trained)
 
 
@@ -96,7 +99,7 @@ def _llama3(part: ConfigReader, theta: float, trained: int) -> Rope:
         factor=part.number("factor"),
         low_frequency=part.number("low_freq_factor"),
         high_frequency=part.number("high_freq_factor"),
-        original_positions=part.count("original_max_position_embeddings", trained),
+        original_positions=part.count(ORIGINAL, trained),
     )
     if rope.low_frequency >= rope.high_frequency:
         raise part.wrong("low_freq_factor", f"it must be below high_freq_factor, {rope.high_frequency}")
@@ -104,8 +107,8 @@ def _llama3(part: ConfigReader, theta: float, trained: int) -> Rope:
 
 
 def _yarn(part: ConfigReader, theta: float, trained: int) -> Rope:
-    original = part.count("original_max_position_embeddings", trained)
-    slow, fast = part.optional("beta_slow") or 1.0, part.optional("beta_fast") or 32.0
+    original = part.count(ORIGINAL, trained)
+    slow, fast = part.optional("beta_slow", zero=True) or 1.0, part.optional("beta_fast", zero=True) or 32.0
     if slow >= fast:
         given = "beta_slow" if "beta_slow" in part.config else "beta_fast"
         raise part.wrong(given, f"beta_slow, {slow}, must be below beta_fast, {fast}")
@@ -114,7 +117,14 @@ def _yarn(part: ConfigReader, theta: float, trained: int) -> Rope:
     # null, not absence, asks for the ratio of the lengths
     unsaid = "factor" in part.config and part.take("factor") is None
     factor = trained / original if unsaid else part.number("factor")
-    scales = part.optional("mscale"), part.optional("mscale_all_dim")
+    scales = part.optional("mscale", zero=True), part.optional("mscale_all_dim", zero=True)
+    attention = part.optional("attention_factor") or _attention_factor(factor, scales)
+    if "attention_factor" not in part.config and (more := part.optional("attn_factor")) not in (None, 1):
+        raise part.wrong(
+            "attn_factor",
+            "transformers does not read it: write attention_factor, which is"
+            f" {more * attention:.6g} with it and {attention:.6g} without, and leave it out",
+        )
     return Rope(
         "yarn",
         theta,
@@ -122,7 +132,7 @@ def _yarn(part: ConfigReader, theta: float, trained: int) -> Rope:
         low_frequency=slow,
         high_frequency=fast,
         original_positions=original,
-        attention_factor=part.optional("attention_factor") or _attention_factor(factor, scales),
+        attention_factor=attention,
         truncate=part.flag("truncate", default=True),
     )
 

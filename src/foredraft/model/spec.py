@@ -16,9 +16,12 @@ from typing import Any
 from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader, read_json, shortened
 from foredraft.model.families import FAMILIES, Family
+from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.rope import Rope
 
 __all__ = ["ModelSpec", "Rope"]
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,12 @@ class ModelSpec:
         """The spec of a checkpoint folder, its weights untouched."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give the folder of a checkpoint")
-        if not (folder / "config.json").is_file():
+        if not (folder / CONFIG).is_file():
             raise CheckpointError(
                 f"{folder} has no config.json; give the folder of a Hugging Face checkpoint"
             )
-        generation = folder / "generation_config.json"
-        config = read_json(folder / "config.json")
+        generation = folder / GENERATION
+        config = read_json(folder / CONFIG)
         return cls.from_hf(config, read_json(generation) if generation.is_file() else None)
 
     @classmethod
@@ -89,7 +92,7 @@ class ModelSpec:
         spec = cls(
             architecture=architecture,
             **fields,
-            max_positions=fields["rope"].reach(read.count("max_position_embeddings")),
+            max_positions=_positions(read, fields["rope"]),
             eos_token_ids=_eos(read, generation_config, family.eos),
             bos_token_id=_bos(read, generation_config, family.bos),
         )
@@ -130,6 +133,13 @@ def _sizes(read: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _positions(read: ConfigReader, rope: Rope) -> int:
+    """How far the model reaches. Some that are scaled linearly keep the unscaled length in the usual place."""
+    trained = read.count("max_position_embeddings")
+    scaled = read.count("max_sequence_length", trained, null=trained) if rope.kind == "linear" else trained
+    return rope.reach(max(trained, scaled))
+
+
 def _dtype(read: ConfigReader) -> str:
     given = {
         key: str(name).removeprefix("torch.") for key in ("dtype", "torch_dtype") if (name := read.take(key))
@@ -147,20 +157,38 @@ def _dtype(read: ConfigReader) -> str:
 def _eos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> tuple[int, ...]:
     """Every token that ends a text: those of the config, then those that generation adds."""
     own = read.take("eos_token_id", default if generation is None else None)
-    ids: list[int] = []
-    for value in (own, (generation or {}).get("eos_token_id")):
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None and token not in ids:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise CheckpointError(
-                        f"eos_token_id is {shortened(value)}; it must be a token id or a list of them"
-                    )
-                ids.append(token)
-    return tuple(ids)
+    added = (generation or {}).get("eos_token_id")
+    ids = [*_ids(read, "eos_token_id", own), *_ids(read, "eos_token_id", added, GENERATION)]
+    return tuple(dict.fromkeys(ids))
 
 
 def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> int | None:
-    value = read.take("bos_token_id", default if generation is None else generation.get("bos_token_id"))
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise CheckpointError(f"bos_token_id is {shortened(value)}; it must be a token id")
-    return value
+    own = read.take("bos_token_id", default if generation is None else None)
+    ids = _ids(read, "bos_token_id", own)
+    if "bos_token_id" not in read.config:
+        ids = ids or _ids(read, "bos_token_id", (generation or {}).get("bos_token_id"), GENERATION)
+    return next(iter(ids), None)
+
+
+def _ids(read: ConfigReader, key: str, value: Any, file: str = CONFIG) -> list[int]:
+    """The token ids under a key. null and negative ones, by which some files say none, are none.
+
+    One beyond the vocabulary is refused in the config, which contradicts itself then. generation_config.json
+    may have been made for a larger one: what the model cannot say is left out (`generation_defaults` tells).
+    """
+    several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+    vocabulary = read.count("vocab_size")
+    ids = []
+    for token in several:
+        if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
+            how = "a token id or a list of them" if key == "eos_token_id" else "a token id"
+            raise CheckpointError(f"{file}: {key} is {shortened(value)}; it must be {how}")
+        if token is None or token < 0:
+            continue
+        if token < vocabulary:
+            ids.append(token)
+        elif file == CONFIG:
+            raise CheckpointError(
+                f"{file}: {key} is {shortened(value)}, but vocab_size is {vocabulary}; give an id below it"
+            )
+    return ids

@@ -15,6 +15,7 @@ import codecs
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 import tokenizers
 
 from foredraft.errors import CheckpointError, RequestError
-from foredraft.model.chat import ChatTemplate, Message
+from foredraft.model.chat import CONFIG, ChatTemplate, Message
+from foredraft.model.config import read_json, shortened
 
 FILE = "tokenizer.json"
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -34,22 +36,29 @@ LONGEST_RUN = 32
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder; chat: its template for conversations, where it has one."""
+    """The tokenizer of a checkpoint folder.
 
-    def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
+    chat: its template for conversations, where it has one. vocabulary: ids of the model that it is for; added
+    tokens may have ids beyond them, which that model neither reads nor says.
+    """
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None, vocabulary: int | None = None
+    ) -> None:
         inner.no_truncation()
         inner.no_padding()
         content = json.loads(inner.to_str())
         self._inner = inner
         self.chat = chat
+        self.vocabulary = sys.maxsize if vocabulary is None else vocabulary
         self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
         self._byte_fallback = _has("ByteFallback", content.get("decoder"))
         self._byte_level = _has("ByteLevel", content.get("decoder"))
         self.fingerprint = _fingerprint(content)
 
     @classmethod
-    def from_folder(cls, path: Path) -> Tokenizer | None:
-        """The folder's tokenizer, or None where it has no `tokenizer.json`."""
+    def from_folder(cls, path: Path, vocabulary: int | None = None) -> Tokenizer | None:
+        """The folder's tokenizer, or None where it has no `tokenizer.json`. Raises CheckpointError."""
         file = Path(path) / FILE
         if not file.is_file():
             return None
@@ -59,12 +68,15 @@ class Tokenizer:
             raise CheckpointError(
                 f"{file} is not a readable tokenizer ({error}); download it again"
             ) from error
-        return cls(inner, ChatTemplate.from_folder(Path(path)))
+        _check_added(inner, file)
+        return cls(inner, ChatTemplate.from_folder(Path(path)), vocabulary)
 
     @property
     def size(self) -> int:
-        """One more than the largest id; there may be ids below it without a token."""
-        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """One more than the largest id of a piece, added tokens aside; ids below it may have none."""
+        added = self._inner.get_added_tokens_decoder()
+        ids = self._inner.get_vocab(with_added_tokens=False).values()
+        return max((id for id in ids if id not in added), default=-1) + 1
 
     def has(self, id: int) -> bool:
         """Whether the id has a token."""
@@ -266,6 +278,25 @@ class Detokenizer:
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.text(ids, self._skip_special)
+
+
+def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
+    """Refuse a file that lacks added tokens of its config: transformers would add them, and ids differ."""
+    config = file.with_name(CONFIG)
+    listed = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder") or {}
+    added = {str(id): token.content for id, token in inner.get_added_tokens_decoder().items()}
+    for id, token in listed.items() if isinstance(listed, dict) else [("", listed)]:
+        content = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(content, str):
+            raise CheckpointError(
+                f"{config}: added_tokens_decoder holds {shortened(token)}, which is no token; download it"
+                " again"
+            )
+        if added.get(id) != content:
+            raise CheckpointError(
+                f"{file} has no added token {shortened(content)} with the id {id}, but {config} lists it"
+                " (added_tokens_decoder); take both files from one tokenizer"
+            )
 
 
 def _has(kind: str, decoder: dict[str, Any] | None) -> bool:
