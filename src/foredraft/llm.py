@@ -153,6 +153,8 @@ class LLM:
         *,
         n: int = 1,
         truncate: Literal["left"] | None = None,
+        show_special: bool = False,
+        trace: bool = False,
         **variables: Any,
     ) -> list[Output]:
         """Generate `n` replies to a conversation, put into the model's chat template.
@@ -162,6 +164,8 @@ class LLM:
             params: The model's own defaults unless given.
             n: Replies.
             truncate: As in `generate`.
+            show_special: As in `generate`.
+            trace: As in `generate`.
             **variables: What the template reads besides, as `tools`, `documents` or `enable_thinking`.
 
         Raises:
@@ -170,9 +174,8 @@ class LLM:
         """
         if self.tokenizer is None:
             raise RequestError("this model's folder has no tokenizer.json; give token ids, not messages")
-        return self.generate(
-            self.tokenizer.encode_chat(messages, **variables), params, n=n, truncate=truncate
-        )
+        ids = self.tokenizer.encode_chat(messages, **variables)
+        return self.generate(ids, params, n=n, truncate=truncate, show_special=show_special, trace=trace)
 
     def generate(
         self,

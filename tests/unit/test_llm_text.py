@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,11 @@ class TestDefaults:
 
     def test_an_explicit_option_wins(self, tiny: Path, tmp_path: Path) -> None:
         config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 5}
-        llm = self.load(tiny, tmp_path, {**config, "repetition_penalty": 1.1, "max_length": 4096})
+        llm = self.load(
+            tiny, tmp_path, {**config, "repetition_penalty": 1.1, "max_length": 4096, "stop_strings": ["###"]}
+        )
         want = SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=5, repetition_penalty=1.1)
-        assert llm.default_params == want
+        assert llm.default_params == want.but(stop="###")
         assert llm.params(temperature=0.2).temperature == 0.2
         assert llm.params(temperature=0.2).top_p == 0.9
         assert len(llm.generate(PROMPT)[0].token_ids) <= 5
@@ -362,11 +365,21 @@ def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
     assert llm.generate(LONG, params)[0].trace is None
 
 
+def test_a_chat_takes_what_generate_takes(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "chatty")
+    (folder / "chat_template.jinja").write_text("<s>{{ messages[0].content }}")
+    llm = foredraft.load(folder, dtype="float32", device="cpu", max_length=64)
+    params = SamplingParams(temperature=0, max_new_tokens=4, logit_bias={2: 100}, ignore_eos=True)
+    [reply] = llm.chat([{"role": "user", "content": "Hi"}], params, show_special=True, trace=True)
+    assert reply.text == "</s>" * 4 and reply.trace is not None
+    assert reply.prompt_tokens == len(llm.encode([llm.tokenizer.encode("<s>Hi", False)])[0])  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="show_specials"):
+        llm.chat([{"role": "user", "content": "Hi"}], params, show_specials=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}"),
-    ],
+    [({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}")],
 )
 def test_what_the_vocabulary_has_not_is_refused(
     llm: foredraft.LLM, options: dict[str, Any], message: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -205,7 +206,7 @@ def _default_params(folder: Path, spec: ModelSpec) -> SamplingParams:
     params = SamplingParams()
     for option, value in generation_defaults(folder, spec.vocab_size).items():
         try:
-            params = params.but(**{option: value})
+            params = replace(params, **{option: value})
         except RequestError as error:
             logger.warning("%s: %s; it is left out", folder / GENERATION, error)
     return params

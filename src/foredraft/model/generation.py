@@ -32,8 +32,8 @@ HARMLESS = frozenset(
     decoder_start_token_id disable_compile do_sample eos_token_id is_assistant max_length
     max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule output_attentions
     output_hidden_states output_logits output_scores pad_token_id prefill_chunk_size
-    prompt_lookup_num_tokens return_dict_in_generate target_lookbehind transformers_version trust_remote_code
-    use_cache
+    prompt_lookup_num_tokens return_dict_in_generate stop_strings target_lookbehind transformers_version
+    trust_remote_code use_cache
     """.split()
 )
 OFF: dict[str, tuple[object, ...]] = {  # values that ask for nothing, besides null
@@ -81,6 +81,8 @@ def generation_defaults(folder: Path, vocabulary: int) -> dict[str, Any]:
     greedy = config.get("do_sample") is False
     asked = {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
     asked |= {key: config[key] for key in ALWAYS if key in config}
+    if "stop_strings" in config:
+        asked["stop"] = config["stop_strings"]
     return {key: _whole(value) if key in COUNTS else value for key, value in asked.items()}
 
 
