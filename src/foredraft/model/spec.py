@@ -134,7 +134,7 @@ def _sizes(read: ConfigReader) -> dict[str, Any]:
 
 
 def _positions(read: ConfigReader, rope: Rope) -> int:
-    """How far the model reaches. Some that are scaled linearly keep the unscaled length in the usual place."""
+    """How far the model reaches. Some that are scaled linearly have the unscaled length in the usual key."""
     trained = read.count("max_position_embeddings")
     scaled = read.count("max_sequence_length", trained, null=trained) if rope.kind == "linear" else trained
     return rope.reach(max(trained, scaled))
