@@ -127,7 +127,7 @@ def _shards(folder: Path) -> list[str]:
 
 def _listed(repository: str, commit: str, name: str, missing: str) -> set[str]:
     """What the hub has at a commit. `snapshot_download` does not tell whether it asked or, since nobody
-    answered, took what the cache has; without an answer, a file is missing in the cache and not on the hub."""
+    answered, took what the cache has; without an answer, a file is missing in the cache, not on the hub."""
     from huggingface_hub import model_info
     from huggingface_hub.errors import HfHubHTTPError
 
