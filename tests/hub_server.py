@@ -138,7 +138,10 @@ class HubHandler(Handler):
             if folder is not None and what == "tree":
                 self.send_json(_tree(folder[0]))
             elif folder is not None:
-                self.send_json({"id": name, "sha": folder[1], "private": False, "siblings": []})
+                siblings = [
+                    {"rfilename": entry["path"]} for entry in _tree(folder[0]) if entry["type"] == "file"
+                ]
+                self.send_json({"id": name, "sha": folder[1], "private": False, "siblings": siblings})
         elif found := RESOLVE.fullmatch(path):
             name, revision, file = map(unquote, found.groups())
             folder = self.folder(name, revision, files=True)

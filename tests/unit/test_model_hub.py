@@ -29,6 +29,18 @@ def test_neither_folder_nor_hub_name(name: str) -> None:
         resolve(name if name else "no such folder")
 
 
+@pytest.mark.parametrize(
+    "name", ["n" * 300, "o/" + "n" * 300, "o" * 300 + "/n", "~nosuchuser/x", "~nosuchuser", "a\0b", "o/a--b", "n/" * 5000]
+)  # fmt: skip
+def test_names_that_nothing_can_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        CheckpointError, match="is neither a folder nor a (hub name|name that the hub)"
+    ) as told:
+        resolve(name)
+    assert "\n" not in str(told.value) and len(str(told.value)) < 200
+
+
 @pytest.mark.parametrize("name", ["owner/name@", "owner/name@a b", "@main", "owner@main"])
 def test_no_revision_is_no_hub_name(name: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from checkpoints import save_checkpoint
 from hub_server import TOKEN, Hub, Repository, commit, serving
@@ -146,6 +147,80 @@ def test_only_what_a_model_is_read_from_is_fetched(client: Client, folders: Path
         assert (folder / file).read_bytes() == (folders / "big" / file).read_bytes()
 
 
+def weights_of(hub: Hub) -> set[str]:
+    return {file for file in hub.fetched() if file.endswith(".safetensors")}
+
+
+def test_weights_are_fetched_by_the_index(client: Client, folders: Path, tmp_path: Path) -> None:
+    """Whatever its files are called, and nothing that is called alike; a whole file goes before it."""
+    odd = tmp_path / "odd"
+    shutil.copytree(folders / "big", odd)
+    index = json.loads((odd / "model.safetensors.index.json").read_text())
+    names = {file: file.replace("model-", "weights[1] ") for file in index["weight_map"].values()}
+    for old, new in names.items():
+        shutil.copy(odd / old, odd / new)
+        (odd / old).write_bytes(old.encode())  # as other precisions lie beside
+    index["weight_map"] = {tensor: names[file] for tensor, file in index["weight_map"].items()}
+    (odd / "model.safetensors.index.json").write_text(json.dumps(index))
+    client.hub.repositories["owner/odd"] = Repository({"main": odd})
+    folder = client.resolve("owner/odd")
+    assert weights_of(client.hub) == set(names.values())
+    tensors = [tensor for file in names.values() for tensor in load_file(folder / file)]
+    assert sorted(tensors) == sorted(index["weight_map"])
+    assert client.resolve("owner/odd", HF_HUB_OFFLINE="1") == folder
+
+    whole = tmp_path / "whole"
+    shutil.copytree(odd, whole)
+    shutil.copy(folders / "other/model.safetensors", whole)
+    client.hub.repositories["owner/whole"] = Repository({"main": whole})
+    client.resolve("owner/whole")
+    assert weights_of(client.hub) == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("listed", [None, [], {"a": "../big/secret.safetensors", "b": "*.safetensors"}])
+def test_an_index_that_names_nothing_fetches_nothing(
+    client: Client, folders: Path, tmp_path: Path, listed: object
+) -> None:
+    """What is wrong with it is told where the weights are read."""
+    shutil.copytree(folders / "big", tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    client.hub.repositories["owner/broken"] = Repository({"main": tmp_path / "broken"})
+    if isinstance(listed, dict):
+        told = client.refused("owner/broken")
+        assert "has no *.safetensors on the hub, though model.safetensors.index.json names it" in told
+    else:
+        client.resolve("owner/broken")
+    assert weights_of(client.hub) == set()
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids to fetch it; unset that, or give a local folder"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached; go online, or give a local folder"),
+    ],
+    ids=["offline", "no network"],
+)  # fmt: skip
+def test_a_part_in_the_cache_is_no_part_missing_on_the_hub(
+    client: Client, folders: Path, environment: dict[str, str], why: str
+) -> None:
+    """As older versions of the hub's client leave it, which keep no list of what there is."""
+    shard = sorted(folders.glob("big/model-*.safetensors"))[1].name
+    for name, revision, file in (
+        ("owner/big", None, shard),
+        ("owner/small", "v1", "model.safetensors"),
+        ("owner/small", "v1", "config.json"),
+    ):
+        spelled = name if revision is None else f"{name}@{revision}"
+        folder = client.resolve(spelled)
+        for kept in client.home.rglob("trees"):
+            shutil.rmtree(kept)
+        (folder / file).unlink()
+        told = client.refused(spelled, **environment)
+        assert told == f"not all of {spelled} is in the local hub cache ({file} is missing), and {why}"
+    assert client.resolve("owner/small@v1") == folder  # online, what is missing comes
+
+
 def test_what_is_in_the_cache_is_not_fetched_again(client: Client) -> None:
     folder = client.resolve("owner/small", "v1")
     assert client.resolve("owner/small@v1") == folder
@@ -189,7 +264,7 @@ def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
     assert "try again, or give a local folder" in told
     had = set(client.hub.fetched()) - client.hub.fails
     offline = client.refused("owner/big", HF_HUB_OFFLINE="1")
-    assert "owner/big is not in the local hub cache, or not all of it, and HF_HUB_OFFLINE" in offline
+    assert offline.startswith(f"not all of owner/big is in the local hub cache ({last.name} is missing), and")
     client.hub.fails.clear()
     folder = client.resolve("owner/big")
     assert set(client.hub.fetched()).isdisjoint(had)
@@ -242,12 +317,16 @@ def test_no_network(client: Client) -> None:
     [
         ("config.json", "owner/part has no config.json on the hub; choose a checkpoint"),
         ("model.safetensors", "owner/part has no model.safetensors on the hub; choose a repository or"),
+        (
+            "model-00002-of-00017.safetensors",
+            "owner/part has no model-00002-of-00017.safetensors on the hub, though model.safetensors.index.json",
+        ),
     ],
 )
 def test_a_repository_without_a_file(
     client: Client, folders: Path, tmp_path: Path, missing: str, told: str
 ) -> None:
-    shutil.copytree(folders / "other", tmp_path / "part")
+    shutil.copytree(folders / ("big" if "-of-" in missing else "other"), tmp_path / "part")
     (tmp_path / "part" / missing).rename(tmp_path / "part/pytorch_model.bin")
     client.hub.repositories["owner/part"] = Repository({"main": tmp_path / "part"})
     assert client.refused("owner/part").startswith(told)
