@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
+from foredraft.cli.spelling import STDIN, with_stdin
+from foredraft.model.tokenizer import Tokenizer
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "24"]
 
@@ -128,3 +130,20 @@ def test_a_mistake_gets_one_line(
     [line] = captured.err.splitlines()
     assert line.startswith("foredraft: error: ")
     assert message in line
+
+
+def test_a_dash_as_an_options_value_is_a_dash(
+    generate: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "-", "--json", "-", "--stop", "-", "--stop=-"]
+    assert with_stdin(words) == ["generate", STDIN, "--json", STDIN, "--stop=-", "--stop=-"]
+    dash = tokenizer_of(generate).encode("-", add_special_tokens=False)[-1]
+    for spelled in (["--stop", "-"], ["--stop=-"]):
+        [found] = told(capsys, [*generate, *spelled, "--logit-bias", f"{dash}=100"])["outputs"]
+        assert (found["stopped_by"], found["text"]) == ("-", "")
+
+
+def tokenizer_of(generate: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(Path(generate[3]))
+    assert tokenizer is not None
+    return tokenizer

@@ -25,12 +25,16 @@ VALUED = {
 
 
 def with_stdin(words: Sequence[str]) -> list[str]:
-    """A `-` that stands by itself, and is no option's value, as `STDIN`."""
-    before = ["", *words]
-    return [
-        STDIN if word == "-" and last not in VALUED else word
-        for last, word in zip(before, words, strict=False)
-    ]
+    """A `-` that stands by itself as `STDIN`; one that is an option's value, joined to the option."""
+    made: list[str] = []
+    for word in words:
+        if word != "-":
+            made.append(word)
+        elif made and made[-1] in VALUED:
+            made[-1] += "=-"
+        else:
+            made.append(STDIN)
+    return made
 
 
 def spelled_as_options(message: str) -> str:

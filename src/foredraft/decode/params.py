@@ -147,7 +147,7 @@ class SamplingParams:
         if most is None and isinstance(least, int):
             kept["max_new_tokens"] = max(least, self.max_new_tokens)
         if least is None and isinstance(most, int):
-            kept["min_new_tokens"] = min(most, self.min_new_tokens)
+            kept["min_new_tokens"] = max(0, min(most, self.min_new_tokens))
         return SamplingParams(**kept | options)
 
     @property
