@@ -101,7 +101,7 @@ class AttentionProbe:
         q[place] = self.q[0, :, : queries * groups]
         starts = torch.tensor([max(0, self.context - 7 * abs(row - place)) for row in range(batch)])
         positions = starts.to(q.device)[:, None] + torch.arange(queries, device=q.device)
-        mask = causal_masks(self.spec, positions, length, length, q.dtype)[None]
+        mask = causal_masks(self.spec, positions, length, q.dtype)[None]
         out = mix(self.spec, q, k, v, mask, apart)[place]  # [Hk, T * G, D]
         return out.view(-1, queries, groups, out.shape[-1]).transpose(0, 1)
 

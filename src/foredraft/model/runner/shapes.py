@@ -23,7 +23,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import RowSpan
 from foredraft.model.runner.packed import pack
-from foredraft.model.runner.passes import build_pass, rope_tables
+from foredraft.model.runner.passes import PassShape, build_pass, rope_tables
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
@@ -222,15 +222,9 @@ class _Trial:
         self.cache.data.copy_(self.context)
         hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
         hidden[place] = self.hidden[:queries]
-        pass_ = build_pass(
-            self.spec,
-            self.tables,
-            self.cache,
-            [150 - 7 * abs(row - place) for row in range(batch)],
-            queries,
-            self.shapes.length(150 + queries),
-            first_row=0,
-            span=self.shapes.span,
-            apart=self.shapes.apart,
+        shape = PassShape(
+            0, batch, queries, self.shapes.length(150 + queries), self.shapes.span, self.shapes.apart
         )
+        starts = torch.tensor([150 - 7 * abs(row - place) for row in range(batch)], device=hidden.device)
+        pass_ = build_pass(self.spec, self.tables, self.cache, shape, starts)
         return self.decoder.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]
