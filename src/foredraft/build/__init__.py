@@ -27,7 +27,7 @@ from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
-from foredraft.model.runner import Runner, probe_shapes
+from foredraft.model.runner import Runner, probe_shapes, remembered_shapes
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
@@ -196,7 +196,7 @@ def _runner(folder: Path, device: torch.device, dtype: torch.dtype, deterministi
     probed = None
     if deterministic:
         outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
-        probed = probe_shapes(outline, device)
+        probed = remembered_shapes(outline, device, probe_shapes)
     return Runner(load_decoder(folder, device, dtype), deterministic=deterministic, probed=probed)
 
 

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 QUERIES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 SPOT_QUERIES = (1, 2, 4, 8, 16, 64)  # those that are also tried in further batches and lengths
 ROWS = (*range(1, 17), 20, 24, 32, 48, 64)
+STEPS = (1, 2, 4, 8)
 QUANTA = (256, 512, 1024)
 REFERENCE = 8  # queries and rows of the reference shape
 
@@ -140,7 +141,7 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
         outline.output,
     ):
         agreeing = _agreeing(agreeing, product.shape, like, random)
-    for step in (1, 2, 4, 8):
+    for step in STEPS:
         low = _run(agreeing, [rows for rows in reversed(ROWS) if rows <= REFERENCE and rows % step == 0])
         high = _run(agreeing, [rows for rows in ROWS if rows >= REFERENCE and rows % step == 0])
         if high >= 2 * REFERENCE:
