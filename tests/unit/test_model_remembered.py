@@ -101,7 +101,7 @@ def change_code(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
 
 
 def change_dtype(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
-    monkeypatch.setattr(outline, "dtype", torch.float16)
+    monkeypatch.setattr(outline, "dtype", torch.bfloat16)
     return outline
 
 
