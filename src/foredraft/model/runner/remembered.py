@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from foredraft.kernels.machine import cache_folder, describe_cpu
 from foredraft.model import attention, layers
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import packed, probes, shapes
-from foredraft.model.runner.machine import cache_folder, describe_cpu
 from foredraft.model.runner.packed import packs
 from foredraft.model.runner.shapes import ExactShapes
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.model.runner.native.library import library
+from foredraft.kernels.library import library
 
 __all__ = ["NativeLinear", "arrange", "fits", "suffix"]
 

@@ -15,11 +15,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from foredraft.kernels.library import library
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
-from foredraft.model.runner.native.library import library
 from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
 __all__ = ["Columns", "NativePasses"]

@@ -1,4 +1,5 @@
-// The passes of a decoder on a CPU: entry points for bfloat16 and float32, made of one body (passes.inc).
+// The passes of a decoder on a CPU, for bfloat16 and float32 (passes.inc), and what is decided over a vocabulary
+// (rows.inc).
 //
 // Every sum is added in an order that depends on nothing but the position's own place: not on how many rows,
 // queries or keys share the pass, nor on the number of threads. So every shape gives a position the same bits.
@@ -7,6 +8,7 @@
 #include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -159,3 +161,8 @@ typedef uint16_t BFloat16;
 #define WORD 2
 #define SUFFIX _bfloat16
 #include "passes.inc"
+#undef E
+#undef WORD
+#undef SUFFIX
+
+#include "rows.inc"

@@ -16,14 +16,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from foredraft.model.runner.machine import cache_folder, describe_cpu
+from foredraft.kernels.machine import cache_folder, describe_cpu
 
-__all__ = ["compiler", "library"]
+__all__ = ["compiler", "library", "loaded"]
 
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "passes.inc")
+SOURCES = ("kernels.c", "passes.inc", "rows.inc")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
 COMPILERS = ("cc", "gcc")
 SECONDS = 120  # that compiling may take; it takes two
@@ -48,6 +48,11 @@ def library() -> ctypes.CDLL | None:
         why = getattr(error, "stderr", None) or str(error)
         logger.info("the kernels cannot be compiled here, so PyTorch's operators serve: %s", _last_line(why))
         return None
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The kernels, if somebody has asked for them: nothing is compiled for this."""
+    return library() if library.cache_info().currsize else None
 
 
 def _load(command: str) -> ctypes.CDLL:
