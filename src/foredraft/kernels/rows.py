@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.library import loaded
+from foredraft.kernels.loading import loaded
 
 __all__ = ["best", "nucleus", "race", "softmax", "trim"]
 

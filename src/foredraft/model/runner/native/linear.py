@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.library import library
+from foredraft.kernels.loading import library
 
 __all__ = ["NativeLinear", "arrange", "fits", "suffix"]
 

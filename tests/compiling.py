@@ -1,0 +1,31 @@
+"""Kernels compiled with a defect: an edit of the C source, built and loaded in place of the real ones."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+
+from foredraft.kernels import loading
+from foredraft.model.runner.native import check, linear, passes
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
+    """Have the kernels run with `old` replaced. Where the source has changed under a defect, this fails: plant it
+    anew, do not drop it."""
+    for name in loading.SOURCES:
+        shutil.copy(loading.HERE / name, folder / name)
+    holding = [folder / name for name in loading.SOURCES if old in (folder / name).read_text()]
+    assert len(holding) == 1, f"the kernels no longer hold {old!r}"
+    source = holding[0].read_text()
+    assert source.count(old) == 1, f"the kernels hold {old!r} more than once"
+    holding[0].write_text(source.replace(old, new))
+    monkeypatch.setattr(loading, "HERE", folder)
+    command = loading.compiler()
+    assert command is not None
+    defective: ctypes.CDLL = loading._built(command, folder / "kernels.so")
+    for module in (check, linear, passes):
+        monkeypatch.setattr(module, "library", lambda: defective)
+    monkeypatch.setattr("foredraft.kernels.rows.loaded", lambda: defective)

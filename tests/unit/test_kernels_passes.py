@@ -1,0 +1,233 @@
+"""Whole layers by the kernels: against PyTorch's operators, the same bits at every shape, and planted defects."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import save_checkpoint
+from compiling import plant
+from foredraft import kernels
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.runner import Resume, Runner, serves
+from foredraft.model.runner.native import check
+from foredraft.model.runner.native.linear import NativeLinear, arrange
+from foredraft.model.weights import load_decoder
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+DTYPES = (torch.float32, torch.bfloat16)
+TOKENS = torch.randint(3, 97, (4, 90), generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def decoders(family: str, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
+    """Of one checkpoint: for the kernels, and for PyTorch's operators."""
+    windowed = {} if family in ("llama", "qwen2", "qwen3") else {"sliding_window": 24}
+    folder = save_checkpoint(Path(tempfile.mkdtemp()), family, num_key_value_heads=2, **windowed)
+    return load_decoder(folder, dtype=dtype, native=True), load_decoder(folder, dtype=dtype)
+
+
+def logits_of(runner: Runner, cache: KVCache, tokens: Tensor, starts: list[int], **more: object) -> Tensor:
+    logits = runner.forward(cache, tokens, starts, **more).logits  # type: ignore[arg-type]
+    assert logits is not None
+    return logits
+
+
+def text(runner: Runner, widths: tuple[int, ...]) -> Tensor:
+    """Logits [B, 90, V] of all rows together, in passes of these widths."""
+    cache, parts, start = runner.new_cache(4, 128), [], 0
+    for width in widths:
+        parts.append(logits_of(runner, cache, TOKENS[:, start : start + width], [start] * 4))
+        start += width
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_pytorch_computes(family: str) -> None:
+    native, plain = (Runner(decoder, deterministic=False) for decoder in decoders(family, torch.float32))
+    got, want = text(native, (60, 30)), text(plain, (60, 30))
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_pytorchs(family: str) -> None:
+    native, plain = (Runner(decoder, deterministic=False) for decoder in decoders(family, torch.bfloat16))
+    exact = text(Runner(decoders(family, torch.float32)[1], deterministic=False), (90,))
+    ours, theirs = ((text(runner, (90,)) - exact).abs().mean() for runner in (native, plain))
+    assert ours <= 1.25 * theirs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_at_every_shape(family: str, dtype: torch.dtype) -> None:
+    runner = Runner(decoders(family, dtype)[0])
+    whole = text(runner, (90,))
+    for widths in ((64, 1, 25), (33, 33, 24), (1,) * 20 + (70,)):
+        assert torch.equal(text(runner, widths), whole), widths
+    cache = runner.new_cache(8, 128)  # rows apart, each with other neighbours, at other places of the batch
+    for row in (3, 0, 2, 1):
+        for start in range(0, 90, 45):
+            alone = logits_of(
+                runner, cache, TOKENS[row : row + 1, start : start + 45], [start], first_row=row
+            )
+            assert torch.equal(alone[0], whole[row, start : start + 45])
+    starts = [80, 71, 88, 60]
+    stacked = torch.stack([row[start : start + 2] for row, start in zip(TOKENS, starts, strict=True)])
+    mixed = logits_of(runner, cache, stacked, starts)
+    for row, start in enumerate(starts):
+        assert torch.equal(mixed[row], whole[row, start : start + 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    runner, threads = Runner(decoders("gemma2", dtype)[0]), torch.get_num_threads()
+    try:
+        seen = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            seen.append(text(runner, (90,)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_columns_that_are_not_real_are_not_computed(family: str) -> None:
+    runner = Runner(decoders(family, torch.float32)[0])
+    cache, whole = runner.new_cache(4, 128), text(runner, (90,))
+    logits_of(runner, cache, TOKENS[:, :40], [0] * 4)
+    before = cache.data.clone()
+    counts, idle = [3, 1, 2, 3], [False, False, True, False]
+    got = logits_of(runner, cache, TOKENS[:, 40:43], [40] * 4, counts=counts, idle=idle)
+    assert got.isfinite().all()
+    for row, (count, dummy) in enumerate(zip(counts, idle, strict=True)):
+        real = 0 if dummy else count
+        assert torch.equal(got[row, :real], whole[row, 40 : 40 + real])
+        assert torch.equal(cache.data[:, :, row, :, 40 + real :], before[:, :, row, :, 40 + real :])
+        assert real == 0 or not torch.equal(
+            cache.data[:, :, row, :, 40 : 40 + real], before[:, :, row, :, 40 : 40 + real]
+        )
+
+
+def test_a_plan_skips_and_a_resumed_pass_joins() -> None:
+    native, plain = decoders("qwen3", torch.float32)
+    plan = Plan.full(native.spec.layers).without(attention=[1], mlp=[0])
+    results = []
+    for decoder in (native, plain):
+        runner = Runner(decoder, deterministic=False)
+        cache = runner.new_cache(4, 128)
+        results.append(logits_of(runner, cache, TOKENS[:, :30], [0] * 4, plan=plan))
+    assert torch.allclose(*results, atol=1e-4)
+    runner = Runner(native)
+    cache, whole = runner.new_cache(4, 128), text(runner, (90,))
+    lower = runner.forward(cache, TOKENS, [0] * 4, stop=1, taps=[1])
+    assert torch.equal(lower.taps[1], lower.hidden)
+    resumed = runner.forward(
+        cache, TOKENS, [0] * 4, resume=Resume(1, lower.hidden, [90, 0, 40, 89]), taps=[1, 2]
+    )
+    assert resumed.logits is not None
+    assert torch.equal(resumed.logits, whole)
+    assert torch.equal(resumed.taps[1], lower.hidden)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (31, 64), (32, 30), (33, 66), (100, 4), (257, 320)])
+def test_products(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (
+        torch.randn(shape, generator=generator).to(dtype),
+        torch.randn(shape[0], generator=generator),
+    )
+    for offset in (None, bias.to(dtype)):
+        product = arrange(weight, offset)
+        assert product.shape == shape
+        assert torch.equal(product.dense(), weight)
+        for count in (1, 5, 70):
+            x = torch.randn(count, shape[1], generator=generator).to(dtype)
+            want = torch.nn.functional.linear(
+                x.double(), weight.double(), None if offset is None else offset.double()
+            )
+            assert torch.allclose(
+                product(x).double(), want, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+            )
+
+
+def test_an_arranged_weight_is_a_copy() -> None:
+    weight = torch.randn(40, 6)
+    product, before = arrange(weight, None), weight.clone()
+    weight.zero_()
+    assert torch.equal(product.dense(), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_serve_every_family(family: str, dtype: torch.dtype) -> None:
+    native, _ = decoders(family, dtype)
+    assert isinstance(native.output, NativeLinear)
+    assert serves(native.spec, torch.device("cpu"), dtype)
+
+
+def test_they_serve_neither_float16_nor_a_gpu() -> None:
+    spec = decoders("llama", torch.float32)[0].spec
+    assert not serves(spec, torch.device("cpu"), torch.float16)
+    assert not serves(spec, torch.device("cuda"), torch.bfloat16)
+
+
+# what only other bits show is caught by the self-check or by the shapes; what is wrong, by PyTorch
+WRONG = {
+    "a key past the position": ("I seen = key <= (int32_t)at[r];", "I seen = key <= (int32_t)at[r] + 1;"),
+    "the window's edge off by one": ("seen &= key > (int32_t)(at[r] - window)", "seen &= key >= (int32_t)(at[r] - window)"),
+    "the caps of scores left out": ("if (m->softcap != 0)", "if (0)"),
+    "a block's last channels forgotten": ("if (left <= 0) break;", "if (left <= LANES) break;"),
+    "keys stored before they turn": ("NAME(rotate)(x + h * dim, table, dim);", "if (h < m->heads) NAME(rotate)(x + h * dim, table, dim);"),
+    "attended length of the first row of the batch": ("at[r] = p->start[g] + t;", "at[r] = p->start[0] + t;"),
+    "the norms of keys left out": ("h < m->heads ? &l->q : &l->k", "&l->q"),
+    "gate and value change places": ("activated(NAME(read_some)(row + i, n), m->gelu)", "activated(NAME(read_some)(row + inner + i, n), m->gelu)"),
+}  # fmt: skip
+BITS = {
+    "blocks of keys begin where the window does": ("reach > 0 ? reach / KEYS * KEYS : 0", "reach > 0 ? reach : 0"),
+    "a lone row is summed from the other end": (
+        "for (int k = 0; k < words; k++) {\n        U low, high;",
+        "for (int j = 0, k; j < words; j++) {\n        k = R == 1 ? words - 1 - j : j;\n        U low, high;",
+    ),
+    "the softmax is rescaled by its neighbours": ("const float block = largest(most), now = block > top[r] ? block : top[r];", "const float block = largest(most) + R, now = block > top[r] ? block : top[r];"),
+}  # fmt: skip
+
+
+def check_all() -> None:
+    for family in ("llama", "qwen3", "gemma2", "gemma3"):
+        test_what_pytorch_computes(family)
+    test_columns_that_are_not_real_are_not_computed("llama")
+    test_the_same_bits_at_every_shape("llama", torch.float32)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, *WRONG[name])
+    with pytest.raises(AssertionError):
+        check_all()
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_kernel_whose_bits_depend_on_the_shape_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(monkeypatch, tmp_path, *BITS[name])
+    check.serves.cache_clear()
+    spec = decoders("mistral", torch.float32)[0].spec
+    try:
+        caught = not serves(spec, torch.device("cpu"), torch.float32)
+    finally:
+        check.serves.cache_clear()
+    if not caught:
+        with pytest.raises(AssertionError):
+            test_the_same_bits_at_every_shape("mistral", torch.float32)

@@ -1,0 +1,213 @@
+"""What is decided over a vocabulary: each kernel against its definition in PyTorch's operators, and planted defects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiling import plant
+from foredraft import kernels
+from foredraft.decode import noise, sampling
+from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.kernels import rows
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+
+WIDTHS = (1, 3, 16, 63, 64, 65, 1000, 40000)
+CPU = torch.device("cpu")
+PARAMS = (
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, min_p=0.02, top_p=0.99),
+    SamplingParams(top_k=20),
+    SamplingParams(temperature=0.8, typical_p=0.7, top_p=0.95),
+    SamplingParams(),
+)
+
+
+def random_logits(width: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(PARAMS), 2, width, generator=generator) * scale
+
+
+@pytest.fixture
+def defined(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], Tensor]:
+    """What the definition gives."""
+
+    def run(make: Callable[[], Tensor]) -> Tensor:
+        with monkeypatch.context() as without:
+            without.setattr(rows, "loaded", lambda: None)
+            return make()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_kernels_serve_here() -> None:
+    assert rows.best(torch.zeros(1, 4)) is not None
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_laws(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    logits, table = random_logits(width), SamplingTable.of(PARAMS, CPU)
+
+    def probs() -> Tensor:
+        law, finite = law_of(logits, table)
+        assert finite.all()
+        assert law.probs is not None
+        return law.probs
+
+    got, want = probs(), defined(probs)
+    assert torch.equal(got > 0, want > 0)
+    assert torch.allclose(got, want, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_row_alone_has_the_same_bits(width: int) -> None:
+    logits = random_logits(width)
+    law, _ = law_of(logits, SamplingTable.of(PARAMS, CPU))
+    assert law.probs is not None
+    torch.set_num_threads(1)
+    for row, params in enumerate(PARAMS):
+        for column in (0, 1):
+            alone = logits[row : row + 1, column : column + 1].contiguous()
+            own, _ = law_of(alone, SamplingTable.of([params], CPU))
+            assert own.probs is not None
+            assert torch.equal(own.probs[0, 0], law.probs[row, column])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scale", [0.0, 0.3, 8.0])
+def test_nuclei(width: int, scale: float, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    probs = random_logits(width, scale=scale).softmax(-1)
+    for mass in (1e-8, 0.05, 0.5, 0.9, 0.999):
+        masses = torch.full((len(PARAMS), 1), mass)
+
+        def kept() -> Tensor:
+            return (probs >= sampling._least_in_nucleus(probs, masses)[..., None]).sum(-1)  # noqa: B023
+
+        got, want = kept(), defined(kept)
+        # running sums of float32 and of double may end a token apart, where tokens are next to nothing
+        assert ((got - want).abs() <= 1 + want // 1000).all(), (mass, got, want)
+
+
+def test_a_nucleus_ends_where_it_is_full() -> None:
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125, 0.0]])
+    for mass, least in (
+        (0.0, 0.5),
+        (0.3, 0.5),
+        (0.5, 0.5),
+        (0.50001, 0.25),
+        (0.75, 0.25),
+        (0.8, 0.125),
+        (1.0, 0.125),
+    ):
+        got = rows.nucleus(probs, torch.tensor([mass]))
+        assert got is not None
+        assert got.item() == least, mass
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_races(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    generator = torch.Generator().manual_seed(width)
+    weights = random_logits(width).softmax(-1)
+    weights[1] = weights[1].where(torch.rand(2, width, generator=generator) < 0.2, 0.0)
+    weights[2] *= 7.0  # unnormalised
+    positions = torch.arange(2).expand(len(PARAMS), 2)
+    for turn in range(20):
+        base = torch.randint(-(2**62), 2**62, (len(PARAMS),), generator=generator)
+        keys = NoiseKeys(base, positions, None, torch.full((len(PARAMS),), turn))
+        assert torch.equal(
+            Noise().pick(weights, keys, DRAFT),
+            defined(lambda: Noise().pick(weights, keys, DRAFT)),  # noqa: B023
+        )
+
+
+def test_a_race_that_nobody_runs_gives_some_id() -> None:
+    weights = torch.stack([torch.zeros(1, 9), torch.full((1, 9), float("nan"))])
+    keys = NoiseKeys(
+        torch.arange(2), torch.zeros(2, 1, dtype=torch.int64), None, torch.zeros(2, dtype=torch.int64)
+    )
+    assert set(Noise().pick(weights, keys, DRAFT).flatten().tolist()) <= set(range(9))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_best(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    logits = random_logits(width).round()  # ties
+    assert torch.equal(sampling._best(logits)[0], defined(lambda: sampling._best(logits)[0]))
+    assert torch.equal(sampling._best(logits)[1], logits.amax(-1))
+
+
+@pytest.mark.parametrize("at", [0, 5, 40, 999])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_p=0.9)])
+def test_what_is_not_finite_is_seen(at: int, value: float, params: SamplingParams) -> None:
+    logits = torch.zeros(2, 1, 1000)
+    logits[1, 0, at] = value
+    _, finite = law_of(logits, SamplingTable.of([params] * 2, CPU))
+    assert finite.tolist() == [[True], [False]]
+
+
+def test_other_dtypes_devices_and_layouts_go_by_the_definition() -> None:
+    assert rows.best(torch.zeros(2, 4, dtype=torch.float64)) is None
+    assert rows.best(torch.zeros(4, 2).T) is None
+    assert rows.best(torch.zeros(2, 4, device="meta")) is None
+
+
+DEFECTS = {
+    "the nucleus forgets what is above its last bin": ("i < left && above < mass[r]", "i < left && above < mass[r] / 2"),
+    "the noise of a neighbour": ("mixed(key + at + i)", "mixed(key + at + i + 1)"),
+    "a race over the support's keys of another row": ("(uint64_t)keys[p.row]", "(uint64_t)keys[0]"),
+    "a token too faint is drawn": ("v < bound", "v < bound * 0.01f"),
+    "rows that are not cut are divided too": ("if (!cut[p.row]) continue;", ""),
+    "the temperature of the first row": ("splat(temperature[p.row])", "splat(temperature[0])"),
+    "NaN lost between pieces": ("i < PIECES && most == most; i++) most =", "i < PIECES; i++) most ="),
+    "the last of several that tie": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
+}  # fmt: skip
+
+
+def check_all(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    for width in (65, 1000):
+        test_laws(width, defined)
+        test_a_row_alone_has_the_same_bits(width)
+        test_races(width, defined)
+        test_the_best(width, defined)
+    test_a_nucleus_ends_where_it_is_full()
+    for at in (5, 40, 999):
+        test_what_is_not_finite_is_seen(at, float("nan"), SamplingParams(top_p=0.9))
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    defined: Callable[[Callable[[], Tensor]], Tensor],
+) -> None:
+    plant(monkeypatch, tmp_path, *DEFECTS[name])
+    with pytest.raises(AssertionError):
+        check_all(defined)
+
+
+def test_noise_is_hashed_once_per_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    fold = noise._fold
+    monkeypatch.setattr(noise, "_fold", lambda key, field: calls.append(0) or fold(key, field))
+    keys = NoiseKeys(torch.arange(3), torch.arange(6).expand(3, 6), None, torch.zeros(3, dtype=torch.int64))
+    whole = keys.bits(DRAFT)
+    count = len(calls)
+    assert torch.equal(keys.first(4).column(2).bits(DRAFT), whole[:, 2:3])
+    assert torch.equal(keys.columns(torch.tensor([5, 0, 3])).bits(DRAFT)[:, 0], whole[range(3), [5, 0, 3]])
+    assert len(calls) == count
