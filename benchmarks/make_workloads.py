@@ -1,14 +1,13 @@
 """Write the workloads of `foredraft bench`: prompts of six kinds out of held-out modules.
 
-Held out is proven here: a module counts if the split of the demo's recipe holds it out on this machine, if
-it was held out when the demo models were trained (`prompts/heldout.jsonl` has beginnings from it), and if those
-beginnings stand in it word for word, so that it is the same text. Its package's licence is one that the
-recipe accepts.
+Held out is proven here. A module counts if the split of the demo's recipe holds it out on this machine, if it
+was held out when the demo models were trained (`prompts/heldout.jsonl` has beginnings from it), and if those
+beginnings stand in it word for word, so that it is the same text. Its licence is one that the recipe accepts.
 
-From each kind, modules in turn in the order of a hash, up to `--candidates` beginnings are continued by the target, plainly
-and at temperature 0. A small model soon falls into loops, where drafting is easy: `--count` prompts are kept, those
-first whose output repeats under 30 % of its 4-grams. Of edits, those first that are what the kind is for: whose output
-is in good part a copy of the prompt. Nothing else is looked at, drafts least of all.
+Of each kind, up to `--candidates` beginnings, modules in turn, are continued by the target, plainly and at
+temperature 0. A small model soon falls into loops, where drafting is easy: `--count` prompts are kept, those
+first whose output repeats under 30 % of its 4-grams. Of edits, those first that are what the kind is for, with
+an output that is half a copy of the prompt. Nothing else is looked at, drafts least of all.
 
     python -m foredraft.demo.recipe.corpus --out DIR
     python benchmarks/make_workloads.py --corpus DIR
@@ -69,7 +68,7 @@ def module(source: Source) -> str:
 
 
 def prompt_of(beginning: Beginning, tokenizer: Tokenizer) -> str | None:
-    """With as much of the context, in whole lines, as fits; None: too long, or it would end inside a token."""
+    """With as many lines of the context as fit; None: too long, or it would end inside a token."""
     prompt = beginning.needed
     if len(tokenizer.encode(prompt)) > CONTEXT:
         return None

@@ -1,8 +1,8 @@
 """Six kinds of prompts for a model of code, in the spirit of Spec-Bench (arXiv:2401.07851).
 
-Contract: every kind is a function from a module's text to its beginnings. A beginning is a verbatim stretch of
-the module, up to a place where something natural is left to write; `edit` and `tests` add a few words of their
-own after it. `rest` is what comes next there, so that a cut that would fall inside a token can be told.
+Contract: a kind is a function from a module's text to its beginnings. A beginning is a verbatim stretch of the
+module, up to a place where something natural is left to write; edits and tests add a few words of their own
+after it. `rest` is what comes next there, so that a cut that would fall inside a token can be told.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def write_docstring(text: Text) -> Iterator[Beginning]:
 
 
 def edit_file(text: Text) -> Iterator[Beginning]:
-    """Code, what is to be changed in it, and the first third of the changed copy: most of the rest is to be copied."""
+    """Code, what is to be changed in it, and a third of the changed copy; most of the rest is to be copied."""
     for node in ast.walk(text.tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.end_lineno is None:
             continue
@@ -87,7 +87,8 @@ def edit_file(text: Text) -> Iterator[Beginning]:
             edited = re.sub(rf"\b{name}\b", f"new_{name}", original)
             begun = "\n".join(edited.split("\n")[: count // 3])
             asked = f"{' ' * node.col_offset}# The same code with {name} renamed to new_{name}:"
-            yield Beginning("", f"{original}\n\n\n{asked}\n{begun}", edited[len(begun) :], f"{node.name}:{name}")
+            needed = f"{original}\n\n\n{asked}\n{begun}"
+            yield Beginning("", needed, edited[len(begun) :], f"{node.name}:{name}")
 
 
 def fill_table(text: Text) -> Iterator[Beginning]:
@@ -120,7 +121,7 @@ def write_tests(text: Text) -> Iterator[Beginning]:
 
 
 def go_on(text: Text) -> Iterator[Beginning]:
-    """Prose, cut at the end of a line: docstrings and comments of several lines, most often a module's head."""
+    """Prose of several lines, in docstrings and comments, cut at the end of a line."""
     for node in ast.walk(text.tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             continue
@@ -128,7 +129,8 @@ def go_on(text: Text) -> Iterator[Beginning]:
         if said is not None and said.count("\n") >= PROSE_LINES:
             first = node.body[0].lineno
             yield text.cut(first, first + 2, getattr(node, "name", "module"))
-    for is_comment, block in groupby(enumerate(text.lines, 1), lambda line: line[1].lstrip().startswith("# ")):
+    comments = groupby(enumerate(text.lines, 1), lambda line: line[1].lstrip().startswith("# "))
+    for is_comment, block in comments:
         numbers = [number for number, _ in block]
         if is_comment and len(numbers) >= 4:
             yield text.cut(numbers[0], numbers[1], f"line {numbers[0]}")
