@@ -28,6 +28,7 @@ class Timing:
     prefill_seconds: float
     decode_seconds: float
     decoded: int
+    passes: int | None = None
     stats: Stats | None = None
 
     @property

@@ -129,7 +129,7 @@ class RoundTime:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first new token, from 0, that is not own plain decoding's, and the prompt (from 0) that it is in."""
+    """The first new token that is not own plain decoding's, and the prompt that it is in; both from 0."""
 
     prompt: int
     position: int
@@ -181,7 +181,8 @@ class Row:
         counted: Prompts that count.
         prompts: All prompts.
         exactness: Over all prompts.
-        bandwidth_share: tokens/s by those of reading the weights once a token at the machine's bandwidth.
+        bandwidth_share: Bytes of the target's weights that its passes read in a second, by the machine's read
+            bandwidth; None where the passes are not known.
         peak_memory: Added by loading and by a run.
     """
 
@@ -242,11 +243,11 @@ def _rebuilt(kind: Any, value: Any) -> Any:
             return None
         (kind,) = (option for option in get_args(kind) if option is not types.NoneType)
         return _rebuilt(kind, value)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         if unknown := value.keys() - {field.name for field in fields(kind)}:
             raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})
     if get_origin(kind) is tuple:
         return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
     if get_origin(kind) is dict:
