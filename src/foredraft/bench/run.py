@@ -1,14 +1,9 @@
-"""The whole benchmark: what is run in which order, and the record of it.
-
-Contract: every contender is warmed up before its runs count; then, prompt by prompt, all take turns
-(`schedule`). What is measured besides (costs, bandwidth, memory, where a round's time goes) has runs of its
-own, so that looking does not change what is seen.
-"""
+"""The whole benchmark: what is loaded, what is measured, and the record of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -17,57 +12,24 @@ import torch
 
 import foredraft
 from foredraft import demo
-from foredraft.bench.contender import Contender, Setting
+from foredraft.bench.contender import Setting
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
 from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
-from foredraft.bench.figures import Group, Runs, Series, row_of
 from foredraft.bench.machine import Memory, bandwidth, machine
-from foredraft.bench.ours import Ours
-from foredraft.bench.records import PLAIN, Bandwidth, Costs, Model, Report, RoundTime, Row, Spread
-from foredraft.bench.schedule import groups_of, turns
-from foredraft.bench.timing import parted
+from foredraft.bench.options import MAX_REPEATED, Options
+from foredraft.bench.race import Progress, Race
+from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
-from foredraft.ngrams import repeated
 
-__all__ = ["MAX_REPEATED", "Options", "bench"]
+__all__ = ["bench"]
 
-MAX_REPEATED = 0.3  # share of repeated 4-grams from which on a prompt does not count: drafting is easy there
-LOOKED_INTO = 3  # groups of a workload whose rounds are taken apart
-
-Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """methods: names of contenders; None = all that are possible. new_tokens: of every prompt. repeats: of
-    every contender on every prompt. batch: sizes. coupled: ours draw by the coupled acceptance rule.
-
-    Raises ConfigError that names a value out of range.
-    """
-
-    methods: tuple[str, ...] | None = None
-    new_tokens: int = 64
-    repeats: int = 3
-    batch: tuple[int, ...] = (1,)
-    temperature: float = 0.0
-    coupled: bool = False
-
-    def __post_init__(self) -> None:
-        chosen(self.methods)
-        if self.new_tokens < 2:
-            raise ConfigError(f"new_tokens is {self.new_tokens}; give 2 or more")
-        if self.repeats < 1:
-            raise ConfigError(f"repeats is {self.repeats}; give 1 or more")
-        if not self.batch or min(self.batch) < 1:
-            raise ConfigError(f"batch is {','.join(map(str, self.batch))!r}; give sizes of 1 or more")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")
+Prompts = Mapping[str, list[list[int]]]  # the ids of each workload's
 
 
 def bench(
@@ -87,27 +49,92 @@ def bench(
     ConfigError of a contender that was asked for by name and cannot run. A KeyboardInterrupt ends it early,
     with the rows that are done, or is raised where there are none.
     """
-    host = Memory(torch.device("cpu"))
-    before = host.held()
+    before = Memory(torch.device("cpu")).held()
     llm = _load(workloads, options, {"path": model, "draft": draft, **loading}, progress)
     memory = Memory(llm.engine.device)
     ours = memory.held() - (before if memory.device.type == "cpu" else 0)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, draft, loading)
-    positions = options.new_tokens + max(len(ids) for encoded in prompts.values() for ids in encoded)
-    cache = llm.engine.cache.data
-    setting = Setting(
-        llm, *folders, cache.dtype, cache.device, positions, options.temperature, options.coupled
-    )
+    setting = _setting(llm, folders, prompts, options)
+    models = _models(llm, folders)
     field = Field()
     try:
         field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods is not None)
-        return _Benchmark(setting, field, options, memory, prompts, progress).report(
-            {"model": model or "demo", "draft": draft or (None if model else "demo"), **loading},
-            _models(llm, folders),
+        speed = bandwidth(setting.device)
+        costs = _costs(llm, prompts, options, models[0].step_bytes, speed, progress)
+        read_seconds = models[0].step_bytes / speed.bytes_per_second
+        race = Race(setting, field, options, memory, costs, read_seconds, progress)
+        rows, finished = _run(race, prompts)
+        programs = {CONTENDERS[contender.name].program for contender in field.contenders}
+        versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
+        return Report(
+            options=_asked(llm, prompts, options, model, draft, loading),
+            machine=machine(setting.device) | versions,
+            models=models,
+            bandwidth=speed,
+            costs=tuple(costs.values()),
+            rows=tuple(rows),
+            notes=tuple(field.notes),
+            finished=finished,
         )
     finally:
         field.close()
+
+
+def _run(race: Race, prompts: Prompts) -> tuple[list[Row], bool]:
+    """The rows, and whether they are all."""
+    rows: list[Row] = []
+    try:
+        for name, own in prompts.items():
+            for more in race.rows(name, own):
+                rows += more
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        return rows, False
+    return rows, True
+
+
+def _costs(
+    llm: LLM, prompts: Prompts, options: Options, step_bytes: int, speed: Bandwidth, progress: Progress
+) -> dict[int, Costs]:
+    """By batch size, at the context of a median prompt half way through its new tokens."""
+    lengths = [len(ids) for own in prompts.values() for ids in own]
+    context = int(median(lengths)) + options.new_tokens // 2
+    made: dict[int, Costs] = {}
+    for batch in options.batch:
+        made[batch] = measure_costs(llm, batch, context, _longest(llm), step_bytes, speed)
+        progress("Costs", len(made), len(options.batch))
+    return made
+
+
+def _longest(llm: LLM) -> int:
+    """Of the drafts: every policy is made from it."""
+    policy: Any = llm.engine.policy
+    return int(policy.max_draft)
+
+
+def _asked(
+    llm: LLM,
+    prompts: Prompts,
+    options: Options,
+    model: str | None,
+    draft: str | None,
+    loading: dict[str, Any],
+) -> dict[str, Any]:
+    """All that was asked for, and the values that hold where nothing was; for JSON."""
+    asked = {"model": model or "demo", "draft": draft or (None if model else "demo"), **loading}
+    asked |= asdict(options) | {"policy": llm.engine.policy.name, "max_draft": _longest(llm)}
+    asked |= {"deterministic": llm.deterministic, "max_repeated": MAX_REPEATED}
+    asked |= {"workloads": {name: len(own) for name, own in prompts.items()}}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items()}
+
+
+def _setting(llm: LLM, folders: tuple[Path, Path | None], prompts: Prompts, options: Options) -> Setting:
+    cache = llm.engine.cache.data
+    longest = max(len(ids) for own in prompts.values() for ids in own)
+    positions = longest + options.new_tokens
+    return Setting(llm, *folders, cache.dtype, cache.device, positions, options.temperature, options.coupled)
 
 
 def _load(

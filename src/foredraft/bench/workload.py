@@ -40,10 +40,11 @@ def load_workloads(names: tuple[str, ...], prompts: int | None = None) -> list[W
         elif name in known:
             paths[name] = known[name]
         else:
-            paths[Path(name).stem] = Path(name)
             if not Path(name).is_file():
                 choices = ", ".join([ALL, *known])
                 raise ConfigError(f"workload is {name!r}; give a file, or one of {choices}")
+            stem = Path(name).stem
+            paths[name if stem in paths or stem in known else stem] = Path(name)
     if not paths:
         raise ConfigError("no workloads come with this copy of Foredraft; give workload='FILE'")
     return [Workload(name, _some(_read(path), prompts)) for name, path in paths.items()]
