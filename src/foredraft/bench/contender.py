@@ -8,11 +8,38 @@ device that works apart from the host, it was waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from foredraft.decode.stats import Stats
+import torch
 
-__all__ = ["Contender", "Timing"]
+from foredraft.decode.stats import Stats
+from foredraft.llm import LLM
+
+__all__ = ["Contender", "Setting", "Timing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all contenders share.
+
+    llm: ours, loaded. target, draft: folders of the checkpoints; no draft is None. positions: of the longest
+    prompt with its new tokens. coupled: ours draw by the coupled acceptance rule.
+    """
+
+    llm: LLM
+    target: Path
+    draft: Path | None
+    dtype: torch.dtype
+    device: torch.device
+    positions: int
+    temperature: float = 0.0
+    coupled: bool = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those of ours that are loaded."""
+        return tuple(self.llm.engine.drafters)
 
 
 @dataclass(frozen=True, slots=True)
