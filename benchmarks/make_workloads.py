@@ -5,9 +5,9 @@ was held out when the demo models were trained (`prompts/heldout.jsonl` has begi
 beginnings stand in it word for word, so that it is the same text. Its licence is one that the recipe accepts.
 
 Of each kind, up to `--candidates` beginnings, modules in turn, are continued by the target, plainly and at
-temperature 0. A small model soon falls into loops, where drafting is easy: `--count` prompts are kept, those
-first whose output repeats under 30 % of its 4-grams. Of edits, those first that are what the kind is for, with
-an output that is half a copy of the prompt. Nothing else is looked at, drafts least of all.
+temperature 0. A small model soon falls into loops, where drafting is easy: `--count` are kept, those first
+whose output repeats under 30 % of its 4-grams. Of edits, those first that are what the kind is for, with an
+output that is half a copy of the prompt. Nothing else is looked at, drafts least of all.
 
     python -m foredraft.demo.recipe.corpus --out DIR
     python benchmarks/make_workloads.py --corpus DIR

@@ -1,6 +1,6 @@
 """Checkpoints of a real model's shape with random weights, for costs that do not hang on what a model says.
 
-    python benchmarks/shape.py --shape llama-1b --out DIR
+python benchmarks/shape.py --shape llama-1b --out DIR
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-COMMON = {"max_position_embeddings": 4096, "rope_theta": 500_000.0, "bos_token_id": None, "eos_token_id": None}
+COMMON = {
+    "max_position_embeddings": 4096,
+    "rope_theta": 500_000.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 SHARD_BYTES = 2**28
 
 
 def random_checkpoint(
     folder: Path, keys: dict[str, Any], dtype: torch.dtype = torch.bfloat16, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """A Llama with these config keys; no tokenizer. Norms are ones, products keep the scale of what they read.
+    """A Llama with these config keys; no tokenizer.
 
-    Each weight is a function of its name. No more than a shard, or the largest tensor, is in memory at a time.
+    Norms are ones, products keep the scale of what they read; each weight is a function of its name. No more
+    than a shard, or the largest tensor, is in memory at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], dtype=dtype, **COMMON, **keys)
+    config = transformers.LlamaConfig(dtype=dtype, **COMMON, **keys)
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()}

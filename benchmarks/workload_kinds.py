@@ -1,8 +1,8 @@
 """Six kinds of prompts for a model of code, in the spirit of Spec-Bench (arXiv:2401.07851).
 
-Contract: a kind is a function from a module's text to its beginnings. A beginning is a verbatim stretch of the
-module, up to a place where something natural is left to write; edits and tests add a few words of their own
-after it. `rest` is what comes next there, so that a cut that would fall inside a token can be told.
+Contract: a kind is a function from a module's text to its beginnings. A beginning is a verbatim stretch of
+the module, up to a place where something natural is left to write; edits and tests add words of their own after
+it. `rest` is what comes next there, so that a cut that would fall inside a token can be told.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def write_docstring(text: Text) -> Iterator[Beginning]:
 
 
 def edit_file(text: Text) -> Iterator[Beginning]:
-    """Code, what is to be changed in it, and a third of the changed copy; most of the rest is to be copied."""
+    """Code, what is to be changed in it, and a third of the copy; most of the rest is to be copied."""
     for node in ast.walk(text.tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.end_lineno is None:
             continue

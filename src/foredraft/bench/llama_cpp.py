@@ -13,6 +13,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ class LlamaCpp:
     def __init__(self, setting: Setting) -> None:
         _refuse(setting)
         self._library = module("llama_cpp", self.name)
-        self._quiet = self._library.llama_log_callback(_log)  # is called for as long as the library lives
-        self._library.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        self._library.llama_log_set(_logging(self._library.llama_log_callback), ctypes.c_void_p(0))
         self._model: Any = None
         self._context: Any = None
         self._batch: Any = None
@@ -148,5 +148,7 @@ def _refuse(setting: Setting) -> None:
         raise ConfigError(f"llama.cpp decodes greedily here: temperature is {setting.temperature}; give 0")
 
 
-def _log(level: int, text: bytes, data: Any) -> None:
-    logger.debug("%s", text.decode(errors="replace").rstrip())
+@cache  # the library calls it until the process ends
+def _logging(kind: Any) -> Any:
+    """What it has to tell, as this module's own debugging messages."""
+    return kind(lambda level, text, data: logger.debug("%s", text.decode(errors="replace").rstrip()))
