@@ -140,7 +140,7 @@ class Exactness:
     """Tokens against own plain decoding's, in every timed run.
 
     comparable: whether a lossless one must have the same ones: at temperature 0, and ours under the coupled
-    rule; otherwise nothing was compared. identical: prompts of which every run was identical, out of `prompts`.
+    rule; otherwise nothing was compared. identical: prompts of which every run was, out of `prompts`.
     """
 
     comparable: bool
@@ -232,7 +232,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Report:
-        """What `as_dict` gave, also by way of JSON. Raises KeyError or TypeError on anything else."""
+        """What `as_dict` gave, also by way of JSON. Raises TypeError on anything else."""
         report = _rebuilt(cls, document)
         assert isinstance(report, cls)
         return report

@@ -153,10 +153,8 @@ def about(report: Report) -> str:
     options, machine = report.options, report.machine
     step = f"a bare step takes {costs.step_seconds * 1e3:.2f} ms"
     if speed is not None and costs.bandwidth_share is not None:
-        step += (
-            f" and reads its weights at {costs.bandwidth_share:.0%} of {speed.bytes_per_second / 1e9:.1f} GB/s"
-            f" ({speed.method})"
-        )
+        best = f"{speed.bytes_per_second / 1e9:.1f} GB/s ({speed.method})"
+        step += f" and reads its weights at {costs.bandwidth_share:.0%} of {best}"
     return (
         f"{options['model']}, {target.parameters / 1e6:.0f} M parameters, {target.dtype}; temperature"
         f" {options['temperature']:g}, {options['new_tokens']} tokens, {options['repeats']} repeats;"
