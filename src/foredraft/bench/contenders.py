@@ -126,10 +126,13 @@ def chosen(names: tuple[str, ...] | None) -> tuple[str, ...]:
     """
     if names is None:
         return tuple(CONTENDERS)
+    asked = ",".join(names)
     for name in names:
         if name not in CONTENDERS:
-            raise ConfigError(f"methods names {name!r}; give some of {', '.join(CONTENDERS)}")
+            raise ConfigError(
+                f"methods is {asked!r}, but there is no {name!r}; give some of {', '.join(CONTENDERS)}"
+            )
         missing = PROGRAMS[CONTENDERS[name].program].missing
         if missing is not None:
-            raise ConfigError(f"methods names {name!r}, but {missing}")
+            raise ConfigError(f"methods is {asked!r}, but {missing}")
     return tuple(dict.fromkeys((PLAIN, *names)))

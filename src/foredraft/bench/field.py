@@ -41,12 +41,12 @@ class Field:
             except ForedraftError as error:
                 if wanted:
                     raise
-                self.notes.append(f"{name} is left out: {error}")
+                self.notes.append(f"left out: {error}")
 
     def leave(self, contender: Contender, why: str) -> None:
         """It cannot run after all."""
         self.contenders.remove(contender)
-        self.notes.append(f"{contender.name} is left out: {why}")
+        self.notes.append(f"left out: {contender.name} failed ({why})")
         contender.close()
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ def _loaded(name: str, setting: Setting, memory: Memory) -> tuple[Any, int]:
     """A program's models, and the bytes that they added. Raises ConfigError, whatever a peer raises."""
     program = PROGRAMS[name]
     if program.missing is not None:
-        raise ConfigError(program.missing)
+        raise ConfigError(f"{name}: {program.missing}")
     return grown(memory, lambda: _load(name, program.load, setting))
 
 

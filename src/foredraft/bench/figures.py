@@ -95,6 +95,7 @@ def row_of(
         batch=series.batch,
         contender=name,
         peer=contender.peer,
+        lossless=contender.lossless,
         tokens_per_second=speeds,
         speedup=over(lambda runs: runs.ratio(name, PLAIN)),
         over_peers={other: spread for other, spread in peers_of.items() if spread is not None},

@@ -17,6 +17,7 @@ import torch
 import foredraft
 from foredraft.bench.records import Bandwidth
 from foredraft.bench.timing import synchronise
+from foredraft.build.capacity import free_memory
 
 __all__ = ["Memory", "bandwidth", "machine"]
 
@@ -50,8 +51,11 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     return found
 
 
-def bandwidth(device: torch.device) -> Bandwidth:
-    """What memory gives at its best. CPU: reading; CUDA: copying, bytes read and written."""
+def bandwidth(device: torch.device) -> Bandwidth | None:
+    """What memory gives at its best. CPU: reading; CUDA: copying, bytes read and written. None where there is
+    not enough of it to see."""
+    if free_memory(device) < 2 * BYTES:
+        return None
     many = f"best of {TRIES}, {BYTES / 2**30:g} GiB each"
     source = torch.ones(BYTES // 4, device=device)
     if device.type == "cuda":

@@ -31,8 +31,8 @@ Progress = Callable[[str, int, int], None]
 class Race:
     """What stays the same from row to row.
 
-    costs: by batch size. read_seconds: of a step's weights at the machine's bandwidth. progress: (stage, done,
-    total).
+    costs: by batch size. read_seconds: of a step's weights at the machine's bandwidth. progress: (stage,
+    done, total).
     """
 
     setting: Setting
@@ -40,7 +40,7 @@ class Race:
     options: Options
     memory: Memory
     costs: Mapping[int, Costs]
-    read_seconds: float
+    read_seconds: float | None
     progress: Progress
 
     def rows(self, workload: str, prompts: list[list[int]]) -> Iterator[list[Row]]:
@@ -48,7 +48,7 @@ class Race:
         expected = self._plain_texts(workload, prompts)
         counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
         single: dict[str, Spread | None] = {}
-        for batch in self.options.batch:
+        for batch in sorted(set(self.options.batch)):  # 1 comes first, and others are held against it
             groups = groups_of(counted, batch)
             added = self._warm_up(batch, _of(prompts, groups[0]))
             racing = [contender for contender in self.field.contenders if contender.name in added]
@@ -61,7 +61,7 @@ class Race:
                 name = contender.name
                 if name not in added:
                     note = f"takes {' or '.join(map(str, contender.batches or ()))} prompt at a time"
-                    rows.append(Row(workload, batch, name, contender.peer, note))
+                    rows.append(Row(workload, batch, name, contender.peer, contender.lossless, note))
                     continue
                 made = row_of(
                     series,
@@ -121,6 +121,8 @@ class Race:
 
     def _comparable(self, contender: Contender) -> bool:
         """Whether its tokens must be plain decoding's."""
+        if not contender.lossless:
+            return False
         return self.options.temperature == 0 or (self.options.coupled and not contender.peer)
 
     def _round_time(self, series: Series, prompts: list[list[int]], contender: Contender) -> RoundTime | None:

@@ -139,8 +139,8 @@ class Divergence:
 class Exactness:
     """Tokens against own plain decoding's, in every timed run.
 
-    comparable: whether they must be the same ones: at temperature 0, and under the coupled rule; otherwise
-    nothing was compared. identical: prompts of which every run was identical, out of `prompts`.
+    comparable: whether a lossless one must have the same ones: at temperature 0, and ours under the coupled
+    rule; otherwise nothing was compared. identical: prompts of which every run was, out of `prompts`.
     """
 
     comparable: bool
@@ -165,6 +165,7 @@ class Row:
         batch: Sequences decoded side by side.
         contender: Its name; `PLAIN` is own plain decoding.
         peer: Somebody else's program.
+        lossless: Its output has the model's own law.
         note: Why there are no figures, where there are none; all others are None then.
         tokens_per_second: Of the decoding phase, all sequences together.
         speedup: Over own plain decoding.
@@ -190,6 +191,7 @@ class Row:
     batch: int
     contender: str
     peer: bool
+    lossless: bool = True
     note: str | None = None
     tokens_per_second: Spread | None = None
     speedup: Spread | None = None
@@ -230,7 +232,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Report:
-        """What `as_dict` gave, also by way of JSON. Raises KeyError or TypeError on anything else."""
+        """What `as_dict` gave, also by way of JSON. Raises TypeError on anything else."""
         report = _rebuilt(cls, document)
         assert isinstance(report, cls)
         return report

@@ -34,7 +34,7 @@ Prompts = Mapping[str, list[list[int]]]  # the ids of each workload's
 
 def bench(
     workloads: Sequence[Workload],
-    options: Options = Options(),
+    options: Options,
     *,
     model: str | None = None,
     draft: str | None = None,
@@ -62,7 +62,7 @@ def bench(
         field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods is not None)
         speed = bandwidth(setting.device)
         costs = _costs(llm, prompts, options, models[0].step_bytes, speed, progress)
-        read_seconds = models[0].step_bytes / speed.bytes_per_second
+        read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
         race = Race(setting, field, options, memory, costs, read_seconds, progress)
         rows, finished = _run(race, prompts)
         programs = {CONTENDERS[contender.name].program for contender in field.contenders}
@@ -96,13 +96,13 @@ def _run(race: Race, prompts: Prompts) -> tuple[list[Row], bool]:
 
 
 def _costs(
-    llm: LLM, prompts: Prompts, options: Options, step_bytes: int, speed: Bandwidth, progress: Progress
+    llm: LLM, prompts: Prompts, options: Options, step_bytes: int, speed: Bandwidth | None, progress: Progress
 ) -> dict[int, Costs]:
     """By batch size, at the context of a median prompt half way through its new tokens."""
     lengths = [len(ids) for own in prompts.values() for ids in own]
     context = int(median(lengths)) + options.new_tokens // 2
     made: dict[int, Costs] = {}
-    for batch in options.batch:
+    for batch in sorted(set(options.batch)):
         made[batch] = measure_costs(llm, batch, context, _longest(llm), step_bytes, speed)
         progress("Costs", len(made), len(options.batch))
     return made

@@ -108,11 +108,15 @@ def parted(engine: Engine) -> Iterator[Parts]:
 @contextmanager
 def wrapped(thing: Any, name: str, stand_in: Any) -> Iterator[None]:
     """An attribute of this one object replaced while entered."""
+    before = vars(thing).get(name)  # its own, where it is wrapped already; else its class's
     setattr(thing, name, stand_in)
     try:
         yield
     finally:
-        delattr(thing, name)
+        if before is None:
+            delattr(thing, name)
+        else:
+            setattr(thing, name, before)
 
 
 def synchronise(device: torch.device) -> None:

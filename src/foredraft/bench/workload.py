@@ -1,4 +1,4 @@
-"""Workloads: files of prompts, a JSON object a line with a "prompt" in it; some are shipped, and have names."""
+"""Workloads: files of prompts, a JSON object a line with a "prompt" in it; the shipped ones have names."""
 
 from __future__ import annotations
 
