@@ -33,6 +33,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 6.4  # inches
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans"],  # to measure by; the page sets its own
     "font.size": 11,
     "text.color": INK,
     "axes.edgecolor": LINE,

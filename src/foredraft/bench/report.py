@@ -8,7 +8,7 @@ Raises ConfigError, when it is imported, where matplotlib is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median
@@ -106,15 +106,21 @@ def _facts(report: Report) -> dict[str, str]:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:
     """Plain values as a person writes them."""
+    return {name: _written(value) for name, value in values.items()}
 
-    def written(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return ", ".join(f"{name} {written(item)}" for name, item in value.items())
-        if isinstance(value, list | tuple):
-            return ", ".join(map(written, value))
-        return {None: DASH, True: "yes", False: "no"}.get(value, str(value)) if value in (None, True, False) else str(value)
 
-    return {name: written(value) for name, value in values.items()}
+def _written(value: Any) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_written(item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_written, value))
+    return str(value)
 
 
 # --- the table -------------------------------------------------------------------------------------
@@ -149,16 +155,16 @@ def _table(report: Report, batch: int) -> Table:
         "repeated": lambda row: _spread(row.repeated, ".0%"),
         **{f"over {peer}": _over(peer) for peer in peers},
         "over batch 1": lambda row: Cell(_number(row.over_single, ".2f")),
-        "all prompts": lambda row: _spread(row.speedup_all, ".2f"),
+        "over plain, all prompts": lambda row: _spread(row.speedup_all, ".2f"),
         "predicted": lambda row: _spread(row.predicted, ".2f"),
         "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
         "overhead o": lambda row: _spread(row.overhead, ".2f"),
-        "α": lambda row: Cell(_number(row.drafting and row.drafting.alpha, ".2f")),
-        "τ": lambda row: Cell(_number(row.drafting and row.drafting.mean_accepted_length, ".2f")),
-        "draft length": lambda row: Cell(_number(row.drafting and row.drafting.mean_draft_length, ".2f")),
-        "prompt read in": lambda row: _spread(row.prefill_seconds, ".3f", " s"),
-        "bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
-        "memory": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f", " MiB")),
+        "α": lambda row: _drafts(row, "alpha"),
+        "τ": lambda row: _drafts(row, "mean_accepted_length"),
+        "draft length": lambda row: _drafts(row, "mean_draft_length"),
+        "prompt read in, s": lambda row: _spread(row.prefill_seconds, ".3f"),
+        "of read bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
+        "memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
     }
     lines = [(row, [make(row) for make in columns.values()]) for row in rows]
     filled = [
@@ -193,12 +199,16 @@ def _over(peer: str) -> Callable[[Row], Cell]:
     return lambda row: _spread((row.over_peers or {}).get(peer), ".2f")
 
 
-def _spread(spread: Spread | None, form: str, unit: str = "") -> Cell:
+def _drafts(row: Row, field: str) -> Cell:
+    return Cell(DASH if row.drafting is None else _number(getattr(row.drafting, field), ".2f"))
+
+
+def _spread(spread: Spread | None, form: str) -> Cell:
     if spread is None:
         return Cell(DASH)
     quartiles = f"{spread.lower:{form}}–{spread.upper:{form}}" if spread.count > 1 else ""
-    return Cell(f"{spread.median:{form}}{unit}", quartiles)
+    return Cell(f"{spread.median:{form}}", quartiles)
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return DASH if value is None else f"{value:{form}}{unit}"
+def _number(value: float | None, form: str) -> str:
+    return DASH if value is None else f"{value:{form}}"
