@@ -27,9 +27,9 @@ from workload_kinds import KINDS, Beginning, Text
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.demo.recipe.completions import repeated
 from foredraft.demo.recipe.corpus import PACKAGES, Source, read_sources, write_lines
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.ngrams import repeated
 
 HERE = Path(__file__).parent
 CONTEXT = 320  # tokens

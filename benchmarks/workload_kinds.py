@@ -1,8 +1,8 @@
 """Six kinds of prompts for a model of code, in the spirit of Spec-Bench (arXiv:2401.07851).
 
 Contract: a kind is a function from a module's text to its beginnings. A beginning is a verbatim stretch of
-the module, up to a place where something natural is left to write; edits and tests add words of their own after
-it. `rest` is what comes next there, so that a cut that would fall inside a token can be told.
+the module, up to a place where something natural is left to write; edits and tests add words of their own.
+`rest` is what comes next there, so that a cut that would fall inside a token can be told.
 """
 
 from __future__ import annotations

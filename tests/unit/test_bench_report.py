@@ -299,6 +299,7 @@ class TestPlots:
 class TestSelfContained:
     def test_it_refers_to_nothing_outside_and_runs_nothing(self) -> None:
         text = usual()
+        assert text.count("<style") == 1
         assert not re.search(r"https?:|//\w|@import|<script|<link|<iframe|<img", text)
         for tag, attributes in Page(text).tags:
             for name, value in attributes.items():

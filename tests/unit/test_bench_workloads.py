@@ -152,6 +152,20 @@ class TestKinds:
         assert prompt.startswith("value_")
         assert script.CONTEXT - 12 < len(tokenizer.encode(prompt)) <= script.CONTEXT
 
+    def test_context_never_leaps_a_line_that_is_too_long(
+        self, script: ModuleType, tokenizer: Tokenizer
+    ) -> None:
+        context = f"early = 1\n{'number + ' * 400}0\nlate = 1\n"
+        assert script.prompt_of(script.Beginning(context, "x =", " 1\n", "x"), tokenizer) == "late = 1\nx ="
+
+    def test_statements_that_begin_alike_are_a_table_of_their_own(self, script: ModuleType) -> None:
+        calls = [f"    check({number})\n" for number in range(7)]
+        module = "def test_all():\n    value = 1\n" + "".join(calls) + "    other(value)\n"
+        (beginning,) = script.KINDS["fill-table"](script.Text(module))
+        assert beginning.needed == "".join(calls[:3]).removesuffix("\n")
+        assert beginning.context == "def test_all():\n    value = 1\n"
+        assert not list(script.KINDS["fill-table"](script.Text(module.replace("check(3)", "chuck(3)"))))
+
     def test_a_cut_inside_a_token_is_no_prompt(self, script: ModuleType, tokenizer: Tokenizer) -> None:
         assert script.prompt_of(script.Beginning("", "return Fal", "se\n", "x"), tokenizer) is None
         assert script.prompt_of(script.Beginning("", "return", " False\n", "x"), tokenizer) == "return"

@@ -101,7 +101,7 @@ def svg(figure: Any, name: str) -> str:
     text = drawn.getvalue()
     box = re.search(r'viewBox="([^"]*)"', text)
     assert box is not None
-    text = re.sub(r"<(metadata|style).*?</\1>", "", text[text.index("<defs>") :], flags=re.DOTALL)
+    text = re.sub(r"<style.*?</style>", "", text[text.index("<defs>") :], flags=re.DOTALL)
     text = text.replace("xlink:href", "href").replace(' id="', f' id="{name}-')
     text = text.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     text = re.sub(r"#0\d0\d0\d", lambda found: PAGE.get(found[0], found[0]), text)
