@@ -150,7 +150,11 @@ def _load(
         texts = (text for workload in workloads for text in workload.prompts)
         return most, max(len(tokenizer.encode(text)) for text in texts) + options.new_tokens
 
-    return foredraft.load(needs=needs, progress=progress, **loading)
+    def loading_only(stage: str, done: int, total: int) -> None:
+        if stage != "prefill":  # whoever draws in the middle of a run slows it down
+            progress(stage, done, total)
+
+    return foredraft.load(needs=needs, progress=loading_only, **loading)
 
 
 def _encoded(
