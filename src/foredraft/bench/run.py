@@ -49,10 +49,10 @@ def bench(
     ConfigError of a contender that was asked for by name and cannot run. A KeyboardInterrupt ends it early,
     with the rows that are done, or is raised where there are none.
     """
-    before = Memory(torch.device("cpu")).held()
+    before = Memory(torch.device("cpu")).settled()
     llm = _load(workloads, options, {"path": model, "draft": draft, **loading}, progress)
     memory = Memory(llm.engine.device)
-    ours = memory.held() - (before if memory.device.type == "cpu" else 0)
+    ours = memory.settled() - (before if memory.device.type == "cpu" else 0)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, draft, loading)
     setting = _setting(llm, folders, prompts, options)
