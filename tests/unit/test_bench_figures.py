@@ -164,6 +164,17 @@ def test_a_shorter_text_diverges_where_it_ends() -> None:
     assert divergence((), ()) is None
 
 
+def test_rounds_of_a_batch_are_counted_once() -> None:
+    stats = Stats.of([Round(0, 0, 1)] * 20)
+    both = Timing((TEXT, TEXT), 0.1, 0.132, 20, 11, stats)
+    row = row_of(
+        series(Runs(Group((0, 1), True), {"plain": [both]}), prompts=2), Named("plain"), [], comparable=True
+    )
+    assert row.tokens_per_second is not None and row.tokens_per_second.median == pytest.approx(20 / 0.132)
+    assert row.overhead is not None and row.overhead.median == pytest.approx(0.2)  # 12 ms a round, of 10
+    assert row.counted == row.prompts == 2
+
+
 def test_what_a_batch_gains_over_one() -> None:
     runs = series(Runs(Group((0,), True), {"plain": [plain(0.5)]}))
     row = row_of(runs, Named("plain"), [], comparable=True, single=Spread(5.0, 5.0, 5.0, 1))
