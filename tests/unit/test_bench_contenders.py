@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from importlib import metadata
 from pathlib import Path
@@ -123,19 +124,20 @@ def test_parts_of_a_round_are_the_drafters_and_the_targets(
 def test_the_engine_is_left_as_it_was(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = setting.llm.engine
 
-    def attributes() -> list[set[str]]:
-        return [set(vars(part)) for part in (engine, engine.target, *engine.drafters.values())]
+    def methods() -> list[Any]:
+        drafters: Any = engine.drafters
+        own = [drafters["lookup"].propose, drafters["draft-model"].step]
+        return [engine.step, engine.round, engine.target.forward, *own]
 
     def broken(*given: Any, **named: Any) -> Any:
         assert "step" in vars(engine) and "round" in vars(engine)
         raise RequestError("broken")
 
-    before = attributes()
     with monkeypatch.context() as patch:
         patch.setattr(setting.llm, "generate", broken)
         with pytest.raises(RequestError), parted(engine):
             Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS)
-    assert attributes() == before
+    assert all(map(inspect.ismethod, methods()))  # and no function that wraps one
 
 
 def test_a_request_that_fails_is_no_run(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +204,8 @@ def test_transformers_samples_without_cuts(setting: Setting, models: Any) -> Non
     warm = Setting(
         setting.llm, setting.target, None, torch.float32, torch.device("cpu"), 64, temperature=50.0
     )
-    timing = hugging_face.plain(models, warm).run(PROMPTS[:1], 64)
-    assert len(set(timing.tokens[0])) > 50  # nearly uniform over 384; a top-k of 50 could not
+    timing = hugging_face.plain(models, warm).run(PROMPTS[:1] * 200, 2)
+    assert len({text[0] for text in timing.tokens}) > 50  # nearly uniform over 384: the library cuts at 50
 
 
 def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
@@ -215,6 +217,31 @@ def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
     assert made.bandwidth_share == pytest.approx(1e-3 / made.step_seconds)
     two = measure_costs(setting.llm, 2, 40, 3, 1000, None, repeats=1)
     assert [cost.rows for cost in two.verifying] == [1, 2, 3, 4] and two.bandwidth_share is None
+
+
+def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of our own: a target's forward takes 9 and 1 more a row, a draft's 2."""
+    now = 0.0
+    engine = setting.llm.engine
+    drafter: Any = engine.drafters["draft-model"]
+
+    def slow(runner: Any, seconds: Any) -> Any:
+        forward = runner.forward
+
+        def run(cache: Any, tokens: Any, *given: Any, **named: Any) -> Any:
+            nonlocal now
+            now += seconds(tokens.shape[1])
+            return forward(cache, tokens, *given, **named)
+
+        return run
+
+    monkeypatch.setattr(engine.target, "forward", slow(engine.target, lambda rows: 9.0 + rows))
+    monkeypatch.setattr(drafter.runner, "forward", slow(drafter.runner, lambda rows: 2.0))
+    monkeypatch.setattr("foredraft.bench.costs.time.perf_counter", lambda: now)
+    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=3)
+    assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.2}
+    assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]
+    assert made.bandwidth_share == 0.1
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma2", True), ("qwen2", False)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +58,7 @@ def _loaded(name: str, setting: Setting, memory: Memory) -> tuple[Any, int]:
     program = PROGRAMS[name]
     if program.missing is not None:
         raise ConfigError(f"{name}: {program.missing}")
-    return grown(memory, lambda: _load(name, program.load, setting))
+    return _grown(memory, lambda: _load(name, program.load, setting))
 
 
 def _load(name: str, load: Callable[[Setting], Any], setting: Setting) -> Any:
@@ -71,10 +70,8 @@ def _load(name: str, load: Callable[[Setting], Any], setting: Setting) -> Any:
         raise ConfigError(f"{name} cannot load this model ({type(error).__name__}: {error})") from error
 
 
-def grown(memory: Memory, load: Callable[[], Any]) -> tuple[Any, int]:
+def _grown(memory: Memory, load: Callable[[], Any]) -> tuple[Any, int]:
     """What `load` makes, and the bytes that it added for good."""
-    gc.collect()
-    before = memory.held()
+    before = memory.settled()
     made = load()
-    gc.collect()
-    return made, memory.held() - before
+    return made, memory.settled() - before

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
@@ -79,8 +81,8 @@ def _least(action: Any, device: torch.device) -> float:
 
 
 class Memory:
-    """Bytes that this process alone holds: on a CPU its unique set size, which counts files that only it has
-    mapped, on CUDA what PyTorch allocated. Not known on a CPU without psutil."""
+    """Bytes that this process holds: on a CPU its resident set, in which files that several have mapped count
+    for each of them, on CUDA what PyTorch allocated. Not known on a CPU without psutil."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,13 +95,21 @@ class Memory:
             return torch.cuda.memory_allocated(self.device)
         import psutil
 
-        return int(psutil.Process().memory_full_info().uss)
+        return int(psutil.Process().memory_info().rss)
+
+    def settled(self) -> int:
+        """What is held once all that is no longer used was given back, so that whoever comes next does not
+        seem to need less."""
+        gc.collect()
+        with suppress(OSError, AttributeError, TypeError):  # of the C library of GNU systems
+            ctypes.CDLL(None).malloc_trim(0)
+        return self.held()
 
     @contextmanager
     def peak(self) -> Iterator[list[int]]:
         """While entered, looks at what is held; then the list has the most that was added since."""
         most: list[int] = []
-        before = self.held()
+        before = self.settled()
         if not self.known or self.device.type == "cuda":
             if self.known:
                 torch.cuda.reset_peak_memory_stats(self.device)

@@ -49,10 +49,10 @@ def bench(
     ConfigError of a contender that was asked for by name and cannot run. A KeyboardInterrupt ends it early,
     with the rows that are done, or is raised where there are none.
     """
-    before = Memory(torch.device("cpu")).held()
+    before = Memory(torch.device("cpu")).settled()
     llm = _load(workloads, options, {"path": model, "draft": draft, **loading}, progress)
     memory = Memory(llm.engine.device)
-    ours = memory.held() - (before if memory.device.type == "cpu" else 0)
+    ours = memory.settled() - (before if memory.device.type == "cpu" else 0)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, draft, loading)
     setting = _setting(llm, folders, prompts, options)
@@ -150,7 +150,11 @@ def _load(
         texts = (text for workload in workloads for text in workload.prompts)
         return most, max(len(tokenizer.encode(text)) for text in texts) + options.new_tokens
 
-    return foredraft.load(needs=needs, progress=progress, **loading)
+    def loading_only(stage: str, done: int, total: int) -> None:
+        if stage != "prefill":  # whoever draws in the middle of a run slows it down
+            progress(stage, done, total)
+
+    return foredraft.load(needs=needs, progress=loading_only, **loading)
 
 
 def _encoded(

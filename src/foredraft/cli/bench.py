@@ -63,13 +63,13 @@ def bench(
     for note in report.notes:
         print(f"foredraft: {spelled_as_options(note)}", file=sys.stderr)
     document = json.dumps(report.as_dict(), allow_nan=False)
+    if sys.stdout.isatty():
+        print("\n".join([*lines(report), ""]))
+    print(document, flush=True)  # first: a disk that is full must not take it away
     if benchmark.json is not None:
         write_whole(benchmark.json, document + "\n", "json")
     if benchmark.html is not None:
         write_whole(benchmark.html, page(report), "html")
-    if sys.stdout.isatty():
-        print("\n".join([*lines(report), ""]))
-    print(document)
     if not report.finished:
         print("foredraft: interrupted; the rows above were done", file=sys.stderr)
         return INTERRUPTED
