@@ -196,8 +196,8 @@ class TestVerdict:
         (speed, _) = verdicts(usual())
         assert speed == (
             "good",
-            "draft-model is the fastest: 1.77 × own plain decoding, 3.54 × transformers, the median of 2"
-            " workloads at batch 1.",
+            "The drafter that gains most is draft-model: 1.77 × own plain decoding, 3.54 × transformers, the"
+            " median of 2 workloads at batch 1.",
         )
 
     def test_says_where_nothing_pays(self) -> None:

@@ -72,7 +72,7 @@ def _speed(report: Report) -> Verdict:
         for peer, ratio in (row.over_peers or {}).items() if row.contender == best else ():
             peers.setdefault(peer, []).append(ratio.median)
     also = "".join(f", {median(ratios):.2f} × {peer}" for peer, ratios in peers.items())
-    return Verdict("good", f"{best} is the fastest: {over}{also}, {scope}.")
+    return Verdict("good", f"The drafter that gains most is {best}: {over}{also}, {scope}.")
 
 
 def _exactness(report: Report) -> Verdict:
