@@ -1,4 +1,5 @@
-"""What every test runs under: no network, repeatable examples, GPU tests only where there is a GPU."""
+"""What every test runs under: no network, no cache of the user's, repeatable examples, GPU tests only where there is
+a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["FOREDRAFT_CACHE"] = ""  # the user's own is left alone
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 
