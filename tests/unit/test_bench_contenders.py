@@ -63,7 +63,7 @@ def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation:
         assert timing.stats is not None and timing.stats.tokens == timing.decoded
         assert timing.stats.seconds == timing.decode_seconds
         assert timing.prefill_seconds > 0 and timing.decode_seconds > 0
-        assert 0.7 * wall < timing.prefill_seconds + timing.decode_seconds < wall
+        assert timing.prefill_seconds + timing.decode_seconds < wall
         assert timing.passes is not None
         assert timing.stats.rounds / len(prompts) <= timing.passes <= timing.stats.rounds
         assert timing.passes == PASSES[len(prompts)] or speculation != "none"
