@@ -21,4 +21,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "big" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / "prompt.txt").write_text("def accept(draft, p, q):\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("def accept\nViktor\nthe target checks all\n", encoding="utf-8")
+    jsonl = "".join(f'{{"prompt": "def accept(draft, {name}):"}}\n' for name in "pqr")
+    (folder / "prompts.jsonl").write_text(jsonl, encoding="utf-8")
     return folder

@@ -243,6 +243,3 @@ class TestCompletions:
 
     def test_a_finished_text_is_forgiven_nothing(self) -> None:
         assert not completions.parses(self.PROMPT, "\n        y = x\n        return (x +", "f", limited=False)
-
-    def test_repeated_counts_seen_ngrams(self) -> None:
-        assert completions.repeated([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import foredraft
+from foredraft.cli.bench import bench
 from foredraft.cli.generate import INTERRUPTED, generate
 from foredraft.cli.spelling import spelled_as_options, with_stdin
 from foredraft.cli.verify import verify
@@ -34,6 +35,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(generate, usage="Usage: foredraft generate [PROMPT | -] [OPTIONS]")
+app.command(bench, usage="Usage: foredraft bench [OPTIONS]")
 app.command(verify, usage="Usage: foredraft verify [PROMPTS...] [OPTIONS]")
 
 

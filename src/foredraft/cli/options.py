@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
+from foredraft.bench.contenders import CONTENDERS
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, default_drafter
 
@@ -24,8 +25,11 @@ else:
 
 __all__ = [
     "OPTIONS",
+    "PROMPTED",
+    "BenchOptions",
     "ChatOptions",
     "DraftOptions",
+    "DraftingOptions",
     "Flag",
     "ModelOptions",
     "OutputOptions",
@@ -43,11 +47,13 @@ SAMPLING = Group("Sampling", sort_key=3)
 CHAT = Group("Chat", sort_key=4)
 OUTPUT = Group("Output", sort_key=5)
 VERIFYING = Group("Verifying", sort_key=3)
+BENCHMARK = Group("Benchmark", sort_key=3)
 
 DRAFTER_HELP = "; ".join(
     f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in DRAFTERS.items()
 )
 POLICY_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in POLICIES.items())
+CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
 MAX_DRAFT_HELP = " and ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
 
 
@@ -75,16 +81,9 @@ class ModelOptions:
 
 @Parameter(name="*", group=DRAFTING)
 @dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """None: not given, so the library's default holds."""
+class DraftingOptions:
+    """All but who drafts. None: not given, so the library's default holds."""
 
-    drafter: Annotated[
-        DrafterName | None,
-        Parameter(
-            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it, {default_drafter(True)} where there is a"
-            f" draft model and {default_drafter(False)} otherwise."
-        ),
-    ] = None
     draft: str | None = None
     """The draft model: a folder, or a Hugging Face id."""
     draft_revision: str | None = None
@@ -101,6 +100,20 @@ class DraftOptions:
     acceptance: Literal["speculative", "coupled"] | None = None
     """speculative accepts more; coupled gives one text per seed, however it is drafted. Without it,
     coupled with --seed and speculative otherwise. Both are lossless."""
+
+
+@Parameter(name="*", group=DRAFTING)
+@dataclass(frozen=True, slots=True)
+class DraftOptions(DraftingOptions):
+    """Who drafts, too."""
+
+    drafter: Annotated[
+        DrafterName | None,
+        Parameter(
+            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it, {default_drafter(True)} where there is a"
+            f" draft model and {default_drafter(False)} otherwise."
+        ),
+    ] = None
 
 
 @Parameter(name="*", group=SAMPLING)
@@ -191,16 +204,47 @@ class VerifyOptions:
     """Print one JSON document instead of a table."""
 
 
-OPTIONS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
+@Parameter(name="*", group=BENCHMARK)
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    methods: Annotated[
+        str | None,
+        Parameter(
+            help=f"Who takes part, with commas between; plain always does. {CONTENDER_HELP}. Without it,"
+            " all that are possible."
+        ),
+    ] = None
+    workload: str = "all"
+    """Names or files, with commas between: a file holds a "prompt" in every line of JSON; all are those that
+    ship with Foredraft."""
+    prompts: int | None = 8
+    """So many of each workload at most, evenly spread over it."""
+    new_tokens: int = 64
+    """Tokens of every prompt; nothing ends a text early."""
+    repeats: int = 3
+    """Runs of everybody on every prompt."""
+    batch: str = "1"
+    """Prompts that are decoded side by side; several sizes with commas between."""
+    temperature: float = 0.0
+    """0 is greedy. Above it, outputs are compared with plain decoding's with --acceptance coupled only."""
+    json: Path | None = None
+    """Write the last line of the output, one JSON document, here too."""
+    html: Path | None = None
+    """Write a report with plots here, one self-contained page."""
 
 
-def loading(model: ModelOptions, drafting: DraftOptions) -> dict[str, Any]:
+# of the commands that read `-` as a text from stdin
+PROMPTED = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
+OPTIONS = (*PROMPTED, BenchOptions)
+
+
+def loading(model: ModelOptions, drafting: DraftingOptions) -> dict[str, Any]:
     """What of them `foredraft.load` takes."""
     given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
     return {name: given[name] for name in given.keys() - {"model", "truncate", "acceptance"}}
 
 
-def requested(sampling: SamplingOptions, drafting: DraftOptions) -> dict[str, Any]:
+def requested(sampling: SamplingOptions, drafting: DraftingOptions) -> dict[str, Any]:
     """What of them is a request's own: the options given, by the names of `SamplingParams`."""
     given: dict[str, Any] = {
         name: value for name, value in asdict(sampling).items() if value not in (None, ())

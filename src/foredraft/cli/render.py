@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
 
-__all__ = ["Painter", "ProgressBars", "document", "last_line"]
+__all__ = ["Painter", "ProgressBars", "document", "last_line", "table"]
 
 # Who wrote a token -> (ANSI colour, its name, what to call it in the legend).
 ORIGINS = {
@@ -155,6 +155,14 @@ def _scored(score: Score) -> dict[str, Any]:
     """null where the model or the law gives the token no probability, which only a prompt's can have."""
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 class ProgressBars:

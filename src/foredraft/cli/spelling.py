@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from foredraft.cli.options import OPTIONS
+from foredraft.cli.options import OPTIONS, PROMPTED
 
 __all__ = ["STDIN", "spelled_as_options", "with_stdin"]
 
@@ -18,7 +18,7 @@ OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a langu
 # Options that the next word is a value of.
 VALUED = {
     f"--{field.name.replace('_', '-')}"
-    for group in OPTIONS
+    for group in PROMPTED
     for field in fields(group)
     if not isinstance(field.default, bool)
 }

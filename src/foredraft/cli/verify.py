@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.generate import check, read_prompt
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
-from foredraft.cli.render import ProgressBars
+from foredraft.cli.render import ProgressBars, table
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, default_drafter
 
@@ -213,13 +213,6 @@ def row(test: LawTest) -> tuple[str, ...]:
         f"{test.accepted / test.drafted:.0%}" if test.drafted else "-",
         "ok" if test.passed else rejected,
     )
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
 
 
 def powered(report: Report) -> str:

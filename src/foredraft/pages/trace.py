@@ -8,14 +8,13 @@ there before is whole or replaced, never half-written.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError
+from foredraft.files import write_whole
 
 if TYPE_CHECKING:
     from foredraft import Output
@@ -49,14 +48,7 @@ def write_trace(
     ]
     page = (files("foredraft.pages") / "trace.html").read_text(encoding="utf-8")
     page = page.replace("__DATA__", _embedded({"about": about, "samples": samples}))
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(file)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise ConfigError(f"trace is {str(file)!r}, which cannot be written ({error.strerror})") from error
+    write_whole(file, page, "trace")
 
 
 def _embedded(data: object) -> str:

@@ -1,4 +1,4 @@
-"""Judge completions: does the code parse, and does it repeat itself.
+"""Judge completions: does the code parse.
 
 Contract: `parses` may remove only what the length limit left unfinished at the very end: the last
 incomplete statement and headers of blocks that are still empty; a `try` that is still open is closed.
@@ -92,9 +92,3 @@ def parses(prompt: str, completion: str, name: str, limited: bool) -> bool:
     except (SyntaxError, ValueError):
         return False
     return True
-
-
-def repeated(ids: Sequence[int], size: int = 4) -> float:
-    """Share of n-grams that occurred before in the same text."""
-    grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0

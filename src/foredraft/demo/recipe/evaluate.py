@@ -22,7 +22,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from .completions import parses, repeated
+from foredraft.ngrams import repeated
+
+from .completions import parses
 from .corpus import read_sources
 from .prompts import Prompt
 

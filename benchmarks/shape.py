@@ -1,0 +1,91 @@
+"""Checkpoints of a real model's shape with random weights, for costs that do not hang on what a model says.
+
+python benchmarks/shape.py --shape llama-1b --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1b": {  # that of Llama 3.2 1B: 1.24 billion weights
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": True,
+    },
+}
+COMMON = {
+    "max_position_embeddings": 4096,
+    "rope_theta": 500_000.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SHARD_BYTES = 2**28
+
+
+def random_checkpoint(
+    folder: Path, keys: dict[str, Any], dtype: torch.dtype = torch.bfloat16, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """A Llama with these config keys; no tokenizer.
+
+    Norms are ones, products keep the scale of what they read; each weight is a function of its name. No more
+    than a shard, or the largest tensor, is in memory at a time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = transformers.LlamaConfig(dtype=dtype, **COMMON, **keys)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
+    listed: dict[str, str] = {}
+    for number, names in enumerate(_shards(shapes, dtype, shard_bytes), start=1):
+        file = f"model-{number:05}.safetensors"
+        save_file({name: _drawn(name, shapes[name], dtype) for name in names}, folder / file)
+        listed |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}), encoding="utf-8")
+    return folder
+
+
+def _shards(shapes: dict[str, torch.Size], dtype: torch.dtype, most: int) -> Iterator[list[str]]:
+    """Names that go into one file, in order: those that begin within the same `most` bytes."""
+    begins, end = {}, 0
+    for name, shape in shapes.items():
+        begins[name] = end // most
+        end += shape.numel() * dtype.itemsize
+    for _, names in groupby(shapes, begins.__getitem__):
+        yield list(names)
+
+
+def _drawn(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=dtype)
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape, dtype=dtype).normal_(0.0, 1 / math.sqrt(shape[1]), generator=random)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a checkpoint of a shape with random weights.")
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args()
+    random_checkpoint(options.out, SHAPES[options.shape], getattr(torch, options.dtype))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""bench: what each method gains on this model, these prompts and this machine, and at what exactness."""

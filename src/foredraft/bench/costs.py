@@ -1,0 +1,99 @@
+"""What bare forwards cost: v(n) of the target, c of the drafters, in plain steps.
+
+Contract: nothing but forwards through the runner, as the engine calls it, over caches of their own; medians
+of interleaved repeats after a warm-up. All host work of a round is missing here, which is what makes
+the predicted speed-up that of a round without any (docs/architecture.md, "Words").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from foredraft.bench.records import Bandwidth, Cost, Costs, Spread
+from foredraft.bench.timing import synchronise
+from foredraft.llm import LLM
+
+__all__ = ["WIDE", "measure_costs", "predicted", "round_cost"]
+
+WIDE = (8, 16, 32)  # rows beyond the longest draft that are measured for one sequence
+REPEATS = 30
+
+
+def measure_costs(
+    llm: LLM,
+    batch: int,
+    context: int,
+    longest: int,
+    step_bytes: int,
+    bandwidth: Bandwidth | None,
+    repeats: int = REPEATS,
+) -> Costs:
+    """Of `batch` sequences with `context` tokens each; longest: of the drafts."""
+    target: Any = llm.engine.target
+    widths = list(range(1, longest + 2))
+    if batch == 1:
+        widths += [rows for rows in WIDE if longest + 1 < rows <= target.max_queries]
+    actions = [_forward(target, batch, context, width) for width in widths]
+    drafters = {name: _draft(drafter, batch, context) for name, drafter in llm.engine.drafters.items()}
+    actions += [draft for draft in drafters.values() if draft is not None]
+    taken = iter(_timed(actions, llm.engine.device, repeats))
+    spreads = [next(taken) for _ in widths]
+    step = spreads[0].median
+    verifying = tuple(
+        Cost(width, spread.median / step, spread) for width, spread in zip(widths, spreads, strict=True)
+    )
+    drafting = {name: 0.0 if draft is None else next(taken).median / step for name, draft in drafters.items()}
+    share = None if bandwidth is None else step_bytes / step / bandwidth.bytes_per_second
+    return Costs(batch, context, verifying, drafting, share)
+
+
+def round_cost(costs: Costs, drafter: str | None, length: float) -> float:
+    """k c + v(k + 1) at a mean draft length k; v between two row counts lies on the line between theirs."""
+    known = {cost.rows: cost.v for cost in costs.verifying}
+    below = int(length) + 1
+    above = below + 1 if length > int(length) else below
+    v = known[below] + (length - int(length)) * (known[above] - known[below])
+    return v + (length * costs.drafting[drafter] if drafter is not None else 0.0)
+
+
+def predicted(costs: Costs, drafter: str | None, length: float, tau: float) -> float:
+    """S = tau / (k c + v(k + 1)): the speed-up if nothing but forwards took time."""
+    return tau / round_cost(costs, drafter, length)
+
+
+def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], object]:
+    cache = runner.new_cache(batch, context + width)
+    tokens = torch.zeros(batch, width, dtype=torch.int64, device=cache.data.device)
+    starts = [context - 1] * batch
+    return lambda: runner.forward(cache, tokens, starts)
+
+
+def _draft(drafter: Any, batch: int, context: int) -> Callable[[], object] | None:
+    """One token of each sequence, drafted; None where the drafter has no model."""
+    runner = getattr(drafter, "runner", None)
+    if runner is None:
+        return None
+    cache = runner.new_cache(batch, context + 1)
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.data.device)
+    at, starts = torch.zeros(batch, dtype=torch.int64, device=tokens.device), [context - 1] * batch
+    return lambda: runner.forward(cache, tokens, starts, at=at, exact=False)
+
+
+def _timed(actions: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[Spread]:
+    """Each action's durations; they take turns, in an order that flips every time."""
+    seconds: list[list[float]] = [[] for _ in actions]
+    for repeat in range(-1, repeats):  # the first one warms up
+        turns = list(zip(actions, seconds, strict=True))
+        for action, own in turns[:: -1 if repeat % 2 else 1]:
+            synchronise(device)
+            start = time.perf_counter()
+            action()
+            synchronise(device)
+            if repeat >= 0:
+                own.append(time.perf_counter() - start)
+    spreads = [Spread.of(own) for own in seconds]
+    return [spread for spread in spreads if spread is not None]

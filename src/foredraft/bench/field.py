@@ -1,0 +1,77 @@
+"""The field: who takes part in a benchmark, loaded, and who does not, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from foredraft.bench.contender import Contender, Setting
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS
+from foredraft.bench.machine import Memory
+from foredraft.errors import ConfigError, ForedraftError
+
+__all__ = ["Field"]
+
+
+@dataclass(slots=True)
+class Field:
+    """contenders: in the table's order, plain first. loaded: bytes that loading each one's program added, by
+    contender. notes: who was left out, and why."""
+
+    contenders: list[Contender] = field(default_factory=list)
+    loaded: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def enter(
+        self, setting: Setting, names: tuple[str, ...], memory: Memory, ours: int, *, wanted: bool
+    ) -> None:
+        """Load and make them. ours: bytes that loading our own model added. wanted: each was asked for by
+        name, so that one that cannot run is an error, a ConfigError, and no note."""
+        programs: dict[str, tuple[Any, int]] = {"foredraft": (setting.llm, ours)}
+        for name in names:
+            kind = CONTENDERS[name]
+            try:
+                if kind.program not in programs:
+                    programs[kind.program] = _loaded(kind.program, setting, memory)
+                program, added = programs[kind.program]
+                self.contenders.append(kind.make(program, setting))
+                self.loaded[name] = added
+            except ForedraftError as error:
+                if wanted:
+                    raise
+                self.notes.append(f"left out: {error}")
+
+    def leave(self, contender: Contender, why: str) -> None:
+        """It cannot run after all."""
+        self.contenders.remove(contender)
+        self.notes.append(f"left out: {contender.name} failed ({why})")
+        contender.close()
+
+    def close(self) -> None:
+        for contender in self.contenders:
+            contender.close()
+
+
+def _loaded(name: str, setting: Setting, memory: Memory) -> tuple[Any, int]:
+    """A program's models, and the bytes that they added. Raises ConfigError, whatever a peer raises."""
+    program = PROGRAMS[name]
+    if program.missing is not None:
+        raise ConfigError(f"{name}: {program.missing}")
+    return _grown(memory, lambda: _load(name, program.load, setting))
+
+
+def _load(name: str, load: Callable[[Setting], Any], setting: Setting) -> Any:
+    try:
+        return load(setting)
+    except ForedraftError:
+        raise
+    except Exception as error:  # of a program that is not ours: whatever it is, the others go on
+        raise ConfigError(f"{name} cannot load this model ({type(error).__name__}: {error})") from error
+
+
+def _grown(memory: Memory, load: Callable[[], Any]) -> tuple[Any, int]:
+    """What `load` makes, and the bytes that it added for good."""
+    before = memory.settled()
+    made = load()
+    return made, memory.settled() - before

@@ -1,0 +1,148 @@
+"""A checkpoint of the Llama family -> a GGUF file with the same weights, for llama.cpp.
+
+Contract: matrices keep their values in the chosen dtype, vectors (norms and biases) are float32, as llama.cpp
+wants them. Whatever it would compute otherwise is refused. The file has no tokenizer, since a benchmark deals
+in ids. One tensor at a time is in memory.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names and keys are the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from foredraft.bench.optional import module
+from foredraft.errors import ConfigError
+from foredraft.model.config import read_json
+from foredraft.model.rope import Rope, frequencies
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import HEAD, IGNORED, INDEX, SINGLE
+
+__all__ = ["write_gguf"]
+
+# Ours -> llama.cpp's. Its llama rotates neighbouring channels, the others halves of a head, as we do.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def write_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
+    """Write the checkpoint in `folder` to `file`, matrices in `dtype`.
+
+    Raises ConfigError where llama.cpp cannot compute what the model is, or gguf is not installed, and
+    CheckpointError as loading does.
+    """
+    gguf = module("gguf", "llama.cpp")
+    spec = ModelSpec.from_folder(folder)
+    _refuse(spec, dtype)
+    with ExitStack() as stack:
+        tensors = _tensors(folder, spec, gguf, stack)
+        writer = gguf.GGUFWriter(file, ARCHITECTURES[spec.architecture])
+        _describe(writer, spec, gguf)
+        for tensor in tensors:
+            kind = dtype if len(tensor.shape) > 1 else torch.float32
+            size = torch.Size(tensor.shape).numel() * kind.itemsize
+            raw = getattr(gguf.GGMLQuantizationType, DTYPES[kind])
+            writer.add_tensor_info(tensor.name, tensor.shape, None, size, raw_dtype=raw)
+        stack.callback(writer.close)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            values = tensor.load().to(dtype if len(tensor.shape) > 1 else torch.float32).contiguous()
+            writer.write_tensor_data(values.view(torch.uint8).numpy())  # NumPy has no bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the file, under its name there. load: its values, in any dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+
+def _refuse(spec: ModelSpec, dtype: torch.dtype) -> None:
+    unknown = {
+        f"architecture {spec.architecture!r}": spec.architecture not in ARCHITECTURES,
+        f"rope type {spec.rope.kind!r}": spec.rope.kind not in ("default", "linear", "llama3"),
+        f"activation {spec.activation!r}": spec.activation != "silu",
+        "a sliding window": any(spec.windows),
+        f"dtype {dtype}": dtype not in DTYPES,
+    }
+    for what, refused in unknown.items():
+        if refused:
+            raise ConfigError(f"llama.cpp is given no model with {what} here; leave it out of the methods")
+
+
+def _describe(writer: Any, spec: ModelSpec, gguf: Any) -> None:
+    writer.add_context_length(spec.max_positions)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_freq_base(spec.rope.theta)
+    if spec.rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(spec.rope.factor)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list[_Tensor]:
+    """In the order of the file. A head that is tied to the embedding is left out: llama.cpp ties it, too."""
+    architecture = getattr(gguf.MODEL_ARCH, ARCHITECTURES[spec.architecture].upper())
+    known = gguf.get_tensor_name_map(architecture, spec.layers)
+    rotated = {gguf.MODEL_TENSOR.ATTN_Q: spec.heads, gguf.MODEL_TENSOR.ATTN_K: spec.kv_heads}
+    found = []
+    if spec.rope.kind == "llama3":
+        found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _stretch(spec)))
+    for name, source in _sources(folder, stack):
+        if IGNORED.fullmatch(name) or (spec.tied and name == f"{HEAD}.weight"):
+            continue
+        kind, own = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
+        heads = rotated.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
+        load = partial(_neighbouring, source, name, heads) if heads else partial(source.get_tensor, name)
+        found.append(_Tensor(own, tuple(source.get_slice(name).get_shape()), load))
+    return found
+
+
+def _sources(folder: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+    """Names as the checkpoint has them, each with the open file that it is in."""
+    single = (folder / SINGLE).is_file()
+    files = [SINGLE] if single else sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+    for file in files:
+        source: Any = stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
+        for name in source.keys():  # noqa: SIM118 - safe_open offers no iteration
+            yield name, source
+
+
+def _neighbouring(source: Any, name: str, heads: int) -> Tensor:
+    """Rows [heads * D, ...] so that what is rotated together, half a head apart, comes side by side."""
+    tensor: Tensor = source.get_tensor(name)
+    return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _stretch(spec: ModelSpec) -> Tensor:
+    """By how much each pair of channels turns more slowly than unscaled [D/2]."""
+    unscaled = Rope("default", spec.rope.theta)
+    return frequencies(unscaled, spec.head_dim) / frequencies(spec.rope, spec.head_dim)

@@ -1,0 +1,69 @@
+"""Foredraft's own contenders: one loaded `LLM`, plain and with each drafter.
+
+Decoding lasts from the beginning of the first round to the end of the last one; what prompts are read in
+between, where several sequences start one after the other, counts as prefill.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from foredraft.bench.contender import Timing
+from foredraft.bench.timing import watched
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.stats import Stats
+from foredraft.errors import RequestError
+from foredraft.llm import LLM
+
+__all__ = ["Ours"]
+
+
+class Ours:
+    """speculation: the drafter's name, or "none". Under the coupled rule a prompt's seed is a function of the
+    prompt, so that every run of it has the same noise; otherwise every run has fresh noise."""
+
+    peer = False
+    batches: tuple[int, ...] | None = None
+
+    def __init__(
+        self,
+        name: str,
+        llm: LLM,
+        speculation: str,
+        *,
+        lossless: bool = True,
+        temperature: float = 0.0,
+        coupled: bool = False,
+    ) -> None:
+        self.name, self.llm, self.speculation, self.lossless = name, llm, speculation, lossless
+        self.temperature, self.coupled = temperature, coupled
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        with watched(self.llm.engine) as clock:
+            outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])
+        for output in outputs:
+            if output.error is not None:
+                raise RequestError(f"{self.name}: {output.error}")
+        tokens = tuple(tuple(output.token_ids) for output in outputs)
+        seconds = clock.ended - clock.began - clock.reading_since
+        return Timing(
+            tokens,
+            clock.reading,
+            seconds,
+            sum(map(len, tokens)),
+            clock.rounds,
+            Stats.merge((output.stats for output in outputs), seconds),
+        )
+
+    def close(self) -> None:
+        return None  # the model is shared, and goes with its last contender
+
+    def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            max_new_tokens=new_tokens,
+            ignore_eos=True,
+            speculation=self.speculation,
+            seed=zlib.crc32(str(prompt).encode()) if self.coupled else None,
+            acceptance="coupled" if self.coupled else "speculative",
+        )

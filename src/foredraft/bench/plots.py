@@ -1,0 +1,239 @@
+"""Plots of a benchmark's records, for the report.
+
+Contract: a plot is left out where its figures are missing. The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from foredraft.bench.drawing import INK, PAPER, legend, look, panels, style, svg, whiskers
+from foredraft.bench.records import PLAIN, Costs, Report, Row, Spread
+
+__all__ = ["Plot", "plots"]
+
+DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
+PARTS = {"draft": "drafting", "verify": "verifying", "rest": "rest"}  # of a round, by the field of RoundTime
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """name: unique on a page, and fit for an id. note: how to read it. alt: its figures in words."""
+
+    name: str
+    title: str
+    note: str
+    alt: str
+    svg: str
+
+
+def plots(report: Report) -> list[Plot]:
+    """All that the records have figures for."""
+    batches = sorted({row.batch for row in report.rows})
+    with style():
+        found = [_speedups(report, batch) for batch in batches]
+        found += [_acceptance(report, batch) for batch in batches[:1]]
+        found += [_costs(report.costs)]
+        found += [_round_times(report, batch) for batch in batches]
+        found += [_predictions(report)]
+    return [plot for plot in found if plot is not None]
+
+
+def _speedups(report: Report, batch: int) -> Plot | None:
+    rows = [(row, row.speedup) for row in _drafted(report, batch) if row.speedup is not None]
+    if not rows:
+        return None
+    workloads, contenders = _names([row for row, _ in rows], "workload"), _contenders(report)
+    shown = [name for name in contenders if name in _names([row for row, _ in rows], "contender")]
+    figure, (axes,) = panels(1.2 + len(workloads) * (0.2 + 0.17 * len(shown)))
+    for place, contender in enumerate(shown):
+        own = [(row, spread) for row, spread in rows if row.contender == contender]
+        spreads = [spread for _, spread in own]
+        shift = 0.8 * ((place + 0.5) / len(shown) - 0.5)
+        whiskers(
+            axes,
+            [spread.median for spread in spreads],
+            [workloads.index(row.workload) + shift for row, _ in own],
+            spreads,
+            along="x",
+            linestyle="none",
+            label=contender,
+            **look(contenders.index(contender)),
+        )
+    axes.axvline(1, **DASHED)
+    axes.set_yticks(range(len(workloads)), workloads)
+    axes.set_ylim(len(workloads) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("tokens/s by those of own plain decoding")
+    axes.grid(axis="x")
+    legend(figure, axes)
+    return Plot(
+        f"speedup-{batch}",
+        f"Speed-up by method and workload{_of(report, batch)}",
+        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding.",
+        _said(f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows),
+        svg(figure, f"speedup-{batch}"),
+    )
+
+
+def _acceptance(report: Report, batch: int) -> Plot | None:
+    rows = [(row, row.drafting.acceptance_by_position) for row in _drafted(report, batch) if row.drafting]
+    rows = [(row, shares) for row, shares in rows if shares]
+    if not rows:
+        return None
+    drafters, workloads = (_names([row for row, _ in rows], field) for field in ("contender", "workload"))
+    figure, axes = panels(0.9 + 1.9 * len(drafters), len(drafters))
+    for panel, drafter in zip(axes, drafters, strict=True):
+        for row, shares in rows:
+            if row.contender == drafter:
+                number = workloads.index(row.workload)
+                panel.plot(range(1, len(shares) + 1), shares, label=row.workload, **look(number))
+        panel.set_title(drafter, loc="left", fontsize=11)
+        panel.set_ylim(0, 1.02)
+        panel.set_ylabel("accepted")
+        panel.grid(axis="y")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    axes[-1].set_xlabel("position in the draft")
+    legend(figure, *axes)
+    return Plot(
+        "acceptance",
+        f"Acceptance by position{_of(report, batch)}",
+        "Of the drafts that reached a position, the share whose token there was accepted.",
+        _said(
+            f"{row.contender} on {row.workload} {', '.join(f'{share:.2f}' for share in shares)}"
+            for row, shares in rows
+        ),
+        svg(figure, "acceptance"),
+    )
+
+
+def _costs(costs: Sequence[Costs]) -> Plot | None:
+    if not costs:
+        return None
+    figure, (axes,) = panels(3.2)
+    for number, one in enumerate(costs):
+        unit = one.step_seconds
+        whiskers(
+            axes,
+            [cost.rows for cost in one.verifying],
+            [cost.v for cost in one.verifying],
+            [_by(cost.seconds, unit) for cost in one.verifying],
+            along="y",
+            label=f"batch {one.batch}, a step of {unit * 1e3:.2f} ms",
+            **look(number),
+        )
+    ticks = sorted({cost.rows for one in costs for cost in one.verifying})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("rows of a sequence in one forward")
+    axes.set_ylabel("plain steps")
+    axes.grid(axis="y")
+    legend(figure, axes)
+    return Plot(
+        "cost",
+        "Cost by rows",
+        "A bare forward over several rows, by one over a single row: where it is flat, verifying is free.",
+        _said(
+            f"{cost.rows} row{'s'[: cost.rows > 1]} at batch {one.batch} {cost.v:.2f}"
+            for one in costs
+            for cost in one.verifying
+        ),
+        svg(figure, "cost"),
+    )
+
+
+def _round_times(report: Report, batch: int) -> Plot | None:
+    rows = [
+        (row, {part: getattr(row.round_time, part) * 1e3 for part in PARTS})
+        for row in report.rows
+        if row.batch == batch and row.round_time is not None
+    ]
+    if not rows:
+        return None
+    figure, (axes,) = panels(1.2 + 0.24 * len(rows))
+    places, ends = range(len(rows)), [0.0] * len(rows)
+    for number, (part, label) in enumerate(PARTS.items()):
+        lengths = [times[part] for _, times in rows]
+        colour = look(number)["color"]
+        axes.barh(places, lengths, left=ends, height=0.75, color=colour, edgecolor=PAPER, label=label)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    axes.set_yticks(places, [f"{row.workload}, {row.contender}" for row, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
+    legend(figure, axes)
+    return Plot(
+        f"rounds-{batch}",
+        f"Where a round's time goes{_of(report, batch)}",
+        "A mean round; from the left, drafting, verifying, and the rest: laws, acceptance, commit, the loop.",
+        _said(
+            f"{row.contender} on {row.workload} "
+            + ", ".join(f"{PARTS[part]} {milliseconds:.2f} ms" for part, milliseconds in times.items())
+            for row, times in rows
+        ),
+        svg(figure, f"rounds-{batch}"),
+    )
+
+
+def _predictions(report: Report) -> Plot | None:
+    rows = [
+        (row, row.predicted.median, row.speedup.median)
+        for row in report.rows
+        if row.contender != PLAIN and row.predicted is not None and row.speedup is not None
+    ]
+    if not rows:
+        return None
+    figure, (axes,) = panels(4.6)
+    contenders = _contenders(report)
+    for contender in _names([row for row, _, _ in rows], "contender"):
+        x, y = zip(*[(x, y) for row, x, y in rows if row.contender == contender], strict=True)
+        axes.plot(x, y, linestyle="none", label=contender, **look(contenders.index(contender)))
+    most = 1.05 * max(max(x, y) for _, x, y in rows)
+    axes.plot([0, most], [0, most], **DASHED)
+    axes.set_xlim(0, most)
+    axes.set_ylim(0, most)
+    axes.set_xlabel("predicted speed-up")
+    axes.set_ylabel("measured speed-up")
+    axes.grid()
+    legend(figure, axes)
+    return Plot(
+        "predicted",
+        "Predicted against measured",
+        "Predicted from the run's own drafts and bare forwards, without host work: what lies below the dashed"
+        " line was lost to it.",
+        _said(
+            f"{row.contender} on {row.workload} at batch {row.batch} predicted {x:.2f}, measured {y:.2f}"
+            for row, x, y in rows
+        ),
+        svg(figure, "predicted"),
+    )
+
+
+def _drafted(report: Report, batch: int) -> list[Row]:
+    return [row for row in report.rows if row.batch == batch and row.contender != PLAIN]
+
+
+def _names(rows: Iterable[Row], field: str) -> list[str]:
+    """In the order of their first row."""
+    return list(dict.fromkeys(getattr(row, field) for row in rows))
+
+
+def _contenders(report: Report) -> list[str]:
+    """All but own plain decoding; one looks the same in every plot."""
+    return _names((row for row in report.rows if row.contender != PLAIN), "contender")
+
+
+def _of(report: Report, batch: int) -> str:
+    return f", batch {batch}" if len({row.batch for row in report.rows}) > 1 else ""
+
+
+def _by(spread: Spread, unit: float) -> Spread:
+    return Spread(spread.median / unit, spread.lower / unit, spread.upper / unit, spread.count)
+
+
+def _said(figures: Iterable[str]) -> str:
+    return f"{'; '.join(figures)}."

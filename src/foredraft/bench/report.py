@@ -1,0 +1,214 @@
+"""A benchmark's records -> one HTML file that needs no network and no scripts.
+
+Contract: every figure on the page is one of the records', rounded. The verdict stands first, and no speed
+stands without its exactness. What the records do not have is a dash.
+
+Raises ConfigError, when it is imported, where matplotlib is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from foredraft.bench.plots import plots
+from foredraft.bench.records import PLAIN, Report, Row, Spread
+
+__all__ = ["page"]
+
+DASH = "–"
+
+
+def page(report: Report) -> str:
+    """The whole document."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((files("foredraft.bench") / "report.html").read_text(encoding="utf-8"))
+    return template.render(
+        verdicts=[_speed(report), _exactness(report)],
+        finished=report.finished,
+        facts=_facts(report),
+        tables=[_table(report, batch) for batch in sorted({row.batch for row in report.rows})],
+        plots=[(plot, Markup(plot.svg)) for plot in plots(report)],
+        limit=report.options.get("max_repeated"),
+        notes=report.notes,
+        details={"Options": _plain(report.options), "Machine": _plain(report.machine)},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """kind: "good", "bad" or "none", which the page shows in words, too."""
+
+    kind: str
+    text: str
+
+
+def _speed(report: Report) -> Verdict:
+    """Of the contender that gains most in the median workload, at the smallest batch."""
+    batch = min((row.batch for row in report.rows), default=1)
+    ours = [row for row in report.rows if row.batch == batch and not row.peer and row.contender != PLAIN]
+    gains: dict[str, list[float]] = {}
+    for row in ours:
+        if row.speedup is not None:
+            gains.setdefault(row.contender, []).append(row.speedup.median)
+    if not gains:
+        return Verdict("none", "No drafter has a figure that counts.")
+    best = max(gains, key=lambda name: median(gains[name]))
+    gain, count = median(gains[best]), len(gains[best])
+    over = f"{gain:.2f} × own plain decoding"
+    scope = f"the median of {count} workload{'s'[: count > 1]} at batch {batch}"
+    if gain <= 1:
+        return Verdict("bad", f"No drafter pays here: the best, {best}, reaches {over}, {scope}.")
+    peers: dict[str, list[float]] = {}
+    for row in ours:
+        for peer, ratio in (row.over_peers or {}).items() if row.contender == best else ():
+            peers.setdefault(peer, []).append(ratio.median)
+    also = "".join(f", {median(ratios):.2f} × {peer}" for peer, ratios in peers.items())
+    return Verdict("good", f"The drafter that gains most is {best}: {over}{also}, {scope}.")
+
+
+def _exactness(report: Report) -> Verdict:
+    ours = [row for row in report.rows if not row.peer and row.exactness and row.contender != PLAIN]
+    compared = [row for row in ours if row.lossless and row.exactness and row.exactness.comparable]
+    differ = [row for row in compared if row.exactness and not row.exactness.holds]
+    if not compared:
+        return Verdict("none", "No tokens were compared: draws of one law need not be the same ones.")
+    if differ:
+        where = ", ".join(f"{row.contender} on {row.workload} at batch {row.batch}" for row in differ)
+        return Verdict("bad", f"Tokens differ from plain decoding's: {where}.")
+    return Verdict("good", "Every token was plain decoding's, in every run of every drafter.")
+
+
+def _facts(report: Report) -> dict[str, str]:
+    facts = {
+        model.role: f"{model.name}, {model.parameters / 1e6:,.1f} M parameters, {model.dtype},"
+        f" {model.step_bytes / 1e6:,.1f} MB a step"
+        for model in report.models
+    }
+    if report.bandwidth is not None:
+        facts["memory"] = f"{report.bandwidth.bytes_per_second / 1e9:.1f} GB/s ({report.bandwidth.method})"
+    for costs in report.costs:
+        share = "" if costs.bandwidth_share is None else f", {costs.bandwidth_share:.0%} of that bandwidth"
+        drafting = "".join(f"; a token of {name} costs {cost:.2f}" for name, cost in costs.drafting.items())
+        facts[f"plain step, batch {costs.batch}"] = (
+            f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}"
+        )
+    return facts
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, str]:
+    """Plain values as a person writes them."""
+    return {name: _written(value) for name, value in values.items()}
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_written(item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_written, value))
+    return str(value)
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """more: what stands small beside it; kind: as of a verdict."""
+
+    text: str
+    more: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """groups: by workload, a line of cells for each contender: its name, then a cell a column or a note."""
+
+    batch: int
+    columns: tuple[str, ...]
+    groups: dict[str, list[tuple[Row, list[Cell]]]]
+
+
+def _table(report: Report, batch: int) -> Table:
+    rows = [row for row in report.rows if row.batch == batch]
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers or {}))
+    columns: dict[str, Callable[[Row], Cell]] = {
+        "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
+        "over plain": lambda row: _spread(row.speedup, ".2f"),
+        "tokens": _same,
+        "counted prompts": lambda row: Cell(f"{row.counted} of {row.prompts}"),
+        "repeated": lambda row: _spread(row.repeated, ".0%"),
+        **{f"over {peer}": _over(peer) for peer in peers},
+        "over batch 1": lambda row: Cell(_number(row.over_single, ".2f")),
+        "over plain, all prompts": lambda row: _spread(row.speedup_all, ".2f"),
+        "predicted": lambda row: _spread(row.predicted, ".2f"),
+        "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
+        "overhead o": lambda row: _spread(row.overhead, ".2f"),
+        "α": lambda row: _drafts(row, "alpha"),
+        "τ": lambda row: _drafts(row, "mean_accepted_length"),
+        "draft length": lambda row: _drafts(row, "mean_draft_length"),
+        "prompt read in, s": lambda row: _spread(row.prefill_seconds, ".3f"),
+        "of read bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
+        "memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
+    }
+    lines = [(row, [make(row) for make in columns.values()]) for row in rows]
+    filled = [
+        any(cells[place].text != DASH for row, cells in lines if row.note is None)
+        for place in range(len(columns))
+    ]
+    groups: dict[str, list[tuple[Row, list[Cell]]]] = {}
+    for row, cells in lines:
+        kept = [cell for cell, some in zip(cells, filled, strict=True) if some]
+        groups.setdefault(row.workload, []).append((row, kept))
+    return Table(batch, tuple(name for name, some in zip(columns, filled, strict=True) if some), groups)
+
+
+def _same(row: Row) -> Cell:
+    """Whether the tokens were plain decoding's."""
+    exact = row.exactness
+    if row.contender == PLAIN:
+        return Cell("the reference")
+    if exact is None:
+        return Cell(DASH)
+    if not exact.comparable:
+        return Cell("not comparable")
+    first = exact.first
+    where = "" if first is None else f"first at prompt {first.prompt + 1}, token {first.position + 1}"
+    kind = "" if row.peer or not row.lossless else "good" if exact.holds else "bad"
+    mark = {"good": "✓ ", "bad": "✗ "}.get(kind, "")
+    lossy = "" if row.lossless else ", lossy by design"
+    return Cell(f"{mark}{exact.identical} of {exact.prompts} same{lossy}", where, kind)
+
+
+def _over(peer: str) -> Callable[[Row], Cell]:
+    return lambda row: _spread((row.over_peers or {}).get(peer), ".2f")
+
+
+def _drafts(row: Row, field: str) -> Cell:
+    return Cell(DASH if row.drafting is None else _number(getattr(row.drafting, field), ".2f"))
+
+
+def _spread(spread: Spread | None, form: str) -> Cell:
+    if spread is None:
+        return Cell(DASH)
+    quartiles = f"{spread.lower:{form}}–{spread.upper:{form}}" if spread.count > 1 else ""
+    return Cell(f"{spread.median:{form}}", quartiles)
+
+
+def _number(value: float | None, form: str) -> str:
+    return DASH if value is None else f"{value:{form}}"

@@ -1,0 +1,183 @@
+"""The whole benchmark: what is loaded, what is measured, and the record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+import foredraft
+from foredraft import demo
+from foredraft.bench.contender import Setting
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
+from foredraft.bench.costs import measure_costs
+from foredraft.bench.field import Field
+from foredraft.bench.machine import Memory, bandwidth, machine
+from foredraft.bench.options import MAX_REPEATED, Options
+from foredraft.bench.race import Progress, Race
+from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
+from foredraft.bench.weights import weigh
+from foredraft.bench.workload import Workload
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.model.hub import resolve
+from foredraft.model.runner import Runner
+
+__all__ = ["bench"]
+
+Prompts = Mapping[str, list[list[int]]]  # the ids of each workload's
+
+
+def bench(
+    workloads: Sequence[Workload],
+    options: Options,
+    *,
+    model: str | None = None,
+    draft: str | None = None,
+    truncate: Literal["left"] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+    **loading: Any,
+) -> Report:
+    """Time every contender on every workload.
+
+    model, draft, loading: as `foredraft.load` takes them. truncate: "left" drops the oldest tokens of a
+    prompt that is too long. progress: (stage, done, total). Raises what `load` and `LLM.encode` raise, and
+    ConfigError of a contender that was asked for by name and cannot run. A KeyboardInterrupt ends it early,
+    with the rows that are done, or is raised where there are none.
+    """
+    before = Memory(torch.device("cpu")).settled()
+    llm = _load(workloads, options, {"path": model, "draft": draft, **loading}, progress)
+    memory = Memory(llm.engine.device)
+    ours = memory.settled() - (before if memory.device.type == "cpu" else 0)
+    prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
+    folders = _folders(model, draft, loading)
+    setting = _setting(llm, folders, prompts, options)
+    models = _models(llm, folders)
+    field = Field()
+    try:
+        field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods is not None)
+        speed = bandwidth(setting.device)
+        costs = _costs(llm, prompts, options, models[0].step_bytes, speed, progress)
+        read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
+        race = Race(setting, field, options, memory, costs, read_seconds, progress)
+        rows, finished = _run(race, prompts)
+        programs = {CONTENDERS[contender.name].program for contender in field.contenders}
+        versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
+        return Report(
+            options=_asked(llm, prompts, options, model, draft, loading),
+            machine=machine(setting.device) | versions,
+            models=models,
+            bandwidth=speed,
+            costs=tuple(costs.values()),
+            rows=tuple(rows),
+            notes=tuple(field.notes),
+            finished=finished,
+        )
+    finally:
+        field.close()
+
+
+def _run(race: Race, prompts: Prompts) -> tuple[list[Row], bool]:
+    """The rows, and whether they are all."""
+    rows: list[Row] = []
+    try:
+        for name, own in prompts.items():
+            for more in race.rows(name, own):
+                rows += more
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        return rows, False
+    return rows, True
+
+
+def _costs(
+    llm: LLM, prompts: Prompts, options: Options, step_bytes: int, speed: Bandwidth | None, progress: Progress
+) -> dict[int, Costs]:
+    """By batch size, at the context of a median prompt half way through its new tokens."""
+    lengths = [len(ids) for own in prompts.values() for ids in own]
+    context = int(median(lengths)) + options.new_tokens // 2
+    made: dict[int, Costs] = {}
+    for batch in sorted(set(options.batch)):
+        made[batch] = measure_costs(llm, batch, context, _longest(llm), step_bytes, speed)
+        progress("Costs", len(made), len(options.batch))
+    return made
+
+
+def _longest(llm: LLM) -> int:
+    """Of the drafts: every policy is made from it."""
+    policy: Any = llm.engine.policy
+    return int(policy.max_draft)
+
+
+def _asked(
+    llm: LLM,
+    prompts: Prompts,
+    options: Options,
+    model: str | None,
+    draft: str | None,
+    loading: dict[str, Any],
+) -> dict[str, Any]:
+    """All that was asked for, and the values that hold where nothing was; for JSON."""
+    asked = {"model": model or "demo", "draft": draft or (None if model else "demo"), **loading}
+    asked |= asdict(options) | {"policy": llm.engine.policy.name, "max_draft": _longest(llm)}
+    asked |= {"deterministic": llm.deterministic, "max_repeated": MAX_REPEATED}
+    asked |= {"workloads": {name: len(own) for name, own in prompts.items()}}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items()}
+
+
+def _setting(llm: LLM, folders: tuple[Path, Path | None], prompts: Prompts, options: Options) -> Setting:
+    cache = llm.engine.cache.data
+    longest = max(len(ids) for own in prompts.values() for ids in own)
+    positions = longest + options.new_tokens
+    return Setting(llm, *folders, cache.dtype, cache.device, positions, options.temperature, options.coupled)
+
+
+def _load(
+    workloads: Sequence[Workload], options: Options, loading: dict[str, Any], progress: Progress
+) -> LLM:
+    most = max(options.batch)
+    if (loading.get("max_batch") or most) < most:
+        raise ConfigError(f"max_batch is {loading['max_batch']}, but batch asks for {most}; leave it out")
+
+    def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
+        if tokenizer is None:
+            raise ConfigError("a workload is text, but this model's folder has no tokenizer.json; add one")
+        texts = (text for workload in workloads for text in workload.prompts)
+        return most, max(len(tokenizer.encode(text)) for text in texts) + options.new_tokens
+
+    def loading_only(stage: str, done: int, total: int) -> None:
+        if stage != "prefill":  # whoever draws in the middle of a run slows it down
+            progress(stage, done, total)
+
+    return foredraft.load(needs=needs, progress=loading_only, **loading)
+
+
+def _encoded(
+    llm: LLM, workload: Workload, new_tokens: int, truncate: Literal["left"] | None
+) -> list[list[int]]:
+    return [llm.fitting(ids, new_tokens, truncate) for ids in llm.encode(list(workload.prompts))]
+
+
+def _folders(model: str | None, draft: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
+    """Of the target and the draft, as `load` found them."""
+    if draft is not None:
+        drafted: Path | None = resolve(draft, loading.get("draft_revision"))
+    else:
+        drafted = demo.draft_path() if model is None else None
+    return demo.target_path() if model is None else resolve(model, loading.get("revision")), drafted
+
+
+def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
+    target = llm.engine.target
+    assert isinstance(target, Runner)
+    models = [weigh("target", folders[0].name, target)]
+    drafts = [getattr(drafter, "runner", None) for drafter in llm.engine.drafters.values()]
+    for runner in drafts:
+        if runner is not None and folders[1] is not None:
+            models.append(weigh("draft", folders[1].name, runner))
+    return tuple(models)

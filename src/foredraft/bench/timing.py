@@ -1,0 +1,125 @@
+"""An engine timed from outside: when it reads prompts, when it decodes, and where a round's time goes.
+
+Contract: the engine's own code knows nothing of this. Its methods are wrapped on the one object, while a run
+lasts, by functions that do the same and look at the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foredraft.decode.draft import Stepper
+from foredraft.decode.engine import Engine
+
+__all__ = ["Clock", "Parts", "parted", "synchronise", "watched"]
+
+
+@dataclass(slots=True)
+class Clock:
+    """began, ended: of the first round and the last one, on a monotonic clock. reading: seconds in which
+    prompts were read; reading_since: of them, after the first round began. rounds: how many."""
+
+    began: float = 0.0
+    ended: float = 0.0
+    reading: float = 0.0
+    reading_since: float = 0.0
+    rounds: int = 0
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[Clock]:
+    """Times every step of the engine while entered."""
+    clock = Clock()
+    step, round = engine.step, engine.round
+    in_round = 0.0
+    reads = False
+
+    def timed_step() -> Any:
+        nonlocal in_round, reads
+        reads = bool(engine.scheduler.waiting) or engine.scheduler.prefilling is not None
+        if not reads:
+            done = step()
+            clock.ended = time.perf_counter()
+            return done
+        in_round, decoding, start = 0.0, clock.rounds > 0, time.perf_counter()
+        done = step()
+        clock.ended = time.perf_counter()
+        reading = clock.ended - start - in_round
+        clock.reading += reading
+        clock.reading_since += reading if decoding else 0.0
+        return done
+
+    def timed_round() -> Any:
+        nonlocal in_round
+        if reads:
+            synchronise(engine.device)  # else the prompt's passes would end within the round
+        start = time.perf_counter()
+        if not clock.rounds:
+            clock.began = start
+        clock.rounds += 1
+        done = round()
+        in_round = time.perf_counter() - start
+        return done
+
+    with wrapped(engine, "step", timed_step), wrapped(engine, "round", timed_round):
+        yield clock
+
+
+@dataclass(slots=True)
+class Parts:
+    """Seconds in the drafters, and in verifying passes."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+
+
+@contextmanager
+def parted(engine: Engine) -> Iterator[Parts]:
+    """Times what rounds are made of while entered. Each part is waited for, so that it slows a device down:
+    no other figure may come of such a run."""
+    parts = Parts()
+
+    def timed(action: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            synchronise(engine.device)
+            start = time.perf_counter()
+            done = action(*given, **named)
+            synchronise(engine.device)
+            setattr(parts, part, getattr(parts, part) + time.perf_counter() - start)
+            return done
+
+        return run
+
+    with ExitStack() as wraps:
+        target: Any = engine.target
+        wraps.enter_context(wrapped(target, "forward", timed(target.forward, "verify")))
+        for drafter in engine.drafters.values():
+            name = "step" if isinstance(drafter, Stepper) else "propose"
+            wraps.enter_context(wrapped(drafter, name, timed(getattr(drafter, name), "draft")))
+        yield parts
+
+
+@contextmanager
+def wrapped(thing: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """An attribute of this one object replaced while entered."""
+    before = vars(thing).get(name)  # its own, where it is wrapped already; else its class's
+    setattr(thing, name, stand_in)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(thing, name)
+        else:
+            setattr(thing, name, before)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all that the device was told to do; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

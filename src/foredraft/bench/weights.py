@@ -1,0 +1,50 @@
+"""What a model weighs, and what one step of it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from foredraft.bench.records import Model
+from foredraft.model.decoder import Decoder
+from foredraft.model.runner import Runner
+
+__all__ = ["weigh"]
+
+
+def weigh(role: str, name: str, runner: Runner) -> Model:
+    """The record of a loaded model. A tied head is counted once, as the head, which every step reads."""
+    decoder = runner.decoder
+    read = sum(_sizes(decoder))
+    looked_up = 0 if decoder.spec.tied else decoder.embedding.numel()
+    return Model(
+        role=role,
+        name=name,
+        parameters=read + looked_up,
+        step_bytes=read * decoder.dtype.itemsize,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+    )
+
+
+def _sizes(decoder: Decoder) -> Iterator[int]:
+    """Elements of each weight that a step reads."""
+    yield from _elements(decoder.layers)
+    yield from _elements(decoder.norm)
+    yield from _elements(decoder.output)
+
+
+def _elements(part: Any) -> Iterator[int]:
+    if isinstance(part, Tensor):
+        yield part.numel()
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _elements(item)
+    elif hasattr(part, "shape"):  # a product: packed, its tensor may be padded
+        yield part.shape[0] * part.shape[1]
+        yield from _elements(part.bias)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _elements(getattr(part, field.name))

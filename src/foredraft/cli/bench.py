@@ -1,0 +1,192 @@
+"""`foredraft bench`: what each method gains on this model, these prompts and this machine.
+
+Contract: the last line of stdout is one JSON document, always; on a terminal a table stands before it. The
+exit code is 0, and 1 when tokens differ from plain decoding's that must not. After Ctrl-C the rows that were
+done are shown, and the code is 130.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foredraft.bench.records import Report, Row, Spread
+from foredraft.cli.options import BenchOptions, DraftingOptions, ModelOptions, loading
+from foredraft.cli.render import ProgressBars, table
+from foredraft.cli.spelling import STDIN, spelled_as_options
+from foredraft.errors import ConfigError
+from foredraft.files import write_whole
+
+if TYPE_CHECKING:
+    from foredraft.bench.options import Options
+
+__all__ = ["bench"]
+
+DIFFERS, INTERRUPTED = 1, 130
+
+
+def bench(
+    *,
+    benchmark: BenchOptions = BenchOptions(),
+    model: ModelOptions = ModelOptions(),
+    drafting: DraftingOptions = DraftingOptions(),
+) -> int:
+    """Time every method, and other programs, on the same prompts; say what was identical.
+
+    All take turns on every prompt, warm, with the same weights, dtype, threads and number of tokens. A ratio
+    is the median of those within the turns; prompts whose output repeats itself do not count.
+    """
+    options = options_of(benchmark, drafting)
+    for option in ("json", "html"):
+        check_file(option, getattr(benchmark, option))
+    from foredraft.bench.workload import load_workloads
+
+    workloads = load_workloads(tuple(benchmark.workload.split(",")), benchmark.prompts)
+    if benchmark.html is not None:
+        from foredraft.bench.report import page  # says now if it cannot draw
+    from foredraft.bench.run import bench as run
+
+    bars = ProgressBars()
+    try:
+        report = run(
+            workloads,
+            options,
+            model=model.model,
+            truncate=model.truncate,
+            progress=bars.show,
+            **loading(model, drafting),
+        )
+    finally:
+        bars.clear()
+    for note in report.notes:
+        print(f"foredraft: {spelled_as_options(note)}", file=sys.stderr)
+    document = json.dumps(report.as_dict(), allow_nan=False)
+    if sys.stdout.isatty():
+        print("\n".join([*lines(report), ""]))
+    print(document, flush=True)  # first: a disk that is full must not take it away
+    if benchmark.json is not None:
+        write_whole(benchmark.json, document + "\n", "json")
+    if benchmark.html is not None:
+        write_whole(benchmark.html, page(report), "html")
+    if not report.finished:
+        print("foredraft: interrupted; the rows above were done", file=sys.stderr)
+        return INTERRUPTED
+    return DIFFERS if differing(report) else 0
+
+
+def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
+    """Raises ConfigError that names a value that is wrong."""
+    from foredraft.bench.options import Options
+
+    if benchmark.prompts is not None and benchmark.prompts < 1:
+        raise ConfigError(f"--prompts is {benchmark.prompts}; give 1 or more")
+    try:
+        batch = tuple(int(size) for size in benchmark.batch.split(","))
+    except ValueError:
+        raise ConfigError(f"--batch is {benchmark.batch!r}; give whole numbers, as in 1,8") from None
+    return Options(
+        methods=None if benchmark.methods is None else tuple(benchmark.methods.split(",")),
+        new_tokens=benchmark.new_tokens,
+        repeats=benchmark.repeats,
+        batch=batch,
+        temperature=benchmark.temperature,
+        coupled=drafting.acceptance == "coupled",
+    )
+
+
+def check_file(option: str, file: Path | None) -> None:
+    """Before hours are spent on what cannot be written."""
+    if file is None:
+        return
+    if str(file) == STDIN:
+        raise ConfigError(f"--{option} is '-', but the last line of stdout is the document; give a file")
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ConfigError(f"--{option} is {str(file)!r}; give a file in a folder that there is")
+
+
+def differing(report: Report) -> list[Row]:
+    """Rows of ours whose tokens are not plain decoding's though they must be."""
+    if not report.options["deterministic"]:
+        return []
+    return [row for row in report.rows if row.exactness and not row.peer and row.exactness.holds is False]
+
+
+# --- what a person sees -----------------------------------------------------------------------------
+
+COLUMNS = (
+    "workload",
+    "batch",
+    "method",
+    "tokens/s",
+    "over plain",
+    "quartiles",
+    "predicted",
+    "alpha",
+    "tau",
+    "o",
+    "identical",
+    "repeats",
+    "prompts",
+)
+
+
+def lines(report: Report) -> list[str]:
+    """The report as a person reads it."""
+    shown = [about(report), ""]
+    shown += table([COLUMNS, *map(cells, report.rows)])
+    shown += ["", *(over_peers(row) for row in report.rows if row.over_peers and not row.peer)]
+    shown.append(
+        f"A prompt counts where plain decoding repeats under {report.options['max_repeated']:.0%} of its"
+        " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
+    )
+    shown += [
+        f"{row.contender} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
+        for row in differing(report)
+    ]
+    return shown
+
+
+def about(report: Report) -> str:
+    target, costs, speed = report.models[0], report.costs[0], report.bandwidth
+    options, machine = report.options, report.machine
+    step = f"a bare step takes {costs.step_seconds * 1e3:.2f} ms"
+    if speed is not None and costs.bandwidth_share is not None:
+        best = f"{speed.bytes_per_second / 1e9:.1f} GB/s ({speed.method})"
+        step += f" and reads its weights at {costs.bandwidth_share:.0%} of {best}"
+    return (
+        f"{options['model']}, {target.parameters / 1e6:.0f} M parameters, {target.dtype}; temperature"
+        f" {options['temperature']:g}, {options['new_tokens']} tokens, {options['repeats']} repeats;"
+        f" {machine['cpu']}, {machine['threads']} threads, PyTorch {machine['torch']}; {step}"
+    )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    head = (row.workload, str(row.batch), row.contender)
+    if row.exactness is None:
+        return (*head, row.note or "", *[""] * (len(COLUMNS) - 4))
+    drafts, exact = row.drafting, row.exactness
+    spread = "" if row.speedup is None else f"{row.speedup.lower:.2f}-{row.speedup.upper:.2f}"
+    return (
+        *head,
+        shown(row.tokens_per_second, ".1f"),
+        shown(row.speedup, ".2f"),
+        spread,
+        shown(row.predicted, ".2f"),
+        "" if drafts is None or drafts.alpha is None else f"{drafts.alpha:.2f}",
+        "" if drafts is None else f"{drafts.mean_accepted_length:.2f}",
+        shown(row.overhead, ".2f"),
+        f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable",
+        shown(row.repeated, ".0%"),
+        f"{row.counted} of {row.prompts}",
+    )
+
+
+def over_peers(row: Row) -> str:
+    ratios = ", ".join(f"{spread.median:.2f} x {name}" for name, spread in (row.over_peers or {}).items())
+    return f"{row.workload}, batch {row.batch}: {row.contender} is {ratios}"
+
+
+def shown(spread: Spread | None, form: str) -> str:
+    return "-" if spread is None else format(spread.median, form)

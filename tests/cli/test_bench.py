@@ -1,0 +1,193 @@
+"""`foredraft bench` on tiny random checkpoints: its last line, its table, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import foredraft
+
+from foredraft.bench import machine, run
+from foredraft.bench.contender import Timing
+from foredraft.bench.ours import Ours
+from foredraft.bench.records import Report
+from foredraft.cli import main
+
+QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("workloads") / "words.jsonl"
+    file.write_text("".join(f'{{"prompt": "def accept(draft, {word}):"}}\n' for word in ("p", "q", "r")))
+    return file
+
+
+class Words(dict[str, str]):
+    """A command's options, by name."""
+
+    def command(self, **changes: str) -> list[str]:
+        spelled = {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        return ["bench", *(word for pair in {**self, **spelled}.items() for word in pair)]
+
+
+@pytest.fixture
+def words(models: Path, workload: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
+    monkeypatch.setattr(machine, "BYTES", 2**20)
+    monkeypatch.setattr(machine, "TRIES", 2)
+    pair = {"--model": str(models / "big"), "--draft": str(models / "small")}
+    return Words(pair | {"--workload": str(workload)} | QUICK)
+
+
+def document(text: str) -> dict[str, Any]:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    return found
+
+
+def test_the_last_line_is_one_document(words: Words, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = foredraft(*words.command(batch="1,2", json=str(file)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+    report = Report.from_dict(document(done.stdout))
+    assert document(file.read_text()) == document(done.stdout)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+    assert [(row.workload, row.batch, row.contender) for row in report.rows] == [
+        ("words", batch, name) for batch in (1, 2) for name in ("plain", "lookup", "draft-model")
+    ]
+    assert all(row.exactness is not None and row.exactness.holds for row in report.rows)
+    assert report.bandwidth is not None and report.bandwidth.method.startswith("read: float32 sum, 1 thread,")
+    assert report.options["methods"] == ["lookup", "draft-model"] and report.options["batch"] == [1, 2]
+
+
+def test_a_terminal_gets_a_table_before_it(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words.command(prompts="2", repeats="2")) == 0
+    *told, last = capsys.readouterr().out.splitlines()
+    report = Report.from_dict(document(last))
+    assert "temperature 0, 4 tokens, 2 repeats" in told[0] and "a bare step takes" in told[0]
+    assert told[2].split()[:3] == ["workload", "batch", "method"]
+    for line, row in zip(told[3:6], report.rows, strict=True):
+        cells = line.split()
+        assert row.tokens_per_second is not None and row.speedup is not None
+        assert cells[:3] == ["words", "1", row.contender]
+        assert cells[3:5] == [f"{row.tokens_per_second.median:.1f}", f"{row.speedup.median:.2f}"]
+        assert "2 of 2" in line
+    assert any("repeats under 30% of its 4-grams" in line for line in told)
+
+
+def test_tokens_that_differ_are_told_and_fail(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ours.run
+
+    def altering(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+        timing = ran(self, prompts, new_tokens)
+        other = tuple((*ids[:-1], ids[-1] ^ 1) for ids in timing.tokens)
+        return replace(timing, tokens=other) if self.name == "lookup" else timing
+
+    monkeypatch.setattr(Ours, "run", altering)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words.command()) == 1
+    out = capsys.readouterr().out
+    assert "lookup on words, batch 1: the tokens DIFFER from plain decoding's" in out
+    assert "draft-model on words" not in out
+    assert main([*words.command(), "--no-deterministic"]) == 0  # then nobody said that they must not
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": "hope"}, "--methods is 'hope', but there is no 'hope'; give some of plain, lookup,"),
+        ({"workload": "nought"}, "--workload is 'nought'; give a file, or one of all"),
+        ({"batch": "1,two"}, "--batch is '1,two'; give whole numbers, as in 1,8"),
+        ({"batch": "0"}, "--batch is '0'; give sizes of 1 or more"),
+        ({"prompts": "0"}, "--prompts is 0; give 1 or more"),
+        ({"repeats": "0"}, "--repeats is 0; give 1 or more"),
+        ({"new-tokens": "1"}, "--new-tokens is 1; give 2 or more"),
+        ({"temperature": "-1"}, "--temperature is -1.0; give 0 or more"),
+        ({"batch": "4", "max-batch": "2"}, "--max-batch is 2, but batch asks for 4; leave it out"),
+        ({"json": "nowhere/x.json"}, "--json is 'nowhere/x.json'; give a file in a folder that there is"),
+        ({"html": "."}, "--html is '.'; give a file in a folder that there is"),
+        ({"json": "-"}, "--json is '-', but the last line of stdout is the document; give a file"),
+        ({"methods": "retokenize"}, "retokenize needs a draft model with another tokenizer; give --draft"),
+        ({"drafter": "lookup"}, "Unknown option: --drafter"),
+        ({"max-draft": "0"}, "--max-draft is 0; give 1 or more"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: Words,
+    changes: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.command(**changes)) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("foredraft: error: ") and len(told.err.splitlines()) == 1
+    assert message in told.err
+
+
+def test_a_broken_line_of_a_workload_is_named(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "x"}\n{"prompt"}\n')
+    assert main(words.command(workload=str(file))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"foredraft: error: line 2 of {file} is not JSON (") and told.count("\n") == 1
+
+
+def test_what_was_left_out_is_told_on_stderr(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Report({"deterministic": True}, {}, (), None, (), (), ("left out: give draft=",))
+    monkeypatch.setattr(run, "bench", lambda *given, **named: made)
+    assert main(words.command()) == 0
+    told = capsys.readouterr()
+    assert told.err == "foredraft: left out: give --draft\n"
+    assert Report.from_dict(document(told.out)) == made
+
+
+def test_an_interrupt_shows_what_was_done(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = Report({"deterministic": True}, {}, (), None, (), (), finished=False)
+    monkeypatch.setattr(run, "bench", lambda *given, **named: made)
+    assert main(words.command(json=str(tmp_path / "part.json"))) == 130
+    told = capsys.readouterr()
+    assert told.err == "foredraft: interrupted; the rows above were done\n"
+    assert (
+        document(told.out)["finished"] is document((tmp_path / "part.json").read_text())["finished"] is False
+    )
+
+
+def test_ctrl_c_before_the_first_row_leaves_nothing(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran, count = Ours.run, itertools.count()
+
+    def interrupted(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+        if next(count) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return ran(self, prompts, new_tokens)
+
+    monkeypatch.setattr(Ours, "run", interrupted)
+    assert main(words.command(json=str(tmp_path / "x.json"))) == 130
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "foredraft: interrupted\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,342 @@
+"""Contenders on tiny random checkpoints: who there is, the same tokens from all, and what their clocks say."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoints
+import foredraft
+from foredraft import ConfigError, RequestError
+from foredraft.bench import contenders, hugging_face
+from foredraft.bench.contender import Setting
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
+from foredraft.bench.costs import measure_costs
+from foredraft.bench.field import Field
+from foredraft.bench.machine import Memory
+from foredraft.bench.ours import Ours
+from foredraft.bench.records import Bandwidth
+from foredraft.bench.timing import parted
+from foredraft.bench.weights import weigh
+
+PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
+TOKENS = 12
+PASSES = {1: TOKENS, 3: TOKENS + 1}  # of plain decoding: the third one joins a round later than the others
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """A target that often says its end-of-text token, and a weak draft."""
+    base = tmp_path_factory.mktemp("models")
+    target = checkpoints.save_checkpoint(
+        base / "target", tokenizer=True, seed=1, eos_token_id=list(range(0, 384, 3))
+    )
+    draft = checkpoints.save_checkpoint(base / "draft", tokenizer=True, seed=2, num_hidden_layers=1)
+    llm = foredraft.load(target, draft=draft, device="cpu", max_batch=3, max_length=128, max_draft=3)
+    return Setting(llm, target, draft, torch.float32, torch.device("cpu"), 64)
+
+
+@pytest.fixture(scope="module")
+def texts(setting: Setting) -> tuple[tuple[int, ...], ...]:
+    return Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS).tokens
+
+
+def test_the_fixture_ends_texts(setting: Setting, texts: tuple[tuple[int, ...], ...]) -> None:
+    assert all(any(token % 3 == 0 for token in text[:-1]) for text in texts)
+
+
+@pytest.mark.parametrize("speculation", ["none", "lookup", "draft-model"])
+def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation: str) -> None:
+    contender = Ours(speculation, setting.llm, speculation)
+    for prompts, expected in ((PROMPTS, texts), (PROMPTS[:1], texts[:1])):
+        start = time.perf_counter()
+        timing = contender.run(prompts, TOKENS)
+        wall = time.perf_counter() - start
+        assert timing.tokens == expected
+        assert timing.decoded == TOKENS * len(prompts)
+        assert timing.stats is not None and timing.stats.tokens == timing.decoded
+        assert timing.stats.seconds == timing.decode_seconds
+        assert timing.prefill_seconds > 0 and timing.decode_seconds > 0
+        assert timing.prefill_seconds + timing.decode_seconds < wall
+        assert timing.passes is not None
+        assert timing.stats.rounds / len(prompts) <= timing.passes <= timing.stats.rounds
+        assert timing.passes == PASSES[len(prompts)] or speculation != "none"
+        assert timing.stats.drafted > 0 or speculation != "draft-model"
+
+
+def test_clocks_run_while_prompts_are_read_and_rounds_last(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prefill pass takes a second and every forward of a round ten, on a clock of our own."""
+    now = 0.0
+    target: Any = setting.llm.engine.target
+    prefill, forward = target.prefill, target.forward
+
+    def advance(action: Any, seconds: float) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return action(*given, **named)
+
+        return run
+
+    monkeypatch.setattr(target, "prefill", advance(prefill, 1.0))
+    monkeypatch.setattr(target, "forward", advance(forward, 10.0))
+    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    contender = Ours("plain", setting.llm, "none")
+    alone = contender.run(PROMPTS[:1], TOKENS)
+    assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
+    all_three = contender.run(PROMPTS, TOKENS)
+    assert (all_three.prefill_seconds, all_three.decode_seconds) == (3.0, 10.0 * PASSES[3])
+    with parted(setting.llm.engine) as parts:
+        assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
+    assert (parts.verify, parts.draft) == (10.0 * TOKENS, 0.0)
+
+
+def test_parts_of_a_round_are_the_drafters_and_the_targets(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    engine = setting.llm.engine
+    drafter: Any = engine.drafters["draft-model"]
+    step = drafter.step
+
+    def slow(*given: Any) -> Any:
+        nonlocal now
+        now += 1.0
+        return step(*given)
+
+    monkeypatch.setattr(drafter, "step", slow)
+    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    with parted(engine) as parts:
+        timing = Ours("draft-model", setting.llm, "draft-model").run(PROMPTS[:1], TOKENS)
+    assert timing.stats is not None
+    assert parts.draft == timing.stats.drafted == timing.decode_seconds
+    assert parts.verify == 0
+
+
+def test_the_engine_is_left_as_it_was(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = setting.llm.engine
+
+    def methods() -> list[Any]:
+        drafters: Any = engine.drafters
+        own = [drafters["lookup"].propose, drafters["draft-model"].step]
+        return [engine.step, engine.round, engine.target.forward, *own]
+
+    def broken(*given: Any, **named: Any) -> Any:
+        assert "step" in vars(engine) and "round" in vars(engine)
+        raise RequestError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setting.llm, "generate", broken)
+        with pytest.raises(RequestError), parted(engine):
+            Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS)
+    assert all(map(inspect.ismethod, methods()))  # and no function that wraps one
+
+
+def test_a_request_that_fails_is_no_run(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(setting.llm.engine.target, "forward", broken)
+    with pytest.raises(RequestError, match="plain: RuntimeError: out of order"):
+        Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS)
+
+
+def test_the_coupled_rule_has_one_text_a_prompt_and_fresh_noise_many(setting: Setting) -> None:
+    coupled = [
+        Ours(name, setting.llm, name, temperature=1.0, coupled=True).run(PROMPTS, TOKENS).tokens
+        for name in ("none", "draft-model", "none")
+    ]
+    assert coupled[0] == coupled[1] == coupled[2]
+    free = Ours("none", setting.llm, "none", temperature=1.0)
+    assert len({free.run(PROMPTS, TOKENS).tokens for _ in range(3)}) == 3
+
+
+@pytest.fixture(scope="module")
+def models(setting: Setting) -> hugging_face.Checkpoints:
+    return hugging_face.Checkpoints(setting)
+
+
+@pytest.mark.parametrize("way", [hugging_face.plain, hugging_face.assisted, hugging_face.prompt_lookup])
+def test_transformers_says_the_same(setting: Setting, models: Any, texts: Any, way: Any) -> None:
+    contender = way(models, setting)
+    for prompts, expected in ((PROMPTS[:1], texts[:1]), (PROMPTS[1:2], texts[1:2])):
+        timing = contender.run(prompts, TOKENS)
+        assert timing.tokens == expected
+        assert 0 < timing.decoded < TOKENS
+        assert timing.decoded == TOKENS - 1 or contender.name != "transformers"
+        assert timing.passes == (TOKENS - 1 if contender.name == "transformers" else None)
+        assert timing.prefill_seconds > 0 and timing.decode_seconds > 0
+    assert contender.batches == (None if contender.name == "transformers" else (1,))
+
+
+def test_transformers_takes_several_prompts(setting: Setting, models: Any, texts: Any) -> None:
+    timing = hugging_face.plain(models, setting).run(PROMPTS, TOKENS)
+    assert timing.tokens == texts
+    assert timing.decoded == 3 * (TOKENS - 1) and timing.passes == TOKENS - 1
+
+
+def test_transformers_notes_where_its_first_token_ends(
+    setting: Setting, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    forward = models.target.forward
+
+    def slow(*given: Any, **named: Any) -> Any:
+        nonlocal now
+        now += 100.0 if named["input_ids"].shape[1] > 1 else 1.0
+        return forward(*given, **named)
+
+    monkeypatch.setattr(models.target, "forward", slow)
+    monkeypatch.setattr("foredraft.bench.hugging_face.time.perf_counter", lambda: now)
+    timing = hugging_face.plain(models, setting).run(PROMPTS[:1], TOKENS)
+    assert (timing.prefill_seconds, timing.decode_seconds) == (100.0, TOKENS - 1.0)
+
+
+def test_transformers_samples_without_cuts(setting: Setting, models: Any) -> None:
+    warm = Setting(
+        setting.llm, setting.target, None, torch.float32, torch.device("cpu"), 64, temperature=50.0
+    )
+    timing = hugging_face.plain(models, warm).run(PROMPTS[:1] * 200, 2)
+    assert len({text[0] for text in timing.tokens}) > 50  # nearly uniform over 384: the library cuts at 50
+
+
+def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
+    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1e6, "made up"), repeats=2)
+    assert [cost.rows for cost in made.verifying] == [1, 2, 3, 4, 8, 16, 32]
+    assert made.verifying[0].v == 1 and all(cost.seconds.count == 2 for cost in made.verifying)
+    assert made.step_seconds == made.verifying[0].seconds.median
+    assert made.drafting["lookup"] == 0 and made.drafting["draft-model"] > 0
+    assert made.bandwidth_share == pytest.approx(1e-3 / made.step_seconds)
+    two = measure_costs(setting.llm, 2, 40, 3, 1000, None, repeats=1)
+    assert [cost.rows for cost in two.verifying] == [1, 2, 3, 4] and two.bandwidth_share is None
+
+
+def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of our own: a target's forward takes 9 and 1 more a row, a draft's 2."""
+    now = 0.0
+    engine = setting.llm.engine
+    drafter: Any = engine.drafters["draft-model"]
+
+    def slow(runner: Any, seconds: Any) -> Any:
+        forward = runner.forward
+
+        def run(cache: Any, tokens: Any, *given: Any, **named: Any) -> Any:
+            nonlocal now
+            now += seconds(tokens.shape[1])
+            return forward(cache, tokens, *given, **named)
+
+        return run
+
+    monkeypatch.setattr(engine.target, "forward", slow(engine.target, lambda rows: 9.0 + rows))
+    monkeypatch.setattr(drafter.runner, "forward", slow(drafter.runner, lambda rows: 2.0))
+    monkeypatch.setattr("foredraft.bench.costs.time.perf_counter", lambda: now)
+    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=3)
+    assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.2}
+    assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]
+    assert made.bandwidth_share == 0.1
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma2", True), ("qwen2", False)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_weighs_what_its_file_holds(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
+    folder = checkpoints.save_checkpoint(tmp_path, family, tie_word_embeddings=tied)
+    runner: Any = foredraft.load(folder, device="cpu", dtype=dtype, max_batch=1).engine.target
+    reference = checkpoints.reference_model(family, tie_word_embeddings=tied)
+    parameters = sum(weight.numel() for weight in reference.parameters())
+    found = weigh("target", "tiny", runner)
+    assert found.parameters == parameters
+    embedding = reference.get_input_embeddings().weight.numel()
+    size = 4 if dtype == "float32" else 2
+    assert found.step_bytes == size * (parameters - (0 if tied else embedding))
+    assert found.dtype == dtype
+
+
+# --- who takes part ----------------------------------------------------------------------------------
+
+
+def test_plain_always_takes_part_and_comes_first() -> None:
+    assert chosen(("lookup",)) == ("plain", "lookup")
+    assert chosen(("lookup", "plain", "lookup")) == ("plain", "lookup")
+    assert chosen(None) == tuple(CONTENDERS)
+    assert next(iter(CONTENDERS)) == "plain"
+
+
+def test_an_unknown_method_is_named_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match="methods is 'lookup,hope', but there is no 'hope'; give some of plain, l"
+    ):
+        chosen(("lookup", "hope"))
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    def version(name: str) -> str:
+        if name in packages:
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(contenders, "version", version)
+
+
+def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent(monkeypatch, "transformers", "llama-cpp-python")
+    with pytest.raises(
+        ConfigError, match="'transformers-lookup', but transformers is not installed; pip install"
+    ):
+        chosen(("transformers-lookup",))
+    field = Field()
+    field.enter(setting, chosen(None), Memory(setting.device), 7, wanted=False)
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
+    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
+    assert len(field.notes) == 5
+    assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
+
+
+def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "llama-cpp-python")
+    alone = foredraft.load(setting.target, device="cpu", max_batch=1, max_length=64)
+    without = Setting(alone, setting.target, None, torch.float32, torch.device("cpu"), 64)
+    for name in ("draft-model", "retokenize", "transformers-assisted"):
+        with pytest.raises(ConfigError, match=f"{name} needs a draft model"):
+            Field().enter(without, (name,), Memory(setting.device), 0, wanted=True)
+    field = Field()
+    field.enter(without, chosen(None), Memory(setting.device), 0, wanted=False)
+    assert [one.name for one in field.contenders] == [
+        "plain", "lookup", "transformers", "transformers-lookup"
+    ]  # fmt: skip
+
+
+def test_a_peer_that_cannot_load_this_model_leaves_the_others(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(setting: Setting) -> Any:
+        raise KeyError("rope")
+
+    monkeypatch.setitem(PROGRAMS, "transformers", contenders.Program(broken))
+    absent(monkeypatch, "llama-cpp-python")
+    field = Field()
+    field.enter(setting, chosen(None), Memory(setting.device), 0, wanted=False)
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
+    assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
+
+
+def test_memory_that_a_run_takes_is_seen_at_its_peak() -> None:
+    memory = Memory(torch.device("cpu"))
+    with memory.peak() as peak:
+        held = torch.ones(2**24)  # 64 MiB
+        time.sleep(0.1)
+        del held
+        time.sleep(0.05)
+    assert 2**26 <= peak[0] < 2**27
+    with memory.peak() as peak:
+        pass
+    assert peak[0] < 2**24

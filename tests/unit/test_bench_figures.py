@@ -1,0 +1,245 @@
+"""The figures of a benchmark's rows, of runs made up for the purpose, and who runs when."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from foredraft.bench.contender import Timing
+from foredraft.bench.costs import predicted, round_cost
+from foredraft.bench.figures import Group, Runs, Series, divergence, row_of
+from foredraft.bench.records import (
+    Bandwidth,
+    Cost,
+    Costs,
+    Divergence,
+    Exactness,
+    Model,
+    Report,
+    RoundTime,
+    Row,
+    Spread,
+)
+from foredraft.bench.schedule import groups_of, turns
+from foredraft.decode.stats import Round, Stats
+from foredraft.ngrams import repeated
+
+STEP = 0.01
+V = (1.0, 1.1, 1.3, 1.6)
+TEXT = tuple(range(10, 20))
+OTHER = (*TEXT[:4], 99, *TEXT[5:])
+
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+    peer: bool = False
+    lossless: bool = True
+    batches: tuple[int, ...] | None = None
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        raise AssertionError("a row is made without a run")
+
+    def close(self) -> None: ...
+
+
+def costs() -> Costs:
+    verifying = [Cost(rows, v, Spread(v * STEP, v * STEP, v * STEP, 5)) for rows, v in enumerate(V, start=1)]
+    return Costs(1, 256, tuple(verifying), {"draft-model": 0.25, "lookup": 0.0}, 0.5)
+
+
+def plain(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
+    rounds = [Round(0, 0, 1)] * len(tokens)
+    return Timing((tokens,), 0.1, seconds, len(tokens), len(tokens), Stats.of(rounds))
+
+
+def drafted(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
+    """Ten tokens in four rounds of two drafted ones each: the last one is cut short."""
+    rounds = [Round(2, 2, 3), Round(2, 1, 2), Round(2, 2, 3), Round(2, 1, 2)]
+    return Timing((tokens,), 0.1, seconds, len(tokens), len(rounds), Stats.of(rounds))
+
+
+def peer(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
+    return Timing((tokens,), 0.2, seconds, len(tokens) - 1)
+
+
+def series(*runs: Runs, prompts: int = 1) -> Series:
+    return Series("tables", 1, runs, (TEXT,) * prompts, costs(), read_seconds=0.004)
+
+
+def test_a_spread_lies_within_its_data() -> None:
+    assert Spread.of([]) is None
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
+    assert Spread.of([1.0, 2.0]) == Spread(1.5, 1.25, 1.75, 2)
+    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
+
+
+def test_a_speedup_is_the_median_of_the_ratios_within_repeats() -> None:
+    """The machine slows down fivefold: the ratio of the medians would be 2."""
+    slow = {
+        "plain": [plain(1.0), plain(2.0), plain(5.0)],
+        "draft-model": [drafted(0.4), drafted(1.0), drafted(2.0)],
+    }
+    row = row_of(series(Runs(Group((0,), True), slow)), Named("draft-model"), [], comparable=True)
+    assert row.speedup == Spread(2.5, 2.5, 2.5, 1)
+    assert row.tokens_per_second == Spread(10.0, 10.0, 10.0, 1)
+    assert row.speedup_all == row.speedup
+
+
+def test_what_a_peer_makes_while_it_reads_the_prompt_is_not_decoding() -> None:
+    timings = {"plain": [plain(1.0)], "other": [peer(1.8)]}
+    runs = series(Runs(Group((0,), True), timings))
+    row = row_of(runs, Named("other", peer=True), [], comparable=True)
+    assert row.tokens_per_second is not None and row.tokens_per_second.median == pytest.approx(9 / 1.8)
+    assert row.speedup is not None and row.speedup.median == pytest.approx(0.5)
+    assert row.prefill_seconds == Spread(0.2, 0.2, 0.2, 1)
+    assert row.drafting is row.predicted is row.overhead is row.bandwidth_share is None
+    ours = row_of(runs, Named("plain"), ["other"], comparable=True)
+    assert ours.over_peers is not None and ours.over_peers["other"].median == pytest.approx(2.0)
+
+
+def test_prediction_takes_the_drafts_as_they_were() -> None:
+    known = costs()
+    assert predicted(known, "draft-model", 2, 2.6) == pytest.approx(2.6 / (0.5 + 1.3))
+    assert predicted(known, "draft-model", 1.5, 2.6) == pytest.approx(2.6 / (0.375 + 1.2))  # between 2 and 3
+    assert predicted(known, "lookup", 1.5, 2.6) == pytest.approx(2.6 / 1.2)
+    assert predicted(known, "lookup", 3, 4) == pytest.approx(4 / 1.6)  # the longest draft
+    assert predicted(known, "draft-model", 0, 1) == pytest.approx(1)
+    assert round_cost(known, None, 0) == 1
+
+
+def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:
+    timings = {"plain": [plain(0.11), plain(0.11)], "draft-model": [drafted(0.08), drafted(0.1)]}
+    runs = series(Runs(Group((0,), True), timings))
+    row = row_of(runs, Named("draft-model"), [], comparable=True)
+    assert row.drafting is not None
+    assert row.drafting.mean_accepted_length == 2.5 and row.drafting.mean_draft_length == 2
+    assert row.drafting.alpha == pytest.approx(6 / 8) and row.drafting.acceptance_rate == pytest.approx(6 / 8)
+    assert row.drafting.acceptance_by_position == (1.0, 0.5)
+    expected = 2.5 / (2 * 0.25 + 1.3)
+    measured = (0.11 / 0.08 + 0.11 / 0.1) / 2
+    assert row.predicted is not None and row.predicted.median == pytest.approx(expected)
+    assert row.measured_over_predicted is not None
+    assert row.measured_over_predicted.median == pytest.approx(measured / expected)
+    assert row.overhead is not None and row.overhead.median == pytest.approx((0.02 + 0.025) / 2 / STEP - 1.8)
+    assert row.bandwidth_share == pytest.approx((4 / 0.08 + 4 / 0.1) / 2 * 0.004)
+    own = row_of(runs, Named("plain"), [], comparable=True)
+    assert own.overhead is not None and own.overhead.median == pytest.approx(0.1)  # 11 ms a step, of 10
+    assert own.drafting is None and own.predicted is None
+    assert own.speedup is not None and own.speedup.median == 1
+
+
+def test_only_prompts_that_repeat_little_count() -> None:
+    def runs(prompt: int, counted: bool, seconds: float) -> Runs:
+        return Runs(Group((prompt,), counted), {"plain": [plain(1.0)], "lookup": [drafted(seconds)]})
+
+    both = series(runs(0, True, 0.5), runs(1, False, 0.1), prompts=2)
+    row = row_of(both, Named("lookup"), [], comparable=True)
+    assert (row.counted, row.prompts) == (1, 2)
+    assert row.speedup is not None and row.speedup.median == pytest.approx(2)
+    assert row.speedup_all is not None and row.speedup_all.median == pytest.approx(6)
+    assert row.exactness == Exactness(True, 2, 2)
+    none = row_of(series(runs(0, False, 0.5)), Named("lookup"), [], comparable=True)
+    assert none.counted == 0 and none.prompts == 1
+    assert none.speedup is none.predicted is none.drafting is none.overhead is none.bandwidth_share is None
+    assert none.speedup_all is not None
+
+
+def test_one_differing_run_shows() -> None:
+    timings = {"plain": [plain(1.0)] * 2, "lookup": [drafted(1.0), drafted(1.0, OTHER)]}
+    two = series(Runs(Group((0,), True), timings), Runs(Group((1,), False), timings), prompts=2)
+    found = row_of(two, Named("lookup"), [], comparable=True).exactness
+    assert found == Exactness(True, 0, 2, Divergence(0, 4)) and found.holds is False
+    assert row_of(two, Named("plain"), [], comparable=True).exactness == Exactness(True, 2, 2)
+    told = row_of(two, Named("lookup"), [], comparable=False).exactness
+    assert told is not None and told.holds is None
+
+
+def test_a_shorter_text_diverges_where_it_ends() -> None:
+    assert divergence(TEXT, TEXT) is None
+    assert divergence(TEXT[:-1], TEXT) == divergence(TEXT, TEXT[:-1]) == 9
+    assert divergence(OTHER, TEXT) == 4
+    assert divergence((), ()) is None
+
+
+def test_rounds_of_a_batch_are_counted_once() -> None:
+    stats = Stats.of([Round(0, 0, 1)] * 20)
+    both = Timing((TEXT, TEXT), 0.1, 0.132, 20, 11, stats)
+    row = row_of(
+        series(Runs(Group((0, 1), True), {"plain": [both]}), prompts=2), Named("plain"), [], comparable=True
+    )
+    assert row.tokens_per_second is not None and row.tokens_per_second.median == pytest.approx(20 / 0.132)
+    assert row.overhead is not None and row.overhead.median == pytest.approx(0.2)  # 12 ms a round, of 10
+    assert row.counted == row.prompts == 2
+
+
+def test_what_a_batch_gains_over_one() -> None:
+    runs = series(Runs(Group((0,), True), {"plain": [plain(0.5)]}))
+    row = row_of(runs, Named("plain"), [], comparable=True, single=Spread(5.0, 5.0, 5.0, 1))
+    assert row.over_single == pytest.approx(4)
+
+
+def test_repetition_is_of_the_contenders_own_text() -> None:
+    again = (1, 2, 3, 4) * 3
+    timings = {"plain": [plain(1.0)], "other": [peer(1.0, again)]}
+    row = row_of(series(Runs(Group((0,), True), timings)), Named("other", peer=True), [], comparable=True)
+    assert row.repeated is not None and row.repeated.median == pytest.approx(repeated(again)) == 5 / 9
+
+
+def test_repeated_counts_seen_ngrams() -> None:
+    assert repeated([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert repeated(range(50)) == repeated([1, 2]) == 0
+
+
+def test_turns_alternate() -> None:
+    names = ["plain", "lookup", "other"]
+    assert [list(turns(names, repeat)) for repeat in range(3)] == [names, names[::-1], names]
+
+
+def test_groups_are_full_and_of_one_kind() -> None:
+    counted = [True, False, True, True, False, True, True]
+    assert [group.prompts for group in groups_of(counted, 1)] == [(0,), (2,), (3,), (5,), (6,), (1,), (4,)]
+    two = groups_of(counted, 2)
+    assert [(group.prompts, group.counted) for group in two] == [
+        ((0, 2), True),
+        ((3, 5), True),
+        ((6, 0), True),  # filled up from the first on
+        ((1, 4), False),
+    ]
+    assert [group.prompts for group in groups_of([True, True], 5)] == [(0, 1, 0, 1, 0)]
+    assert groups_of([], 4) == []
+
+
+def report() -> Report:
+    timings = {"plain": [plain(0.11)], "draft-model": [drafted(0.08)], "other": [peer(0.2, OTHER)]}
+    runs = series(Runs(Group((0,), True), timings))
+    rows = [row_of(runs, Named(name), ["other"], comparable=True) for name in ("plain", "draft-model")]
+    rows[1] = replace(rows[1], round_time=RoundTime(0.005, 0.013, 0.002, 4), peak_memory=2**20)
+    rows.append(row_of(runs, Named("other", peer=True), [], comparable=True))
+    rows.append(Row("tables", 8, "other", peer=True, note="takes 1 prompt at a time"))
+    return Report(
+        options={"batch": [1, 8], "model": "demo"},
+        machine={"threads": 2},
+        models=(Model("target", "demo", 1000, 1800, "bfloat16"),),
+        bandwidth=Bandwidth(2e10, "read"),
+        costs=(costs(),),
+        rows=tuple(rows),
+        notes=("left out: llama.cpp",),
+    )
+
+
+def test_a_report_survives_json() -> None:
+    made = report()
+    assert Report.from_dict(json.loads(json.dumps(made.as_dict(), allow_nan=False))) == made
+    assert made.rows[2].exactness == Exactness(True, 0, 1, Divergence(0, 4))
+
+
+def test_what_is_not_a_report_is_refused() -> None:
+    document = report().as_dict()
+    with pytest.raises(TypeError, match="Row has no speed"):
+        Report.from_dict(document | {"rows": [document["rows"][0] | {"speed": 1}]})
+    del document["machine"]
+    with pytest.raises(TypeError):
+        Report.from_dict(document)

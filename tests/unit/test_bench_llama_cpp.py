@@ -1,0 +1,252 @@
+"""llama.cpp as a contender: the file that it reads says what the checkpoint says, and so does what it writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import foredraft
+from checkpoints import save_checkpoint
+from foredraft import LLM, SamplingParams
+from foredraft.bench.contender import Setting
+from foredraft.bench.gguf_file import write_gguf
+from foredraft.bench.llama_cpp import LlamaCpp
+from foredraft.errors import ConfigError
+
+gguf = pytest.importorskip("gguf")
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from shape import random_checkpoint  # noqa: E402
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "grouped, tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "wide heads": ("llama", {"head_dim": 24}),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    file = folder / "model.gguf"
+    write_gguf(folder, file, dtype)
+    return gguf.GGUFReader(file)
+
+
+def values(reader: Any) -> dict[str, np.ndarray[Any, Any]]:
+    return {tensor.name: tensor.data for tensor in reader.tensors}
+
+
+def setting(folder: Path, llm: Any = None, **keys: Any) -> Setting:
+    common: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "positions": 256}
+    return Setting(llm, folder, None, **{**common, **keys})
+
+
+class TestFile:
+    def test_numbers_are_the_configs(self, tmp_path: Path) -> None:
+        folder = save_checkpoint(tmp_path, num_key_value_heads=2, rms_norm_eps=3e-4)
+        reader = read(folder)
+        expected = {
+            "general.architecture": "llama",
+            "llama.block_count": 3,
+            "llama.embedding_length": 64,
+            "llama.feed_forward_length": 96,
+            "llama.attention.head_count": 4,
+            "llama.attention.head_count_kv": 2,
+            "llama.attention.layer_norm_rms_epsilon": pytest.approx(3e-4),
+            "llama.context_length": 2048,
+            "llama.rope.freq_base": 10_000.0,
+            "llama.vocab_size": 97,
+        }
+        assert {name: reader.fields[name].contents() for name in expected} == expected
+
+    def test_weights_are_the_checkpoints_with_what_is_rotated_together_side_by_side(
+        self, tmp_path: Path
+    ) -> None:
+        folder = save_checkpoint(tmp_path, num_key_value_heads=2)
+        saved, written = load_file(folder / "model.safetensors"), values(read(folder))
+        assert len(written) == len(saved)
+        same = {
+            "token_embd": "model.embed_tokens",
+            "output": "lm_head",
+            "output_norm": "model.norm",
+            "blk.1.attn_v": "model.layers.1.self_attn.v_proj",
+            "blk.1.ffn_down": "model.layers.1.mlp.down_proj",
+            "blk.1.ffn_norm": "model.layers.1.post_attention_layernorm",
+        }
+        for name, source in same.items():
+            np.testing.assert_array_equal(written[f"{name}.weight"], saved[f"{source}.weight"].numpy())
+        for letter, heads in (("q", 4), ("k", 2)):
+            source = saved[f"model.layers.1.self_attn.{letter}_proj.weight"].numpy()
+            rows = written[f"blk.1.attn_{letter}.weight"]
+            for row in range(heads * 16):
+                head, place = divmod(row, 16)
+                np.testing.assert_array_equal(rows[row], source[head * 16 + place // 2 + place % 2 * 8])
+
+    def test_matrices_are_bfloat16_and_vectors_float32(self, tmp_path: Path) -> None:
+        folder = save_checkpoint(tmp_path, dtype=torch.bfloat16)
+        saved, reader = load_file(folder / "model.safetensors"), read(folder, torch.bfloat16)
+        kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+        assert kinds == {"BF16"}
+        assert {t.tensor_type.name for t in reader.tensors if len(t.shape) == 1} == {"F32"}
+        bits = saved["model.embed_tokens.weight"].view(torch.uint8).numpy()
+        np.testing.assert_array_equal(values(reader)["token_embd.weight"], bits)
+
+    def test_a_tied_head_is_not_written_twice(self, tmp_path: Path) -> None:
+        file = save_checkpoint(tmp_path, tie_word_embeddings=True) / "model.safetensors"
+        saved = load_file(file)
+        save_file(saved | {"lm_head.weight": saved["model.embed_tokens.weight"].clone()}, file)
+        written = values(read(tmp_path))
+        assert "token_embd.weight" in written
+        assert "output.weight" not in written
+
+    def test_shards_make_the_same_file(self, tmp_path: Path) -> None:
+        whole = values(read(save_checkpoint(tmp_path / "whole")))
+        parts = values(read(save_checkpoint(tmp_path / "parts", shards=True)))
+        assert whole.keys() == parts.keys()
+        assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+    def test_stretched_waves_have_their_factors(self, tmp_path: Path) -> None:
+        factors = values(read(save_checkpoint(tmp_path, rope_parameters=LLAMA3)))["rope_freqs.weight"]
+        assert factors.shape == (8,)
+        assert factors[0] == 1.0
+        assert factors[-1] == pytest.approx(8.0)
+
+    @pytest.mark.parametrize(
+        ("variant", "named"),
+        [
+            ({"family": "gemma2"}, "architecture 'Gemma2ForCausalLM'"),
+            ({"family": "mistral"}, "a sliding window"),
+            ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+            ({"hidden_act": "gelu_pytorch_tanh"}, "activation 'gelu_tanh'"),
+        ],
+    )
+    def test_what_it_would_compute_otherwise_is_refused(
+        self, tmp_path: Path, variant: dict[str, Any], named: str
+    ) -> None:
+        folder = save_checkpoint(tmp_path, **variant)
+        with pytest.raises(ConfigError, match=named):
+            write_gguf(folder, tmp_path / "model.gguf", torch.float32)
+        assert not (tmp_path / "model.gguf").exists()
+
+
+class TestSetting:
+    @pytest.mark.parametrize(
+        ("keys", "named"),
+        [
+            ({"device": torch.device("cuda")}, "device is cuda"),
+            ({"dtype": torch.float16}, "dtype is torch.float16"),
+            ({"temperature": 0.7}, "temperature is 0.7"),
+        ],
+    )
+    def test_what_it_cannot_share_is_refused(self, tmp_path: Path, keys: dict[str, Any], named: str) -> None:
+        with pytest.raises(ConfigError, match=named):
+            LlamaCpp(setting(tmp_path, **keys))
+
+    @pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
+    def test_a_missing_package_is_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    ) -> None:
+        if missing == "gguf":
+            pytest.importorskip("llama_cpp")
+        monkeypatch.setitem(sys.modules, missing, None)
+        with pytest.raises(ConfigError, match=rf"llama.cpp needs {missing}, .*pip install") as caught:
+            LlamaCpp(setting(save_checkpoint(tmp_path)))
+        assert "\n" not in str(caught.value)
+
+
+class TestContender:
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip("llama_cpp")
+
+    @staticmethod
+    def prompts() -> list[list[int]]:
+        random = torch.Generator().manual_seed(0)
+        return [torch.randint(3, 97, (count,), generator=random).tolist() for count in (1, 7, 40, 90)]
+
+    @staticmethod
+    def plain(llm: LLM, prompt: list[int], count: int) -> tuple[int, ...]:
+        params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, speculation="none")
+        return tuple(llm.generate([prompt], params)[0].token_ids)
+
+    @pytest.mark.parametrize("model", MODELS)
+    def test_it_says_what_we_say(self, tmp_path: Path, model: str) -> None:
+        family, keys = MODELS[model]
+        llm = foredraft.load(save_checkpoint(tmp_path, family, **keys), dtype="float32")
+        contender = LlamaCpp(setting(tmp_path, llm))
+        for prompt in self.prompts():
+            timing = contender.run([prompt], 40)
+            assert timing.tokens == (self.plain(llm, prompt, 40),)
+            assert timing.decoded == 39
+            assert timing.prefill_seconds > 0
+            assert timing.decode_seconds > 0
+        contender.close()
+
+    def test_a_run_leaves_nothing_behind_for_the_next(self, tmp_path: Path) -> None:
+        contender = LlamaCpp(setting(save_checkpoint(tmp_path)))
+        long, short = self.prompts()[3], self.prompts()[1]
+        alone = contender.run([short], 12).tokens
+        contender.run([long], 12)
+        assert contender.run([short], 12).tokens == alone
+        contender.close()
+
+    def test_a_pass_over_rows_is_timed_at_any_context(self, tmp_path: Path) -> None:
+        contender = LlamaCpp(setting(save_checkpoint(tmp_path)))
+        assert all(contender.forward_seconds(rows, context) > 0 for rows in (1, 8) for context in (0, 40))
+        contender.close()
+
+    def test_closing_takes_the_file_away_and_may_be_repeated(self, tmp_path: Path) -> None:
+        contender = LlamaCpp(setting(save_checkpoint(tmp_path)))
+        folder = Path(contender._folder.name)
+        assert (folder / "model.gguf").is_file()
+        contender.close()
+        assert not folder.exists()
+        contender.close()
+
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "tie_word_embeddings": True,
+}
+
+
+class TestShape:
+    def test_a_random_checkpoint_can_be_loaded_and_converted(self, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path, SIZES, torch.float32, shard_bytes=20_000)
+        assert len(list(folder.glob("*.safetensors"))) > 2
+        spec = foredraft.load(folder).spec
+        assert (spec.layers, spec.hidden_size, spec.kv_heads, spec.tied) == (2, 64, 2, True)
+        assert "rope_freqs.weight" not in values(read(folder))
+
+    def test_the_same_shape_has_the_same_weights_however_it_is_cut(self, tmp_path: Path) -> None:
+        small = values(read(random_checkpoint(tmp_path / "a", SIZES, shard_bytes=20_000)))
+        large = values(read(random_checkpoint(tmp_path / "b", SIZES)))
+        assert all(np.array_equal(small[name], large[name]) for name in small)
+        assert not np.array_equal(small["blk.0.attn_v.weight"], small["blk.1.attn_v.weight"])

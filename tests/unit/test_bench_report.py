@@ -1,0 +1,358 @@
+"""The report: every figure is the records', and the page needs nothing but itself."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from foredraft.bench.plots import plots
+from foredraft.bench.records import (
+    Bandwidth,
+    Cost,
+    Costs,
+    Divergence,
+    Drafting,
+    Exactness,
+    Model,
+    Report,
+    RoundTime,
+    Row,
+    Spread,
+)
+from foredraft.bench.report import page
+from foredraft.errors import ConfigError
+
+SAME = Exactness(comparable=True, identical=3, prompts=3)
+
+
+def spread(median: float) -> Spread:
+    return Spread(median, 0.9 * median, 1.1 * median, 3)
+
+
+def row(workload: str, contender: str, speed: float, *, peer: bool = False, **more: Any) -> Row:
+    common: dict[str, Any] = {
+        "batch": 1,
+        "tokens_per_second": spread(123.4 * speed),
+        "speedup": spread(speed),
+        "speedup_all": spread(speed + 0.03),
+        "prefill_seconds": spread(0.017),
+        "repeated": spread(0.12),
+        "counted": 2,
+        "prompts": 3,
+        "exactness": SAME,
+        "peak_memory": 77 * 2**20,
+    }
+    return Row(workload, contender=contender, peer=peer, **common | more)
+
+
+def drafted(workload: str, contender: str, speed: float, **more: Any) -> Row:
+    common: dict[str, Any] = {
+        "over_peers": {"transformers": spread(2 * speed)},
+        "drafting": Drafting(0.61, 0.42, (0.71, 0.57), 2.34, 3.21),
+        "predicted": spread(speed * 1.07),
+        "measured_over_predicted": spread(0.93),
+        "overhead": spread(0.08),
+        "round_time": RoundTime(0.00123, 0.00456, 0.00078, 9),
+        "bandwidth_share": 0.37,
+    }
+    return row(workload, contender, speed, **common | more)
+
+
+def report(**more: Any) -> Report:
+    verifying = tuple(Cost(rows, v, spread(0.005 * v)) for rows, v in ((1, 1.0), (2, 1.04), (8, 1.31)))
+    common: dict[str, Any] = {
+        "options": {"temperature": 0.0, "repeats": 1, "coupled": False, "max_repeated": 0.3, "methods": None},
+        "machine": {"cpu": "Some Processor", "threads": 1},
+        "models": (Model("target", "big", 21_145_920, 42_291_840, "bfloat16"),),
+        "bandwidth": Bandwidth(23.4e9, "read, best of 20"),
+        "costs": (Costs(1, 319, verifying, {"draft-model": 0.17}, 0.44),),
+        "rows": (
+            row("tables", "plain", 1.0),
+            drafted("tables", "draft-model", 1.83),
+            drafted("tables", "lookup", 2.61),
+            row("tables", "transformers", 0.52, peer=True, exactness=replace(SAME, identical=2, first=Divergence(1, 16))),
+            row("prose", "plain", 1.0),
+            drafted("prose", "draft-model", 1.71),
+            drafted("prose", "lookup", 0.84),
+            Row("prose", 1, "llama.cpp", peer=True, note="takes one prompt at a time"),
+        ),
+        "notes": ("left out: retokenize needs another draft",),
+    }  # fmt: skip
+    return Report(**common | more)
+
+
+@cache
+def usual() -> str:
+    return page(report())
+
+
+class Page(HTMLParser):
+    """Its elements' attributes, the cells of its table by row, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.text, self._open = "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open = tag
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._open in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self._open == "small":
+            self.rows[-1][-1] += f" ({data})"
+
+    def cells(self, place: int) -> dict[str, str]:
+        """The place-th row with cells, by column."""
+        (head, *rows) = [one for one in self.rows if len(one) > 2]
+        return dict(zip(head, rows[place], strict=True))
+
+
+def verdicts(text: str) -> list[tuple[str, str]]:
+    return re.findall(r'<p class="verdict (\w+)">(.*?)</p>', text)
+
+
+class TestFigures:
+    def test_a_row_shows_what_the_record_has(self) -> None:
+        shown = Page(usual()).cells(1)
+        assert shown == {
+            "method": "draft-model",
+            "tokens/s": "225.8 (203.2–248.4)",
+            "over plain": "1.83 (1.65–2.01)",
+            "tokens": "✓ 3 of 3 same",
+            "counted prompts": "2 of 3",
+            "repeated": "12% (11%–13%)",
+            "over transformers": "3.66 (3.29–4.03)",
+            "over plain, all prompts": "1.86 (1.67–2.05)",
+            "predicted": "1.96 (1.76–2.15)",
+            "measured ÷ predicted": "0.93 (0.84–1.02)",
+            "overhead o": "0.08 (0.07–0.09)",
+            "α": "0.61",
+            "τ": "2.34",
+            "draft length": "3.21",
+            "prompt read in, s": "0.017 (0.015–0.019)",
+            "of read bandwidth": "37%",
+            "memory, MiB": "77",
+        }
+
+    def test_what_a_record_lacks_is_a_dash(self) -> None:
+        shown = Page(usual()).cells(3)
+        assert shown["method"] == "transformers"
+        assert {shown[name] for name in ("predicted", "α", "τ", "over transformers")} == {"–"}
+
+    def test_a_column_that_nobody_fills_is_left_out(self) -> None:
+        alone = report(rows=(row("tables", "plain", 1.0),))
+        assert "over transformers" not in Page(page(alone)).cells(0)
+        assert "predicted" not in Page(page(alone)).cells(0)
+
+    def test_the_machines_figures_and_options_are_there_as_written(self) -> None:
+        text = re.sub(r"\s+", " ", Page(usual()).text)
+        assert "big, 21.1 M parameters, bfloat16, 42.3 MB a step" in text
+        assert "23.4 GB/s (read, best of 20)" in text
+        assert (
+            "5.00 ms at 319 tokens of context, 44% of that bandwidth; a token of draft-model costs 0.17"
+            in text
+        )
+        assert "temperature0 repeats1 coupledno max_repeated0.3 methods– " in text
+        assert "cpuSome Processor threads1" in text
+        assert "left out: retokenize needs another draft" in text
+
+    def test_a_contender_without_figures_says_why(self) -> None:
+        assert ["llama.cpp", "takes one prompt at a time"] in Page(usual()).rows
+
+    def test_each_batch_size_has_its_table(self) -> None:
+        eight = tuple(replace(one, batch=8, over_single=4.2) for one in report().rows)
+        both = page(report(rows=report().rows + eight))
+        assert both.count("<table>") == 2
+        assert "<td>4.20</td>" in both
+        assert "over batch 1" not in usual()
+
+
+class TestVerdict:
+    def test_names_the_drafter_that_gains_most_in_the_median_workload(self) -> None:
+        (speed, _) = verdicts(usual())
+        assert speed == (
+            "good",
+            "The drafter that gains most is draft-model: 1.77 × own plain decoding, 3.54 × transformers, the"
+            " median of 2 workloads at batch 1.",
+        )
+
+    def test_says_where_nothing_pays(self) -> None:
+        slow = report(rows=(row("a", "plain", 1.0), drafted("a", "lookup", 0.84)))
+        kind, text = verdicts(page(slow))[0]
+        assert (kind, text) == (
+            "bad",
+            "No drafter pays here: the best, lookup, reaches 0.84 × own plain decoding, the median of 1"
+            " workload at batch 1.",
+        )
+
+    def test_a_peer_is_never_the_winner(self) -> None:
+        fast = report(rows=(row("a", "plain", 1.0), row("a", "transformers", 9.0, peer=True)))
+        assert verdicts(page(fast))[0] == ("none", "No drafter has a figure that counts.")
+
+    def test_identical_tokens_are_told_and_a_peers_are_its_own_business(self) -> None:
+        assert verdicts(usual())[1][0] == "good"
+        assert Page(usual()).cells(3)["tokens"] == "2 of 3 same (first at prompt 2, token 17)"
+
+    def test_different_tokens_of_ours_are_named_and_marked(self) -> None:
+        wrong = drafted("prose", "lookup", 1.2, exactness=replace(SAME, identical=1, first=Divergence(0, 4)))
+        text = page(report(rows=(*report().rows, wrong)))
+        assert verdicts(text)[1] == (
+            "bad",
+            "Tokens differ from plain decoding&#39;s: lookup on prose at batch 1.",
+        )
+        assert '<td class="bad">✗ 1 of 3 same<small>first at prompt 1, token 5</small>' in text
+
+    def test_nothing_is_said_of_tokens_that_were_not_compared(self) -> None:
+        drawn = Exactness(comparable=False, identical=0, prompts=3)
+        text = page(report(rows=(row("a", "plain", 1.0), drafted("a", "lookup", 1.5, exactness=drawn))))
+        assert verdicts(text)[1][0] == "none"
+        assert Page(text).cells(1)["tokens"] == "not comparable"
+
+    def test_what_is_lossy_is_called_so(self) -> None:
+        lossy = drafted("a", "bild", 1.5, lossless=False, exactness=replace(SAME, identical=0))
+        text = page(report(rows=(row("a", "plain", 1.0), lossy)))
+        assert verdicts(text)[1][0] == "none"
+        assert Page(text).cells(1)["tokens"] == "0 of 3 same, lossy by design"
+
+    def test_an_interrupted_run_says_so_first(self) -> None:
+        assert verdicts(page(report(finished=False)))[0][1].startswith("Interrupted")
+        assert "Interrupted" not in usual()
+
+
+class TestPlots:
+    def test_there_is_one_for_all_that_the_records_have(self) -> None:
+        names = [plot.name for plot in plots(report())]
+        assert names == ["speedup-1", "acceptance", "cost", "rounds-1", "predicted"]
+
+    def test_their_words_are_the_records_figures(self) -> None:
+        said = {plot.name: plot.alt for plot in plots(report())}
+        assert said["speedup-1"] == (
+            "draft-model on tables 1.83; lookup on tables 2.61; transformers on tables 0.52;"
+            " draft-model on prose 1.71; lookup on prose 0.84."
+        )
+        assert said["acceptance"].startswith("draft-model on tables 0.71, 0.57; lookup on tables")
+        assert said["cost"] == "1 row at batch 1 1.00; 2 rows at batch 1 1.04; 8 rows at batch 1 1.31."
+        assert "lookup on prose drafting 1.23 ms, verifying 4.56 ms, rest 0.78 ms" in said["rounds-1"]
+        assert "draft-model on prose at batch 1 predicted 1.83, measured 1.71" in said["predicted"]
+
+    def test_their_points_are_the_records_figures(self) -> None:
+        """Twice the gain lies twice as far from the axis: x of the markers against the ticks."""
+        plot = next(plot for plot in plots(report()) if plot.name == "speedup-1")
+        where = dict.fromkeys(("0", "1", "2"), 0.0)
+        for x, text in re.findall(r'<text [^>]*?x="([\d.]+)"[^>]*>([012])(?:\.0)?</text>', plot.svg):
+            where[text] = float(x)
+        unit = where["1"] - where["0"]
+        assert unit == pytest.approx(where["2"] - where["1"], abs=1e-3)
+        drawn = [
+            (float(x) - where["0"]) / unit for x in re.findall(r'<use href="[^"]*" x="([\d.]+)"', plot.svg)
+        ]
+        for speed in (1.83, 2.61, 0.52, 1.71, 0.84):
+            assert any(point == pytest.approx(speed, abs=5e-3) for point in drawn), speed
+
+    def test_a_workload_without_counted_prompts_is_not_drawn(self) -> None:
+        none = drafted("loops", "lookup", 3.0, speedup=None, predicted=None)
+        (first, *_) = plots(report(rows=(*report().rows, none)))
+        assert "loops" not in first.svg + first.alt
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            (),
+            (row("a", "plain", 1.0),),
+            (Row("a", 1, "plain", peer=False, note="interrupted"),),
+            (row("a", "plain", 1.0), drafted("a", "lookup", 1.2, over_peers=None)),
+        ],
+        ids=["none", "one", "one without figures", "no peers"],
+    )
+    def test_a_page_can_be_made_of_little(self, rows: tuple[Row, ...]) -> None:
+        text = page(report(rows=rows, costs=(), bandwidth=None, models=(), options={}, machine={}, notes=()))
+        assert "Foredraft benchmark" in text
+
+    def test_the_same_records_give_the_same_page(self) -> None:
+        assert page(report()) == page(Report.from_dict(report().as_dict()))
+
+
+class TestSelfContained:
+    def test_it_refers_to_nothing_outside_and_runs_nothing(self) -> None:
+        text = usual()
+        assert text.count("<style") == 1
+        assert not re.search(r"https?:|//\w|@import|<script|<link|<iframe|<img", text)
+        for tag, attributes in Page(text).tags:
+            for name, value in attributes.items():
+                assert name not in ("src", "action") and not name.startswith("on"), (tag, name)
+                if name == "href":
+                    assert value is not None and value.startswith("#")
+        assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", text))
+
+    def test_every_id_is_unique_and_every_reference_is_to_one(self) -> None:
+        text = usual()
+        ids = Counter(attributes["id"] for _, attributes in Page(text).tags if "id" in attributes)
+        assert max(ids.values()) == 1
+        assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", text)) <= ids.keys()
+
+    def test_colours_are_the_pages_own(self) -> None:
+        """So that they change with it; what matplotlib would have put there is gone."""
+        for plot in plots(report()):
+            assert not re.search(r"#[0-9a-f]{6}\b(?<!#000000)", re.sub(r'"[^"]*#[\w-]*"', "", plot.svg)), (
+                plot.name
+            )
+            used = set(re.findall(r"var\(--(\w+)\)", plot.svg))
+            assert used <= set(re.findall(r"--(\w+):", usual()))
+            assert "var(--s0)" in plot.svg
+
+    def test_names_are_text_and_never_markup(self) -> None:
+        evil = '<script>alert("1")</script>&amp;'
+        text = page(
+            report(
+                rows=(row(evil, "plain", 1.0), drafted(evil, evil, 1.5, over_peers={evil: spread(2.0)})),
+                notes=(evil,),
+                options={evil: evil},
+                machine={"cpu": evil},
+                models=(Model("target", evil, 1, 1, evil),),
+            )
+        )
+        assert "<script" not in text
+        assert Page(text).text.count(evil) >= 8
+        labels = [attributes["aria-label"] for _, attributes in Page(text).tags if "aria-label" in attributes]
+        assert any(evil in (label or "") for label in labels)
+        assert html.escape(evil, quote=False) in text
+
+    def test_every_plot_is_told_in_words(self) -> None:
+        text = usual()
+        images = [attributes for _, attributes in Page(text).tags if attributes.get("role") == "img"]
+        assert len(images) == text.count("<svg") == 5
+        assert all(image["aria-label"] for image in images)
+
+
+def test_without_matplotlib_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "foredraft.bench.drawing")
+    with pytest.raises(
+        ConfigError, match=r"the HTML report needs matplotlib, .*foredraft\[bench\]"
+    ) as caught:
+        importlib.import_module("foredraft.bench.drawing")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,194 @@
+"""A whole benchmark of the demo pair and of tiny checkpoints: its record, and what ends it early."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoints
+from foredraft import ConfigError, RequestError, demo
+from foredraft.bench import machine
+from foredraft.bench.contender import Timing
+from foredraft.bench.hugging_face import Generate
+from foredraft.bench.options import Options
+from foredraft.bench.ours import Ours
+from foredraft.bench.records import Report
+from foredraft.bench.run import bench
+from foredraft.bench.workload import Workload
+
+OURS = ("plain", "lookup", "draft-model")
+TEXTS = Workload("texts", ("def accept", "Viktor", "the target checks all"))
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "BYTES", 2**20)
+    monkeypatch.setattr(machine, "TRIES", 2)
+    monkeypatch.setattr("foredraft.bench.costs.REPEATS", 2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+    return {"model": str(folder / "big"), "draft": str(folder / "small"), "device": "cpu"}
+
+
+def test_the_demo_pair() -> None:
+    prompts = demo.prompts()
+    seen: list[tuple[str, int, int]] = []
+    report = bench(
+        [Workload("code", (prompts[39], prompts[0]))],
+        Options(methods=(*OURS, "transformers"), new_tokens=8, repeats=2, batch=(2, 1)),
+        device="cpu",
+        max_draft=3,
+        progress=lambda *at: seen.append(at),
+    )
+    assert report.finished and not report.notes
+    assert [(row.batch, row.contender) for row in report.rows] == [
+        (batch, name) for batch in (1, 2) for name in (*OURS, "transformers")
+    ]
+    for row in report.rows:
+        assert row.exactness is not None and row.exactness.prompts == row.prompts == 2
+        assert row.exactness.holds or row.peer  # another program may round otherwise
+        assert row.tokens_per_second is not None and row.speedup is not None
+        assert row.tokens_per_second.count == row.speedup.count == row.counted // row.batch
+        assert row.peak_memory is not None and row.peak_memory > 2**24  # more than nothing
+        assert (row.over_single is None) == (row.batch == 1)
+        assert (row.round_time is None) == row.peer == (row.overhead is None)
+        assert (row.drafting is None) == (row.contender not in ("lookup", "draft-model"))
+    drafted = report.rows[2].drafting
+    assert drafted is not None and 0 < drafted.mean_draft_length <= 3 and drafted.mean_accepted_length > 1
+    time = report.rows[2].round_time
+    assert time is not None and min(time.draft, time.verify, time.rest) > 0
+    assert report.options["max_draft"] == 3 and report.options["workloads"] == {"code": 2}
+    assert [(model.role, model.dtype) for model in report.models] == [
+        ("target", "bfloat16"),
+        ("draft", "bfloat16"),
+    ]
+    assert [made.batch for made in report.costs] == [1, 2]
+    assert set(report.costs[0].drafting) == {"lookup", "draft-model"}
+    assert report.machine["transformers"]
+    assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+    assert seen[-1] == ("code, batch 2", 2, 2)
+    assert "prefill" not in {stage for stage, _, _ in seen}  # nothing is drawn in the middle of a run
+
+
+def test_contenders_take_turns(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int, int]] = []
+    run = Ours.run
+
+    def noted(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+        order.append((self.name, len(prompts), prompts[0][1]))
+        return run(self, prompts, new_tokens)
+
+    monkeypatch.setattr(Ours, "run", noted)
+    bench([TEXTS], Options(methods=("lookup",), new_tokens=2, repeats=3), **pair)
+    texts, warm, runs, parts = order[:3], order[3:5], order[5:23], order[23:]
+    assert [name for name, _, _ in texts] == ["plain"] * 3
+    assert [name for name, _, _ in warm] == ["plain", "lookup"]
+    flipping = ["plain", "lookup", "lookup", "plain", "plain", "lookup"]
+    assert [name for name, _, _ in runs] == flipping * 3
+    assert [first for _, _, first in runs] == [first for _, _, first in texts for _ in range(6)]
+    assert [name for name, _, _ in parts] == ["plain"] * 3 + ["lookup"] * 3
+
+
+def test_a_wrong_token_is_told(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ours.run
+
+    def altering(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+        timing = run(self, prompts, new_tokens)
+        if self.name == "plain":
+            return timing
+        return replace(timing, tokens=tuple((*ids[:2], ids[2] ^ 1, *ids[3:]) for ids in timing.tokens))
+
+    monkeypatch.setattr(Ours, "run", altering)
+    report = bench([TEXTS], Options(methods=("lookup",), new_tokens=4, repeats=1), **pair)
+    plain, lookup = (row.exactness for row in report.rows)
+    assert plain is not None and plain.holds is True
+    assert lookup is not None and lookup.holds is False and lookup.identical == 0
+    assert lookup.first is not None and (lookup.first.prompt, lookup.first.position) == (0, 2)
+
+
+def test_sampled_texts_are_compared_under_the_coupled_rule_only(pair: dict[str, Any]) -> None:
+    for coupled in (True, False):
+        options = Options(methods=OURS, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
+        report = bench([TEXTS], options, **pair)
+        assert [row.exactness and row.exactness.holds for row in report.rows] == [coupled or None] * 3
+
+
+def test_a_peer_that_fails_is_left_out_unless_asked_for(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Generate, prompts: list[list[int]], new_tokens: int) -> Timing:
+        raise ValueError("no such cache")
+
+    monkeypatch.setattr(Generate, "run", broken)
+    report = bench([TEXTS], Options(new_tokens=2, repeats=1), **pair)
+    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == list(OURS)
+    assert "left out: transformers failed (ValueError: no such cache)" in report.notes
+    with pytest.raises(ValueError, match="no such cache"):
+        bench([TEXTS], Options(methods=("transformers",), new_tokens=2, repeats=1), **pair)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ctrl-C in the run after so many."""
+    left: list[int] = []
+    run = Ours.run
+
+    def interrupting(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return run(self, prompts, new_tokens)
+
+    monkeypatch.setattr(Ours, "run", interrupting)
+    return left
+
+
+def test_an_interrupt_keeps_the_rows_that_are_done(pair: dict[str, Any], interrupted: list[int]) -> None:
+    options = Options(methods=("plain",), new_tokens=2, repeats=1)
+    runs = 3 + 1 + 3 + 3  # texts, warm-up, the race, where the time goes
+    interrupted.append(runs + 5)
+    report = bench([TEXTS, Workload("more", TEXTS.prompts)], options, **pair)
+    assert not report.finished
+    assert [(row.workload, row.contender) for row in report.rows] == [("texts", "plain")]
+    interrupted[0] = runs - 1
+    with pytest.raises(KeyboardInterrupt):
+        bench([TEXTS], options, **pair)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"new_tokens": 1}, "new_tokens is 1; give 2 or more"),
+        ({"repeats": 0}, "repeats is 0; give 1 or more"),
+        ({"batch": (1, 0)}, "batch is '1,0'; give sizes of 1 or more"),
+        ({"batch": ()}, "batch is ''; give"),
+        ({"temperature": -1.0}, "temperature is -1.0; give 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
+        ({"methods": ("hope",)}, "methods is 'hope', but there is no 'hope'"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Options(**options)
+
+
+def test_what_does_not_fit_is_refused(pair: dict[str, Any], tmp_path: Path) -> None:
+    options = Options(methods=("plain",), new_tokens=2, repeats=1, batch=(1, 4))
+    with pytest.raises(ConfigError, match="max_batch is 2, but batch asks for 4"):
+        bench([TEXTS], options, max_batch=2, **pair)
+    with pytest.raises(RequestError, match="truncate='left'"):
+        bench([TEXTS], options, max_length=4, **pair)
+    short = bench([TEXTS], replace(options, batch=(1,)), max_length=4, truncate="left", **pair)
+    assert short.costs[0].context == 2 + 1
+    mute = checkpoints.save_checkpoint(tmp_path)
+    with pytest.raises(
+        ConfigError, match="a workload is text, but this model's folder has no tokenizer.json"
+    ):
+        bench([TEXTS], options, model=str(mute), device="cpu")
