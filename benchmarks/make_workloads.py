@@ -27,13 +27,13 @@ from workload_kinds import KINDS, Beginning, Text
 
 import foredraft
 from foredraft import LLM, SamplingParams
+from foredraft.bench.options import MAX_REPEATED
 from foredraft.demo.recipe.corpus import PACKAGES, Source, read_sources, write_lines
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.ngrams import repeated
 
 HERE = Path(__file__).parent
 CONTEXT = 320  # tokens
-REPEATED = 0.30  # share of 4-grams; above it a prompt does not count
 COPIED = 0.5  # share of 4-grams that an edit has from its prompt
 LICENCES = {"cpython": "PSF-2.0"} | {name: licence for name, licence, _ in PACKAGES}
 
@@ -93,7 +93,7 @@ def candidates(kind: str, sources: Sequence[Source], tokenizer: Tokenizer) -> It
         ]
         queues.append(sorted(lines, key=lambda line: hashlib.blake2b(line.prompt.encode()).digest()))
     seen = set()
-    for turn in range(max(map(len, queues))):
+    for turn in range(max(map(len, queues), default=0)):
         for queue in queues:
             if turn < len(queue) and queue[turn].prompt not in seen:
                 seen.add(queue[turn].prompt)
@@ -114,13 +114,13 @@ def choose(lines: Sequence[Line], llm: LLM, count: int, new_tokens: int) -> tupl
     repeats = [repeated(ids) for ids in written]
 
     def rank(index: int) -> tuple[bool, bool, float]:
-        line, loops = lines[index], repeats[index] >= REPEATED
+        line, loops = lines[index], repeats[index] >= MAX_REPEATED
         asked = llm.encode(line.prompt)[0]
         departs = line.kind == "edit-file" and copied(written[index], asked) < COPIED
         return loops, departs, repeats[index] if loops else 0.0  # of equals the earlier one
 
     best = sorted(sorted(range(len(lines)), key=rank)[:count])
-    return [lines[index] for index in best], sum(repeats[index] < REPEATED for index in best)
+    return [lines[index] for index in best], sum(repeats[index] < MAX_REPEATED for index in best)
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def main() -> None:
         lines = list(islice(candidates(kind, sources, llm.tokenizer), options.candidates))
         kept, qualify = choose(lines, llm, options.count, options.new_tokens)
         write_lines(options.out / f"{kind}.jsonl", map(asdict, kept))
-        print(f"{kind}: {len(kept)} of {len(lines)}, of which {qualify} repeat under {REPEATED:.0%}")
+        print(f"{kind}: {len(kept)} of {len(lines)}, of which {qualify} repeat under {MAX_REPEATED:.0%}")
 
 
 if __name__ == "__main__":
