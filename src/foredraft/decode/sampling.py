@@ -196,7 +196,7 @@ def _softened(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
-    """The least probability that is kept [B, T]: of tokens with less than the mass [B, 1] ranked above them."""
+    """The least probability kept [B, T]: tokens with less than the mass [B, 1] ranked above them are."""
     least = nucleus(probs, mass)
     if least is not None:
         return least
