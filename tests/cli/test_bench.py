@@ -84,6 +84,9 @@ def test_a_terminal_gets_a_table_before_it(
         assert cells[:3] == ["words", "1", row.contender]
         assert cells[3:5] == [f"{row.tokens_per_second.median:.1f}", f"{row.speedup.median:.2f}"]
         assert "2 of 2" in line
+        if row.measured_over_predicted is not None and row.predicted is not None:
+            ratios = [row.predicted.median, row.measured_over_predicted.median]
+            assert cells[6:8] == [f"{ratio:.2f}" for ratio in ratios]
     assert any("repeats under 30% of its 4-grams" in line for line in told)
 
 

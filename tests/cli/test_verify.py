@@ -208,7 +208,7 @@ def test_mistakes_are_one_line_and_code_2(
         (b"\n \n", "holds no prompts; give one a line"),
         (b'{"prompt": "x"}\n{"text": "x"}\n', 'line 2 of {file} has no "prompt"; give lines like'),
         (b'{"prompt": 3}\n', 'line 1 of {file} has no "prompt"'),
-        (b"x\n", 'line 1 of {file} has no "prompt"'),
+        (b"x\n", "line 1 of {file} is not JSON ("),
         (b"[1]\n", 'line 1 of {file} has no "prompt"'),
         (b'{"prompt": "\xff"}', "is not UTF-8 text (byte 12)"),
     ],

@@ -176,7 +176,8 @@ class Row:
         drafting: None of peers.
         predicted: tau / (k c + v(k + 1)) at each prompt's own tau and mean draft length k.
         measured_over_predicted: `speedup` by that, prompt by prompt.
-        overhead: o: what is left of a round's time beside k c + v(k + 1), in plain steps.
+        overhead: o: what is left of a round's time beside k c + v(k + 1), in plain steps; of several
+            sequences too low, since c and v are of full batches, which the first and last rounds are not.
         round_time: None of peers.
         repeated: Share of 4-grams that occurred before in the same output.
         counted: Prompts that count.

@@ -1,8 +1,9 @@
 """The command line: one file a command, thin.
 
 Contract: results go to stdout, everything else to stderr. The exit code is 0, 1 when generation itself
-failed, 2 with one line `foredraft: error: ...` when the user can mend it, 130 after Ctrl-C; `verify` adds
-one of its own. Nothing here imports torch before a command needs it, so `--help` is quick.
+failed or, in `bench`, gave other tokens than it must, 2 with one line `foredraft: error: ...` when the user
+can mend it, 130 after Ctrl-C; `verify` adds one of its own. Nothing here imports torch before a command needs
+it, so `--help` is quick.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foredraft.bench.workload import prompt_of
 from foredraft.cli.generate import check, read_prompt
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
 from foredraft.cli.render import ProgressBars, table
@@ -114,17 +115,6 @@ def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) ->
     if not file.endswith(".jsonl"):
         return [line for _, line in numbered]
     return [prompt_of(line, f"line {number} of {file}") for number, line in numbered]
-
-
-def prompt_of(line: str, where: str) -> str:
-    """The "prompt" of a line of JSON."""
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ConfigError(f'{where} has no "prompt"; give lines like {{"prompt": "Once upon a time"}}')
-    return prompt
 
 
 # --- what a person sees -----------------------------------------------------------------------------
