@@ -17,6 +17,8 @@ from checkpoints import FAMILIES, reference_model
 from foredraft import LLM, SamplingParams, demo
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
+from foredraft.model.runner.graphs import Graphs
+from recorder import Rerun
 
 NEW, VOCABULARY, ROWS = 128, 97, 8
 LENGTHS = (1, 3, 23, 25, 70, 256, 257, 300)  # around a window of 24 and a prefill chunk of 256
@@ -81,18 +83,22 @@ def assert_same(
         assert where is None, f"prompt {index} under {kind} differs from token {where} on"
 
 
-@pytest.fixture(params=[False, True], ids=["padded", "gathered"])
-def gathers(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the padding of a batch computed, and left out of it."""
-    runners = [llm.engine.target, llm.engine.drafters["draft-model"].runner]
-    for runner in runners:
-        runner.gathers = request.param
+@pytest.fixture(params=["padded", "gathered", "recorded"])
+def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
+    """How passes run: with the padding of a batch computed, left out of it, or replayed from recordings."""
+    drafter: Any = llm.engine.drafters["draft-model"]
+    target: Any = llm.engine.target
+    for runner in (target, drafter.runner):
+        runner.gathers = request.param == "gathered"
+        runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
     yield
-    for runner in runners:
-        runner.gathers = None
+    for runner in (target, drafter.runner):
+        if runner.graphs is not None:
+            assert runner.graphs.recorder.replays > 0
+        runner.gathers, runner.graphs = None, None
 
 
-@pytest.mark.usefixtures("gathers")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_greedy_ids_in_a_batch(llm: LLM, plain: list[list[int]], gamma: int) -> None:
     llm.engine.policy = Fixed(gamma)
@@ -166,7 +172,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     return cache.data[:, :, sequence.row, :, :length].clone()
 
 
-@pytest.mark.usefixtures("gathers")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[4], PROMPTS[7]], ids=len)
 @pytest.mark.parametrize("drafter", KINDS[1:])
 def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) -> None:

@@ -21,6 +21,7 @@ from foredraft.model.device import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.gather import COSTS, pays
+from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
 from foredraft.model.runner.passes import PassShape, rope_tables
 from foredraft.model.runner.shapes import LOOSE, ExactShapes, find_shapes
 
@@ -46,6 +47,7 @@ class Runner:
     """Forwards of one decoder over caches of its making.
 
     gathers: whether passes leave the padding of their batch out (`gather`); None: where it pays.
+    graphs: the recordings of its passes (`graphs`); None: they run as they are.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Runner:
         self.chunk = CHUNK
         self.forwarded = 0
         self.gathers: bool | None = None
+        self.graphs = Graphs(CudaRecorder(decoder.device)) if decoder.device.type == "cuda" else None
         self._costs = COSTS[decoder.device.type]
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
@@ -120,6 +123,7 @@ class Runner:
             stop=depth,
             taps=tuple(taps),
             head=want_logits and depth == self.decoder.spec.layers,
+            recorded=True,
         )
         return self._forward(job, resume, at)
 
@@ -158,6 +162,7 @@ class Runner:
             stop=self.decoder.spec.layers if stop is None else stop,
             taps=tuple(taps),
             head=False,
+            recorded=False,  # many columns: their kernels take longer than their launches
         )
         return self._forward(job)
 
@@ -204,15 +209,19 @@ class Runner:
         shape = self._shape(job)
         starts = [min(start, cache.scratch) for start in job.starts]
         real = self._gathered(job, shape)
+        graphs = self.graphs if job.recorded and real is None else None
+        if graphs is not None:
+            shape = replace(shape, length=min(coarse_length(shape.length), cache.stored))
         bucket = Bucket(shape, job.tokens.shape[1], job.plan, start, job.stop, job.taps, job.head)
         inputs = Inputs(
-            starts[0] if len(starts) == 1 else upload(starts, device),
+            starts[0] if len(starts) == 1 and graphs is None else upload(starts, device),
             job.tokens if hidden is None else None,
             hidden,
             None if real is None else upload(real, device),
             None if at is None else at.to(device),
         )
-        return Body(self.decoder, self.decoder.run, self._tables, cache)(bucket, inputs)
+        body = Body(self.decoder, self.decoder.run, self._tables, cache)
+        return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
 
     def _shape(self, job: _Job) -> PassShape:
         """Padded, and within the cache."""
@@ -260,3 +269,4 @@ class _Job:
     stop: int
     taps: tuple[int, ...]
     head: bool
+    recorded: bool
