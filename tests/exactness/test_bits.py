@@ -92,9 +92,8 @@ def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
         runner.gathers = request.param == "gathered"
         runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
     yield
+    assert target.graphs is None or target.graphs.recorder.replays > 0
     for runner in (target, drafter.runner):
-        if runner.graphs is not None:
-            assert runner.graphs.recorder.replays > 0
         runner.gathers, runner.graphs = None, None
 
 
