@@ -7,20 +7,17 @@ replayed on other inputs (`graphs`). No device value is read by the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.attention import Pass
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.decoder import Decoder, Plan, RunLayers
 from foredraft.model.rope import Rope
 from foredraft.model.runner.passes import PassShape, build_pass
-
-RunLayers = Callable[[Tensor, Pass, Plan, int, int], Tensor]  # what `Decoder.run` is
 
 
 @dataclass(frozen=True, slots=True)

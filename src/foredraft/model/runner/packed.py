@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class PackedLinear:
         return rows, columns
 
     def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            traced: Tensor = torch.ops.foredraft.packed_linear(x, self.weight, self.bias)
+            return traced
         return _linear(x, self.weight, self.bias)
 
     def dense(self) -> Tensor:
@@ -44,6 +48,17 @@ class PackedLinear:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
+
+
+# For torch.compile, whose own lowering of the operator takes only weights that it packed itself.
+_library: Any = torch.library.Library("foredraft", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "foredraft::packed_linear",
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    lib=_library,
+)
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.device import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
+from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.gather import COSTS, pays
 from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
 from foredraft.model.runner.passes import PassShape, rope_tables
@@ -51,10 +53,16 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, *, deterministic: bool = True, probed: ExactShapes | None = None
+        self,
+        decoder: Decoder,
+        *,
+        deterministic: bool = True,
+        probed: ExactShapes | None = None,
+        compile: bool = False,
     ) -> None:
         """probed: what `probe_shapes` gave for this decoder before it was loaded; None probes now."""
         self.decoder = decoder
+        self._run = partial(decoder.run, steps=compiled_steps()) if compile else decoder.run
         self.chunk = CHUNK
         self.forwarded = 0
         self.gathers: bool | None = None
@@ -64,7 +72,7 @@ class Runner:
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
         self._reserve(2 * CHUNK)
-        self.shapes: ExactShapes = find_shapes(decoder, probed) if deterministic else LOOSE
+        self.shapes: ExactShapes = find_shapes(decoder, probed, self._run) if deterministic else LOOSE
         self.max_queries = max(self.shapes.query_buckets, default=64)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
@@ -220,7 +228,7 @@ class Runner:
             None if real is None else upload(real, device),
             None if at is None else at.to(device),
         )
-        body = Body(self.decoder, self.decoder.run, self._tables, cache)
+        body = Body(self.decoder, self._run, self._tables, cache)
         return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
 
     def _shape(self, job: _Job) -> PassShape:
