@@ -19,13 +19,16 @@ import torch
 from test_bits import GREEDY, KINDS, PROMPTS, save_pair
 
 import foredraft
+from checkpoints import save_checkpoint
 from foredraft import LLM, ConfigError, SamplingParams, build
 from foredraft.decode.policy import Fixed
-from foredraft.model.decoder import STEPS
+from foredraft.model.decoder import STEPS, Steps
 from foredraft.model.layers import RowSpan
 from foredraft.model.runner import Runner
+from foredraft.model.runner import runner as runner_module
 from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.graphs import Graphs
+from foredraft.model.weights import load_decoder
 from recorder import Rerun
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_new_tokens=48, ignore_eos=True)
@@ -136,6 +139,31 @@ def test_steps_see_rows_within_the_span(
         torch.testing.assert_close(got, STEPS.finish(spec, layer, x, given, mlp, None), **close)
     if span is not None:
         assert all(span.low <= count <= span.high and count % span.step == 0 for count in seen)
+
+
+def test_models_do_not_use_up_each_others_compilations() -> None:
+    from foredraft.model.runner.compiled import _compiled
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for columns in (3, 4, 5):
+            x = torch.ones(2, columns)
+            assert torch.equal(_compiled(step)(x), step(x))
+
+
+def test_what_is_confirmed_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels whose bits depend on the rows: no bucket agrees in which they would differ."""
+
+    def finish(spec: Any, layer: Any, x: Any, attended: Any, mlp: bool, span: Any) -> Any:
+        return STEPS.finish(spec, layer, x, attended, mlp, span) * (1.001 if len(x) < 13 else 1.0)
+
+    monkeypatch.setattr(runner_module, "compiled_steps", lambda: Steps(STEPS.project, finish))
+    decoder = load_decoder(save_checkpoint(tmp_path))
+    plain, compiled = Runner(decoder).shapes, Runner(decoder, compile=True).shapes
+    assert plain.query_buckets[-1] == 64
+    assert compiled.query_buckets == tuple(n for n in plain.query_buckets if 2 * n < 13)
 
 
 def test_without_a_compiler_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
