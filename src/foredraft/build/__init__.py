@@ -206,7 +206,9 @@ def _runner(
         outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
         probed = remembered_shapes(outline, device, probe_shapes)
     decoder = load_decoder(folder, device, dtype)
-    return Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
+    runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
+    logger.info("%s: %s", folder, runner.choices)
+    return runner
 
 
 def _default_params(folder: Path, spec: ModelSpec) -> SamplingParams:

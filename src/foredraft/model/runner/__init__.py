@@ -2,8 +2,9 @@
 
 from foredraft.model.runner.body import Forward
 from foredraft.model.runner.compiled import check_compiler
+from foredraft.model.runner.job import Resume
 from foredraft.model.runner.remembered import remembered_shapes
-from foredraft.model.runner.runner import Resume, Runner, next_chunk
+from foredraft.model.runner.runner import Runner, next_chunk
 from foredraft.model.runner.shapes import ExactShapes, probe_shapes
 
 __all__ = [

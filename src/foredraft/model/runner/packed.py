@@ -3,7 +3,7 @@
 Contract: `pack` returns a product equal to `F.linear` up to rounding, and frees the ordinary weight. A packed
 weight is laid out for the CPU's matrix units once, at loading, where `F.linear` reorders or streams it badly
 at the few rows of a decoding pass. Where the operators are missing (another device, another build) or fail a
-try, the product stays ordinary, which is logged once.
+try, the product stays ordinary.
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ def _packed(weight: Tensor) -> Tensor:
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `pack` makes a copy of such a weight, so that the weight may go."""
-    return device.type == "cpu" and _works(dtype)
+    return unpacked_because(device, dtype) is None
+
+
+def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why products stay ordinary; None: they are packed."""
+    return _fault(dtype) if device.type == "cpu" else "not on a CPU"
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -79,17 +84,16 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
 
 
 @functools.cache
-def _works(dtype: torch.dtype) -> bool:
-    """Whether packed products of this dtype run here and compute what they should."""
+def _fault(dtype: torch.dtype) -> str | None:
+    """What keeps packed products of this dtype from running here and computing what they should."""
     try:
         weight = torch.linspace(-1, 1, 32 * 64).view(32, 64).to(dtype)
         x = torch.linspace(-1, 1, 4 * 64).view(4, 64).to(dtype)
         got = _linear(x, _packed(weight), None).float()
-        # products of up to 64 terms below 1, rounded to dtype
-        if torch.allclose(got, x.float() @ weight.float().T, rtol=0.02, atol=0.02):
-            return True
-        logger.warning("packed products of %s compute wrong values here; using ordinary ones", dtype)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        logger.info("packed products of %s are not available here (%s); using ordinary ones", dtype, reason)
-    return False
+        return str(error).splitlines()[0]
+    # products of up to 64 terms below 1, rounded to dtype
+    if torch.allclose(got, x.float() @ weight.float().T, rtol=0.02, atol=0.02):
+        return None
+    logger.warning("packed products of %s compute wrong values here; using ordinary ones", dtype)
+    return "they compute wrong values"

@@ -9,7 +9,7 @@ Callers see no padding: not of the queries, not of the rows, not of the attended
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,8 +22,10 @@ from foredraft.model.device import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
-from foredraft.model.runner.gather import COSTS, pays
+from foredraft.model.runner.gather import Gathering
 from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
+from foredraft.model.runner.job import Job, Resume
+from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
 from foredraft.model.runner.shapes import LOOSE, ExactShapes, find_shapes
 
@@ -34,15 +36,6 @@ TAILS = (8, 16, 32, 64, 128, CHUNK)  # query buckets of a prompt's last chunk
 def next_chunk(position: int, stop: int, chunk: int) -> int:
     """Where the prefill pass that starts at `position` ends: at multiples of `chunk`, never by load."""
     return min((position // chunk + 1) * chunk, stop)
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """What a drafter already computed of a verifying pass: states entering layer `depth`."""
-
-    depth: int
-    hidden: Tensor  # [B, T, D]
-    known: list[int]  # [B] leading columns whose state is known, 0 to T
 
 
 class Runner:
@@ -62,18 +55,34 @@ class Runner:
     ) -> None:
         """probed: what `probe_shapes` gave for this decoder before it was loaded; None probes now."""
         self.decoder = decoder
+        self.compiled = compile
         self._run = partial(decoder.run, steps=compiled_steps()) if compile else decoder.run
         self.chunk = CHUNK
         self.forwarded = 0
         self.gathers: bool | None = None
         self.graphs = Graphs(CudaRecorder(decoder.device)) if decoder.device.type == "cuda" else None
-        self._costs = COSTS[decoder.device.type]
+        self._gathering = Gathering.of(decoder.spec, decoder.device)
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
         self._reserve(2 * CHUNK)
         self.shapes: ExactShapes = find_shapes(decoder, probed, self._run) if deterministic else LOOSE
         self.max_queries = max(self.shapes.query_buckets, default=64)
+
+    @property
+    def choices(self) -> str:
+        """What was chosen for this decoder, on this machine, in words."""
+        device, dtype = self.decoder.device, self.decoder.dtype
+        why_not = unpacked_because(device, dtype)
+        chosen = (
+            f"{str(dtype).removeprefix('torch.')} on {device}",
+            "products packed" if why_not is None else f"products not packed ({why_not})",
+            str(self.shapes),
+            f"steps {'' if self.compiled else 'not '}compiled",
+            f"passes {'not ' if self.graphs is None else ''}recorded",
+            str(self._gathering),
+        )
+        return "; ".join(chosen)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """A zeroed cache for `rows` sequences of at most `positions` tokens."""
@@ -119,7 +128,7 @@ class Runner:
         real = [0 if dummy else count for count, dummy in zip(real, idle, strict=True)]
         self.forwarded += sum(real)
         depth = self.decoder.spec.layers if stop is None else stop
-        job = _Job(
+        job = Job(
             cache=cache,
             shapes=shapes,
             tokens=tokens.to(self.decoder.device),
@@ -158,7 +167,7 @@ class Runner:
                 f"a prefill chunk of {len(tokens)} tokens at {start} must lie within a multiple of {CHUNK}"
             )
         self.forwarded += len(tokens)
-        job = _Job(
+        job = Job(
             cache=cache,
             shapes=self.shapes.for_prefill(TAILS),
             tokens=upload([tokens], self.decoder.device),
@@ -179,42 +188,30 @@ class Runner:
         """Logits [B, T, V] of states after the last layer [B, T, D], at any shape: for those of a prompt."""
         return self.decoder.head(hidden)
 
-    def _forward(self, job: _Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
+    def _forward(self, job: Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
         if resume is None:
             return self._stretch(job, at=at)
         if any(tap < resume.depth for tap in job.taps):
             raise ValueError(f"taps {job.taps} below the resumed depth {resume.depth} are not computed")
         return self._stretch(job, self._join(job, resume), resume.depth, at)
 
-    def _join(self, job: _Job, resume: Resume) -> Tensor:
+    def _join(self, job: Job, resume: Resume) -> Tensor:
         """States entering layer `depth` of all columns: the known ones, and the rest computed now."""
-        unknown = [
-            range(max(real.start, known), real.stop)
-            for real, known in zip(job.real, resume.known, strict=True)
-        ]
-        first = min((columns.start for columns in unknown if columns), default=None)
-        if first is None:
+        rest = job.unknown(resume)
+        if rest is None:
             return resume.hidden
-        rest = replace(
-            job,
-            tokens=job.tokens[:, first:],
-            starts=[start + first for start in job.starts],
-            real=[range(columns.start - first, columns.stop - first) for columns in unknown],
-            stop=resume.depth,
-            taps=(),
-            head=False,
-        )
-        below = F.pad(self._stretch(rest).hidden, (0, 0, first, 0))  # [B, T, D]
-        columns = torch.arange(below.shape[1], device=below.device)
+        width, computed = job.tokens.shape[1], rest.tokens.shape[1]
+        below = F.pad(self._stretch(rest).hidden, (0, 0, width - computed, 0))  # [B, T, D]
+        columns = torch.arange(width, device=below.device)
         known = columns < upload(resume.known, below.device)[:, None]  # [B, T]
         return torch.where(known[:, :, None], resume.hidden, below)
 
     def _stretch(
-        self, job: _Job, hidden: Tensor | None = None, start: int = 0, at: Tensor | None = None
+        self, job: Job, hidden: Tensor | None = None, start: int = 0, at: Tensor | None = None
     ) -> Forward:
         """The job's pass from layer `start` on, which `hidden` enters; without it, the tokens enter."""
         cache, device = job.cache, self.decoder.device
-        shape = self._shape(job)
+        shape = job.shape()
         starts = [min(start, cache.scratch) for start in job.starts]
         real = self._gathered(job, shape)
         graphs = self.graphs if job.recorded and real is None else None
@@ -231,26 +228,12 @@ class Runner:
         body = Body(self.decoder, self._run, self._tables, cache)
         return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
 
-    def _shape(self, job: _Job) -> PassShape:
-        """Padded, and within the cache."""
-        cache, shapes, (batch, width) = job.cache, job.shapes, job.tokens.shape
-        queries = shapes.queries(width, batch)
-        last = max(job.starts[b] for b in job.active)
-        if last + queries > cache.scratch:
-            raise ValueError(
-                f"{queries} columns at position {last} overrun a cache row of {cache.positions} positions"
-            )
-        if queries > cache.slack:
-            raise ValueError(f"{queries} columns are more than the slack of {cache.slack} positions holds")
-        length = min(shapes.length(last + width), cache.stored)
-        return PassShape(job.first_row, batch, queries, length, shapes.span, shapes.apart)
-
-    def _gathered(self, job: _Job, shape: PassShape) -> list[int] | None:
+    def _gathered(self, job: Job, shape: PassShape) -> list[int] | None:
         """The columns b * T' + t that a gathered pass computes; None: all, in place."""
         if shape.batch == 1 or self.gathers is False:
             return None
         padded, count = shape.batch * shape.queries, sum(map(len, job.real))
-        if self.gathers is None and not pays(self._costs, self.decoder.spec, padded, count):
+        if self.gathers is None and not self._gathering.pays(padded, count):
             return None
         return [b * shape.queries + t for b, columns in enumerate(job.real) for t in columns]
 
@@ -260,21 +243,3 @@ class Runner:
             decoder = self.decoder
             self._tables = rope_tables(decoder.spec, positions, decoder.device, decoder.dtype)
             self._positions = positions
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The arguments of one forward, resolved."""
-
-    cache: KVCache
-    shapes: ExactShapes
-    tokens: Tensor  # [B, T]
-    starts: list[int]
-    first_row: int
-    active: list[int]
-    real: list[range]  # of each row, the columns that somebody wants
-    plan: Plan
-    stop: int
-    taps: tuple[int, ...]
-    head: bool
-    recorded: bool

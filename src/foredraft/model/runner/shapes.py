@@ -48,6 +48,16 @@ class ExactShapes:
     apart: bool = False  # attention's bits depend on the batch: attend row by row
     found: bool = True  # False: the self-check found no agreement, and one fixed shape is used
 
+    def __str__(self) -> str:
+        if not self.query_buckets:
+            return "any shapes: not deterministic"
+        kind = "exact shapes" if self.found else "one shape for every pass, for no two agree"
+        columns = ", ".join(map(str, self.query_buckets))
+        step = "" if self.row_step == 1 else f" by {self.row_step}"
+        apart = ", attention row by row" if self.apart else ""
+        rows = f"{self.row_low} to {self.row_high} rows{step}"
+        return f"{kind}: {columns} columns, {rows}, lengths by {self.length_quantum}{apart}"
+
     @property
     def span(self) -> RowSpan | None:
         return RowSpan(self.row_low, self.row_high, self.row_step) if self.row_high else None
