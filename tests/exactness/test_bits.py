@@ -17,6 +17,8 @@ from checkpoints import FAMILIES, reference_model
 from foredraft import LLM, SamplingParams, demo
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
+from foredraft.model.layers import Linear
+from foredraft.model.runner import packed
 from foredraft.model.runner.graphs import Graphs
 from recorder import Rerun
 
@@ -110,6 +112,20 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
         assert_same(llm, [kind], plain[index : index + 1], PROMPTS[index : index + 1])
     assert_same(llm, ["none"] * len(PROMPTS), plain)
     assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], plain)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_greedy_ids_where_products_cannot_be_packed(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
+    target, draft = save_pair(tmp_path, "qwen2")
+    llm = foredraft.load(target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
+    runner: Any = llm.engine.target
+    assert isinstance(runner.decoder.output, Linear)
+    alone = [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+    for runner.gathers in (False, True):
+        assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], alone)
 
 
 def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
