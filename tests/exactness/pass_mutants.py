@@ -189,7 +189,7 @@ MUTANTS = [
         (
             (
                 weights._build,
-                "tensors.lend(weights) if packs(tensors.device, tensors.dtype) else tensors.take(weights)",
+                "tensors.lend(weights) if copies else tensors.take(weights)",
                 "tensors.lend(weights)",
             ),
         ),

@@ -14,7 +14,7 @@ import torch
 
 import foredraft
 from checkpoints import FAMILIES, reference_model
-from foredraft import LLM, SamplingParams, demo
+from foredraft import LLM, SamplingParams, build, demo
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
 from foredraft.model.layers import Linear
@@ -46,10 +46,24 @@ def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
 PAIRS = [*itertools.product(FAMILIES, ("bfloat16", "float32")), ("llama", "float16"), ("gemma3", "float16")]
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    family, dtype = request.param
+BY = [
+    *((*pair, "operators") for pair in PAIRS),
+    *((*pair, "kernels") for pair in PAIRS if pair[1] != "float16"),
+]
+
+
+@pytest.fixture(scope="module", params=BY, ids="-".join)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Its passes by PyTorch's operators, or by the kernels where they serve."""
+    family, dtype, by = request.param
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "operators":
+            patch.setattr(build, "serves", lambda *_: False)
+        yield load_pair(target, draft, dtype)
+
+
+def load_pair(target: Path, draft: Path, dtype: str) -> LLM:
     return foredraft.load(target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
 
 
@@ -90,6 +104,8 @@ def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
     """How passes run: with the padding of a batch computed, left out of it, or replayed from recordings."""
     drafter: Any = llm.engine.drafters["draft-model"]
     target: Any = llm.engine.target
+    if target._native is not None and request.param != "padded":
+        pytest.skip("the kernels have one way")
     for runner in (target, drafter.runner):
         runner.gathers = request.param == "gathered"
         runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
@@ -118,9 +134,10 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
 def test_greedy_ids_where_products_cannot_be_packed(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(build, "serves", lambda *_: False)
     monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
     target, draft = save_pair(tmp_path, "qwen2")
-    llm = foredraft.load(target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
+    llm = load_pair(target, draft, dtype)
     runner: Any = llm.engine.target
     assert isinstance(runner.decoder.output, Linear)
     alone = [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]

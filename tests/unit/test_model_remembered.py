@@ -18,6 +18,7 @@ import torch
 import foredraft
 from checkpoints import save_checkpoint
 from foredraft import build
+from foredraft.kernels import machine
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import ExactShapes, probe_shapes, remembered, remembered_shapes
 from foredraft.model.runner.shapes import FALLBACK
@@ -217,7 +218,7 @@ def test_where_it_is_kept(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert remembered._folder() == (None if expected is None else Path(expected))
+    assert machine.cache_folder() == (None if expected is None else Path(expected))
 
 
 def test_loading_probes_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +228,7 @@ def test_loading_probes_once(tmp_path: Path, folder: Path, monkeypatch: pytest.M
     probes: list[Any] = []
     confirmed: list[Any] = []
     confirm = shapes._confirmed
+    monkeypatch.setattr(build, "serves", lambda *_: False)
     monkeypatch.setattr(build, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
     monkeypatch.setattr(shapes, "_confirmed", lambda *a: confirmed.append(a) or confirm(*a))
     model = save_checkpoint(tmp_path / "model")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import foredraft
 from checkpoints import reference_model, save_checkpoint, save_variant
-from foredraft import SamplingParams
+from foredraft import SamplingParams, build
 from foredraft.model import decoder as decoder_module
 from foredraft.model.decoder import Plan
 from foredraft.model.layers import Product, RowSpan, product
@@ -306,8 +306,11 @@ def test_a_pass_is_gathered_where_it_pays(case: Case, monkeypatch: pytest.Monkey
     assert gathered == [True, False, True, False]
 
 
-def test_what_was_chosen_is_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_chosen_is_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_checkpoint(tmp_path)
+    monkeypatch.setattr(build, "serves", lambda *_: False)
     with caplog.at_level("INFO", "foredraft"):
         foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]

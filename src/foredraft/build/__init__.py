@@ -27,7 +27,7 @@ from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
-from foredraft.model.runner import Runner, check_compiler, probe_shapes, remembered_shapes
+from foredraft.model.runner import Runner, check_compiler, probe_shapes, remembered_shapes, serves
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
@@ -82,7 +82,8 @@ def load(
             to 512.
         deterministic: Greedy output is bit-identical whatever drafts and whoever shares the batch.
         compile: Fuse what lies between the products of each layer, by torch.compile; it needs a compiler, and
-            seconds at loading and at the beginning of the first text. Meant for GPUs: on CPUs it seldom pays.
+            seconds at loading and at the beginning of the first text. Meant for GPUs: on CPUs it takes the
+            place of faster kernels.
         needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
             will be used; no more are made room for than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and prefilling.
@@ -201,12 +202,13 @@ def _runner(
 ) -> Runner:
     """The runner of a checkpoint; probing for its shapes ends before its weights come, so that the memory of
     both is never held at once."""
-    probed = None
-    if deterministic:
-        outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
-        probed = remembered_shapes(outline, device, probe_shapes)
-    decoder = load_decoder(folder, device, dtype)
-    runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
+    outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
+    if not compile and serves(outline.spec, device, dtype):
+        runner = Runner(load_decoder(folder, device, dtype, native=True))
+    else:
+        probed = remembered_shapes(outline, device, probe_shapes) if deterministic else None
+        decoder = load_decoder(folder, device, dtype)
+        runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
     logger.info("%s: %s", folder, runner.choices)
     return runner
 

@@ -73,7 +73,7 @@ class ModelOptions:
     """Keep to shapes whose results agree bit for bit, so that greedy output is plain decoding's."""
     compile: Flag = False
     """Fuse what lies between the layers' products with torch.compile, which takes a compiler and seconds at
-    the beginning. Meant for GPUs; on CPUs it seldom pays."""
+    the beginning. Meant for GPUs; on CPUs it takes the place of faster kernels."""
 
 
 @Parameter(name="*", group=DRAFTING)

@@ -28,6 +28,7 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.runner.native import arrange
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -40,19 +41,24 @@ IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 
 
 def load_decoder(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    native: bool = False,
 ) -> Decoder:
-    """The decoder of a checkpoint folder, on `device`, in `dtype` (None: the checkpoint's own)."""
+    """The decoder of a checkpoint folder, on `device`, in `dtype` (None: the checkpoint's own). native: laid
+    out for the kernels, which serve it (`runner.native`)."""
     spec = ModelSpec.from_folder(folder)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), chosen)
-        decoder = _build(spec, tensors)
+        decoder = _build(spec, tensors, native)
         tensors.refuse_rest(spec)
     return decoder
 
 
-def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
+def _build(spec: ModelSpec, tensors: _Tensors, native: bool) -> Decoder:
     """The whole table of names."""
     hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -64,8 +70,10 @@ def _build(spec: ModelSpec, tensors: _Tensors) -> Decoder:
     def linear(names: dict[str, int], columns: int, bias: bool = False) -> Product:
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
-        weight = tensors.lend(weights) if packs(tensors.device, tensors.dtype) else tensors.take(weights)
-        return pack(weight, tensors.take(biases) if bias else None)
+        copies = native or packs(tensors.device, tensors.dtype)
+        weight = tensors.lend(weights) if copies else tensors.take(weights)
+        offset = tensors.take(biases) if bias else None
+        return arrange(weight, offset) if native else pack(weight, offset)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"

@@ -4,9 +4,6 @@ Contract: only what probing finds is kept, for it depends on shapes, machine and
 are in the key. The confirmation on the model's own layers also depends on their weights; it is short, and
 runs at every load. Nothing about the folder is ever an error: what cannot be read, or is not what it should
 be, is probed for again, and what cannot be written is not kept. What found no agreement is not kept either.
-
-The folder is $FOREDRAFT_CACHE, else foredraft/ in $XDG_CACHE_HOME or ~/.cache. An empty FOREDRAFT_CACHE turns
-all this off.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,6 +20,7 @@ from typing import Any
 
 import torch
 
+from foredraft.kernels.machine import cache_folder, describe_cpu
 from foredraft.model import attention, layers
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import packed, probes, shapes
@@ -32,7 +29,6 @@ from foredraft.model.runner.shapes import ExactShapes
 
 logger = logging.getLogger(__name__)
 
-CACHE = "FOREDRAFT_CACHE"
 CODE = (attention, layers, packed, probes, shapes)  # what probes and what is probed
 # variables by which the libraries underneath choose their kernels
 KERNELS = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
@@ -42,7 +38,7 @@ def remembered_shapes(
     outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], ExactShapes]
 ) -> ExactShapes:
     """What `probe` finds, or found here before under the same circumstances."""
-    folder = _folder()
+    folder = cache_folder()
     if folder is None:
         return probe(outline, device)
     key = _circumstances(outline, device)
@@ -56,17 +52,6 @@ def remembered_shapes(
     return found
 
 
-def _folder() -> Path | None:
-    named = os.environ.get(CACHE)
-    if named is not None:
-        return Path(named) if named else None
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "foredraft"
-    except RuntimeError:  # nobody's home
-        return None
-
-
 def _circumstances(outline: Decoder, device: torch.device) -> dict[str, Any]:
     """Everything that could change what probing finds."""
     backends: Any = torch.backends
@@ -74,7 +59,7 @@ def _circumstances(outline: Decoder, device: torch.device) -> dict[str, Any]:
         "model": repr(outline.spec),
         "dtype": str(outline.dtype),
         "packed": packs(device, outline.dtype),
-        "device": [device.type, *(_gpu(device) if device.type == "cuda" else _cpu())],
+        "device": [device.type, *(_gpu(device) if device.type == "cuda" else describe_cpu())],
         "threads": torch.get_num_threads(),
         "torch": [torch.__version__, torch.__config__.show()],
         "settings": [
@@ -93,20 +78,6 @@ def _circumstances(outline: Decoder, device: torch.device) -> dict[str, Any]:
         ),
         "code": [_hash_of(module.__file__) for module in CODE],
     }
-
-
-def _cpu() -> list[str]:
-    about = [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()]
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if not line.strip():
-                    break  # the first core speaks for all
-                if line.startswith(("model name", "flags", "Features", "CPU part")):
-                    about.append(line.strip())
-    except OSError:
-        pass
-    return about
 
 
 def _gpu(device: torch.device) -> list[str]:

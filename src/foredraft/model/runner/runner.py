@@ -25,9 +25,10 @@ from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.gather import Gathering
 from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
 from foredraft.model.runner.job import Job, Resume
+from foredraft.model.runner.native import NativePasses
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
-from foredraft.model.runner.shapes import LOOSE, ExactShapes, find_shapes
+from foredraft.model.runner.shapes import ANY, LOOSE, ExactShapes, find_shapes
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
 TAILS = (8, 16, 32, 64, 128, CHUNK)  # query buckets of a prompt's last chunk
@@ -66,23 +67,31 @@ class Runner:
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
         self._reserve(2 * CHUNK)
-        self.shapes: ExactShapes = find_shapes(decoder, probed, self._run) if deterministic else LOOSE
+        self._native = NativePasses.of(decoder)
+        self.shapes = self._shapes(deterministic, probed)
         self.max_queries = max(self.shapes.query_buckets, default=64)
+
+    def _shapes(self, deterministic: bool, probed: ExactShapes | None) -> ExactShapes:
+        if self._native is not None:
+            return ANY
+        return find_shapes(self.decoder, probed, self._run) if deterministic else LOOSE
 
     @property
     def choices(self) -> str:
         """What was chosen for this decoder, on this machine, in words."""
         device, dtype = self.decoder.device, self.decoder.dtype
-        why_not = unpacked_because(device, dtype)
-        chosen = (
-            f"{str(dtype).removeprefix('torch.')} on {device}",
-            "products packed" if why_not is None else f"products not packed ({why_not})",
-            str(self.shapes),
-            f"steps {'' if self.compiled else 'not '}compiled",
-            f"passes {'not ' if self.graphs is None else ''}recorded",
-            str(self._gathering),
-        )
-        return "; ".join(chosen)
+        if self._native is not None:
+            how = ["kernels of our own, which are exact at any shape"]
+        else:
+            why_not = unpacked_because(device, dtype)
+            how = [
+                "products packed" if why_not is None else f"products not packed ({why_not})",
+                str(self.shapes),
+                f"steps {'' if self.compiled else 'not '}compiled",
+                f"passes {'not ' if self.graphs is None else ''}recorded",
+                str(self._gathering),
+            ]
+        return "; ".join([f"{str(dtype).removeprefix('torch.')} on {device}", *how])
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """A zeroed cache for `rows` sequences of at most `positions` tokens."""
@@ -118,7 +127,7 @@ class Runner:
         comes out means nothing. Rows marked `idle` are dummies that touch no sequence. `exact=False` is for
         draft passes: any shape.
         """
-        shapes = self.shapes if exact else LOOSE
+        shapes = self.shapes if exact or self._native else LOOSE
         idle = idle or [False] * len(starts)
         active = [b for b, dummy in enumerate(idle) if not dummy]
         if not active:
@@ -169,7 +178,7 @@ class Runner:
         self.forwarded += len(tokens)
         job = Job(
             cache=cache,
-            shapes=self.shapes.for_prefill(TAILS),
+            shapes=self.shapes if self._native else self.shapes.for_prefill(TAILS),
             tokens=upload([tokens], self.decoder.device),
             starts=[start],
             first_row=row,
@@ -186,7 +195,9 @@ class Runner:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [B, T, V] of states after the last layer [B, T, D], at any shape: for those of a prompt."""
-        return self.decoder.head(hidden)
+        if self._native is None:
+            return self.decoder.head(hidden)
+        return self._native.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def _forward(self, job: Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
         if resume is None:
@@ -212,6 +223,8 @@ class Runner:
         """The job's pass from layer `start` on, which `hidden` enters; without it, the tokens enter."""
         cache, device = job.cache, self.decoder.device
         shape = job.shape()
+        if self._native is not None:
+            return self._stretch_natively(self._native, job, hidden, start, at)
         starts = [min(start, cache.scratch) for start in job.starts]
         real = self._gathered(job, shape)
         graphs = self.graphs if job.recorded and real is None else None
@@ -227,6 +240,44 @@ class Runner:
         )
         body = Body(self.decoder, self._run, self._tables, cache)
         return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
+
+    def _stretch_natively(
+        self, native: NativePasses, job: Job, hidden: Tensor | None, start: int, at: Tensor | None
+    ) -> Forward:
+        """The same by the kernels, which compute the real columns alone."""
+        batch, width = job.tokens.shape
+        whole = all(len(columns) == width for columns in job.real)
+        states = self.decoder.embed(job.tokens) if hidden is None else hidden
+        x = states.reshape(batch * width, -1)  # [B * T, D]
+        real = None
+        if not whole:
+            real = upload([b * width + t for b, some in enumerate(job.real) for t in some], x.device)
+            x = x[real]  # [N, D]
+        elif hidden is not None:
+            x = x.clone()
+        rows = enumerate(zip(job.starts, job.real, strict=True), start=job.first_row)
+        columns = [(row, start + some.start, len(some)) for row, (start, some) in rows if some]
+
+        def spread(computed: Tensor) -> Tensor:
+            """[N, ...] -> [B, T, ...]"""
+            if real is None:
+                return computed.view(batch, width, -1)
+            grid = computed.new_zeros(batch * width, computed.shape[-1])
+            return grid.index_copy_(0, real, computed).view(batch, width, -1)
+
+        kept: dict[int, Tensor] = {}
+        for depth in sorted({*job.taps, job.stop}):
+            native.run(x, job.cache, self._tables, columns, job.plan, start, depth)
+            start = depth
+            if depth in job.taps:
+                kept[depth] = spread(x.clone())
+        out = spread(x)
+        if not job.head:
+            return Forward(None, out, kept)
+        if at is None:
+            return Forward(spread(native.head(x)), out, kept)
+        chosen = out[torch.arange(batch), at]
+        return Forward(native.head(chosen)[:, None], out, kept)
 
     def _gathered(self, job: Job, shape: PassShape) -> list[int] | None:
         """The columns b * T' + t that a gathered pass computes; None: all, in place."""

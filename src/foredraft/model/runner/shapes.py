@@ -84,6 +84,8 @@ class ExactShapes:
 
 
 LOOSE = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
+# what the kernels compute does not depend on the shape at all
+ANY = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
 # one shape for everything: whatever the kernels do, they do it alike for every pass
 FALLBACK = ExactShapes(
     query_buckets=(REFERENCE,),
