@@ -7,10 +7,11 @@ failed recording tried again.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from checkpoints import save_variant
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, Resume, Runner
-from foredraft.model.runner.graphs import Graphs, Recording, coarse_length
+from foredraft.model.runner.graphs import WARM_UP, CudaRecorder, Graphs, Recording, coarse_length
 from foredraft.model.weights import load_decoder
 from recorder import Rerun
 
@@ -221,3 +222,76 @@ def test_few_lengths_to_a_doubling(quantum: int) -> None:
         for length, found in zip(lengths, coarse, strict=True)
     )
     assert len(set(coarse)) <= 4 + 4 * 4 + 4
+
+
+class FakeCuda:
+    """What of torch.cuda a recording uses, and in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+        self.current, self.log = "main", list[str]()
+        self.fails = fails
+        for name in ("stream", "graph", "device"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.Stream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.Graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.Stream(self, self.current))
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream.name))
+
+    class Graph:
+        replay = staticmethod(lambda: None)
+
+    class Stream:
+        def __init__(self, cuda: FakeCuda, name: str) -> None:
+            self.cuda, self.name = cuda, name
+
+        def wait_stream(self, other: FakeCuda.Stream) -> None:
+            self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeCuda.Stream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: object, *, pool: str, stream: FakeCuda.Stream, capture_error_mode: str
+    ) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        self.log.append(f"capture from {pool} on {stream.name}, {capture_error_mode}")
+        yield
+        if self.fails:  # as torch.cuda.graph, which then leaves its stream in place
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.log.append("end")
+        self.current = before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_cuda_recording_does(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Warmed up beside the main stream, then captured from the shared pool; whatever comes, back on the main one."""
+    cuda = FakeCuda(monkeypatch, fails)
+    recorder = CudaRecorder(torch.device("cuda"))
+
+    def body() -> Forward:
+        cuda.log.append(f"body on {cuda.current}")
+        return Forward(None, torch.zeros(1, 1, 1), {})
+
+    if fails:
+        with pytest.raises(RuntimeError, match="previous error"):
+            recorder.record(body)
+    else:
+        recorder.record(body)
+    assert cuda.current == "main"
+    assert cuda.log == [
+        "side waits for main",
+        *["body on side"] * WARM_UP,
+        "main waits for side",
+        "capture from pool on side, thread_local",
+        "body on side",
+        *([] if fails else ["end"]),
+    ]
