@@ -89,6 +89,7 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
 
 def test_compiled_passes_are_close_to_the_others(llm: LLM) -> None:
     target: Any = llm.engine.target
+    assert all(runner.compiled and runner._native is None for runner in runners_of(llm))
     plain = Runner(target.decoder)
     caches = [runner.new_cache(2, 300) for runner in (target, plain)]
     tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import foredraft
 from checkpoints import reference_model, save_checkpoint, save_variant
-from foredraft import SamplingParams, build
+from foredraft import SamplingParams, build, kernels
 from foredraft.model import decoder as decoder_module
 from foredraft.model.decoder import Plan
 from foredraft.model.layers import Product, RowSpan, product
@@ -318,6 +318,14 @@ def test_what_was_chosen_is_logged_in_one_line(
     assert line.endswith(
         "steps not compiled; passes not recorded; batches of more than 8 rows gathered where that saves 241"
     )
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_kernels_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_checkpoint(tmp_path)
+    with caplog.at_level("INFO", "foredraft.build"):
+        foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
+    assert caplog.messages == [f"{folder}: float32 on cpu; kernels of our own, which are exact at any shape"]
 
 
 def test_why_products_are_not_packed_is_told(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
