@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -149,6 +149,7 @@ class Guesser(Drafter, Protocol):
         ...
 
 
+@lru_cache(maxsize=64)
 def no_draft(rows: int, device: torch.device) -> Draft:
     """K = 0: every row takes a plain step."""
     none = torch.zeros(rows, 0, dtype=torch.int64, device=device)

@@ -166,7 +166,7 @@ class Engine:
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         """One forward over [pending, *draft] of every row."""
         pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
-        tokens = torch.cat([pending, draft.tokens], 1)
+        tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
         width = tokens.shape[1]
         taps = sorted({depth for s in inputs.sequences for depth in self._taps(s)})
         resume = draft.resume

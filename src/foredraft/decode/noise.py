@@ -14,7 +14,8 @@ token id v. Two laws drawn with one key therefore tend to agree: the coupling th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -70,42 +71,50 @@ def seed_key(seed: int, sample: int) -> int:
     return _signed(mix(mix(seed + 0x9E3779B97F4A7C15) + sample + 0x9E3779B97F4A7C15))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NoiseKeys:
     """Keys of B rows at T successive positions.
 
     base: [B] int64 from `seed_key`; position: [B, T] int64, absolute; attempt: [B, T] int64, how many
-    rollbacks of a ban crossed the position; round: [B] int64, the sequence's own round count.
+    rollbacks of a ban crossed the position; round: [B] int64, the sequence's own round count. whole: the keys
+    of which these are a part, and which part, so that what was hashed once is not hashed again.
     """
 
     base: Tensor
     position: Tensor
     attempt: Tensor | None
     round: Tensor
+    whole: tuple[NoiseKeys, Callable[[Tensor], Tensor]] | None = None
+    _hashed: dict[int, Tensor] = field(default_factory=dict, repr=False)  # purpose -> bits
 
     def column(self, index: int) -> NoiseKeys:
         """The keys of one column, the same in every row, as T = 1."""
-        attempt = None if self.attempt is None else self.attempt[:, index : index + 1]
-        return NoiseKeys(self.base, self.position[:, index : index + 1], attempt, self.round)
+        return self._part(lambda x: x[:, index : index + 1])
 
     def first(self, count: int) -> NoiseKeys:
         """The keys of the first `count` columns."""
-        attempt = None if self.attempt is None else self.attempt[:, :count]
-        return NoiseKeys(self.base, self.position[:, :count], attempt, self.round)
+        return self._part(lambda x: x[:, :count])
 
     def columns(self, index: Tensor) -> NoiseKeys:
         """The keys at column `index` [B] of every row, as T = 1."""
-        at = index[:, None]
-        attempt = None if self.attempt is None else self.attempt.gather(1, at)
-        return NoiseKeys(self.base, self.position.gather(1, at), attempt, self.round)
+        return self._part(lambda x: x.gather(1, index[:, None]))
 
     def bits(self, purpose: int) -> Tensor:
         """[B, T] int64. The round is left out for `coupled`: its noise belongs to the position."""
-        key = _fold(self.base, purpose)
-        if purpose != COUPLED:
-            key = _fold(key, self.round)
-        key = _fold(key[:, None], self.position)
-        return _fold(key, 0 if self.attempt is None else self.attempt)
+        if self.whole is not None:
+            keys, part = self.whole
+            return part(keys.bits(purpose))
+        if purpose not in self._hashed:
+            key = _fold(self.base, purpose)
+            if purpose != COUPLED:
+                key = _fold(key, self.round)
+            key = _fold(key[:, None], self.position)
+            self._hashed[purpose] = _fold(key, 0 if self.attempt is None else self.attempt)
+        return self._hashed[purpose]
+
+    def _part(self, part: Callable[[Tensor], Tensor]) -> NoiseKeys:
+        attempt = None if self.attempt is None else part(self.attempt)
+        return NoiseKeys(self.base, part(self.position), attempt, self.round, (self, part))
 
 
 class Noise:

@@ -47,12 +47,11 @@ def read(
     sequences: Seq[Sequence], draft: Draft, verdict: Verdict, p: Law, logits: Tensor, finite: Tensor
 ) -> list[Reading]:
     """A Reading of every row; logits [B, K + 1, V] as the model gave them."""
-    batch, width = draft.tokens.shape
-    columns = torch.arange(width + 1, device=finite.device)
-    broken = (~finite & (columns <= draft.lengths[:, None])).any(1)
-    sick = torch.zeros_like(broken) if draft.sick is None else draft.sick
-    figures = [verdict.accepted, verdict.next_token, draft.lengths, broken.long(), sick.long()]
-    tensors = [torch.cat([torch.stack(figures, 1), draft.tokens], 1)]
+    batch = len(sequences)
+    figures = [verdict.accepted, verdict.next_token, draft.lengths]
+    if draft.sick is not None:
+        figures.append(draft.sick)
+    tensors = [torch.cat([*(figure[:, None] for figure in figures), draft.tokens, finite], 1)]
     asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     top = max((sequences[row].params.logprobs or 0 for row in asking), default=0)
     traced = any(s.traced for s in sequences)
@@ -67,29 +66,31 @@ def read(
             pair = [p.at(draft.tokens), draft.q.at(draft.tokens)]
             tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
     verdicts, *more = _read(tensors)
+    rows_read = [row if draft.sick is not None else [*row[:3], 0, *row[3:]] for row in verdicts.tolist()]
     scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
     chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
     return [
         _reading(row, sequence, scores.get(index), top, chances[index] if sequence.traced else [])
-        for index, (row, sequence) in enumerate(zip(verdicts.tolist(), sequences, strict=True))
+        for index, (row, sequence) in enumerate(zip(rows_read, sequences, strict=True))
     ]
 
 
 def _reading(
     row: list[int], sequence: Sequence, figures: Integers | None, top: int, chances: list[float]
 ) -> Reading:
-    accepted, next_token, drafted, broken, sick, *tokens = row
+    accepted, next_token, drafted, sick, *rest = row
+    width = (len(rest) - 1) // 2
+    tokens, finite = rest[:width], rest[width:]
     scores: list[Score] = []
     if figures is not None:
         shown = sequence.params.logprobs or 0
         scores = scores_in(figures, [*tokens[:accepted], next_token], top, shown)
-    width = len(tokens)
     p, q, next_p = chances[:drafted], chances[width : width + drafted], chances[-1] if chances else 0.0
     return Reading(
         accepted,
         next_token,
         drafted,
-        bool(broken),
+        not all(finite[: drafted + 1]),
         bool(sick),
         tokens,
         scores=scores,

@@ -21,7 +21,7 @@ from torch import Tensor
 from foredraft.decode.law import Law
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.past import Past
-from foredraft.kernels.rows import nucleus, softmax, trim
+from foredraft.kernels.rows import best, nucleus, softmax, trim
 from foredraft.model.device import upload
 
 __all__ = ["SamplingTable", "law_of"]
@@ -127,13 +127,26 @@ def law_of(
     """
     logits = _edited(logits, table, masks, past)
     if argmax or table.all_greedy:
-        ids = logits.argmax(-1)  # ties to the smallest id
-        # NaN and +inf win an argmax, so one look at the top finds them
-        return Law(ids=ids), logits.gather(-1, ids[..., None])[..., 0].isfinite()
+        ids, top = _best(logits)
+        return Law(ids=ids), _finite(top)
     probs, top = _transformed(logits, table)
     if table.greedy is None:
-        return Law(probs), top.isfinite()
-    return Law(probs, logits.argmax(-1), table.greedy), top.isfinite()
+        return Law(probs), _finite(top)
+    return Law(probs, _best(logits)[0], table.greedy), _finite(top)
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens [B, T], ties to the smallest id, and their logits; NaN where there is one."""
+    found = best(logits)
+    if found is not None:
+        return found
+    ids = logits.argmax(-1)
+    return ids, logits.gather(-1, ids[..., None])[..., 0]
+
+
+def _finite(top: Tensor) -> Tensor:
+    """Whether all logits were, by the largest: NaN and +inf win."""
+    return top - top == 0
 
 
 def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Past | None) -> Tensor:

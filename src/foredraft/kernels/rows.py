@@ -15,7 +15,18 @@ from torch import Tensor
 
 from foredraft.kernels.library import loaded
 
-__all__ = ["nucleus", "race", "softmax", "trim"]
+__all__ = ["best", "nucleus", "race", "softmax", "trim"]
+
+
+def best(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where every row [..., V] is largest, first of all, and that value, NaN where there is one: two times
+    [...]."""
+    kernels = _serving(x)
+    if kernels is None:
+        return None
+    ids, tops = x.new_empty(x.shape[:-1], dtype=torch.int64), x.new_empty(x.shape[:-1])
+    _call(kernels.foredraft_best, x, (), ids, tops)
+    return ids, tops
 
 
 def softmax(x: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -74,6 +85,11 @@ def _alike(values: Tensor, x: Tensor) -> Tensor:
 def _call(function: Any, x: Tensor, others: tuple[Tensor, ...], *outs: Tensor) -> None:
     """One of the kernels: x, what else it reads of each row, how many rows and columns, and the results."""
     columns = x.shape[-1]
-    rows, threads = x.numel() // max(columns, 1), torch.get_num_threads()
-    before, after = ([c_void_p(array.data_ptr()) for array in several] for several in ((x, *others), outs))
-    function(*before, c_int64(rows), c_int64(columns), *after, c_int(threads))
+    rows = x.numel() // max(columns, 1)
+    if function.argtypes is None:
+        function.argtypes = (
+            *(c_void_p,) * (1 + len(others)), c_int64, c_int64, *(c_void_p,) * len(outs), c_int
+        )  # fmt: skip
+        function.restype = None
+    before, after = ([array.data_ptr() for array in several] for several in ((x, *others), outs))
+    function(*before, rows, columns, *after, torch.get_num_threads())
