@@ -402,7 +402,7 @@ def test_help_lists_every_option() -> None:
     text = foredraft("generate", "--help").stdout
     options = """--model --draft --drafter --policy --max-draft --draft-sampling --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --n --acceptance --ignore-eos --dtype --device
-        --max-batch --max-length --truncate --no-deterministic --compare --json --no-color --revision
+        --max-batch --max-length --truncate --no-deterministic --compile --compare --json --no-color --revision
         --draft-revision --chat --system --show-special"""
     for option in options.split():
         assert f"{option} " in text, option

@@ -14,9 +14,13 @@ import torch
 
 import foredraft
 from checkpoints import FAMILIES, reference_model
-from foredraft import LLM, SamplingParams, demo
+from foredraft import LLM, SamplingParams, build, demo
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
+from foredraft.model.layers import Linear
+from foredraft.model.runner import packed
+from foredraft.model.runner.graphs import Graphs
+from recorder import Rerun
 
 NEW, VOCABULARY, ROWS = 128, 97, 8
 LENGTHS = (1, 3, 23, 25, 70, 256, 257, 300)  # around a window of 24 and a prefill chunk of 256
@@ -42,10 +46,24 @@ def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
 PAIRS = [*itertools.product(FAMILIES, ("bfloat16", "float32")), ("llama", "float16"), ("gemma3", "float16")]
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    family, dtype = request.param
+BY = [
+    *((*pair, "operators") for pair in PAIRS),
+    *((*pair, "kernels") for pair in PAIRS if pair[1] != "float16"),
+]
+
+
+@pytest.fixture(scope="module", params=BY, ids="-".join)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Its passes by PyTorch's operators, or by the kernels where they serve."""
+    family, dtype, by = request.param
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "operators":
+            patch.setattr(build, "serves", lambda *_: False)
+        yield load_pair(target, draft, dtype)
+
+
+def load_pair(target: Path, draft: Path, dtype: str) -> LLM:
     return foredraft.load(target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
 
 
@@ -81,18 +99,23 @@ def assert_same(
         assert where is None, f"prompt {index} under {kind} differs from token {where} on"
 
 
-@pytest.fixture(params=[False, True], ids=["padded", "gathered"])
-def gathers(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the padding of a batch computed, and left out of it."""
-    runners = [llm.engine.target, llm.engine.drafters["draft-model"].runner]
-    for runner in runners:
-        runner.gathers = request.param
+@pytest.fixture(params=["padded", "gathered", "recorded"])
+def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
+    """How passes run: with the padding of a batch computed, left out of it, or replayed from recordings."""
+    drafter: Any = llm.engine.drafters["draft-model"]
+    target: Any = llm.engine.target
+    if target._native is not None and request.param != "padded":
+        pytest.skip("the kernels have one way")
+    for runner in (target, drafter.runner):
+        runner.gathers = request.param == "gathered"
+        runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
     yield
-    for runner in runners:
-        runner.gathers = None
+    assert target.graphs is None or target.graphs.recorder.replays > 0
+    for runner in (target, drafter.runner):
+        runner.gathers, runner.graphs = None, None
 
 
-@pytest.mark.usefixtures("gathers")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_greedy_ids_in_a_batch(llm: LLM, plain: list[list[int]], gamma: int) -> None:
     llm.engine.policy = Fixed(gamma)
@@ -105,6 +128,21 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
         assert_same(llm, [kind], plain[index : index + 1], PROMPTS[index : index + 1])
     assert_same(llm, ["none"] * len(PROMPTS), plain)
     assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], plain)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_greedy_ids_where_products_cannot_be_packed(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "serves", lambda *_: False)
+    monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
+    target, draft = save_pair(tmp_path, "qwen2")
+    llm = load_pair(target, draft, dtype)
+    runner: Any = llm.engine.target
+    assert isinstance(runner.decoder.output, Linear)
+    alone = [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+    for runner.gathers in (False, True):
+        assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], alone)
 
 
 def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
@@ -166,7 +204,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     return cache.data[:, :, sequence.row, :, :length].clone()
 
 
-@pytest.mark.usefixtures("gathers")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[4], PROMPTS[7]], ids=len)
 @pytest.mark.parametrize("drafter", KINDS[1:])
 def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) -> None:

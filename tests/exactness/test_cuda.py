@@ -56,6 +56,32 @@ def test_greedy_ids(tmp_path: Path, dtype: str) -> None:
         assert [o.token_ids for o in outputs] == alone, name
 
 
+@pytest.mark.parametrize("compile", [False, True], ids=["operators", "compiled"])
+def test_recorded_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str, compile: bool) -> None:
+    decoder = load_decoder(save_variant(tmp_path, "llama"), torch.device("cuda"), getattr(torch, dtype))
+    recording, plain = (Runner(decoder, compile=compile) for _ in range(2))
+    plain.graphs = None
+    caches = [runner.new_cache(3, 1100) for runner in (recording, plain)]
+    ids = torch.randint(3, 97, (3, 1100), generator=torch.Generator().manual_seed(1))
+    starts = [3, 250, 1010]
+    for turn in range(12):
+        for batch, width in ((1, 1), (1, 5), (3, 1), (3, 6)):
+            tokens = torch.stack([ids[b, starts[b] : starts[b] + width] for b in range(batch)])
+            got, want = (
+                runner.forward(cache, tokens, starts[:batch], taps=(1,))
+                for runner, cache in zip((recording, plain), caches, strict=True)
+            )
+            assert got.logits is not None
+            assert want.logits is not None
+            assert torch.equal(got.logits, want.logits)
+            assert torch.equal(got.taps[1], want.taps[1])
+        assert torch.equal(caches[0].data, caches[1].data)
+        starts = [start + 1 + turn % 3 for start in starts]
+    assert recording.graphs is not None
+    assert recording.graphs.recorder is not None, "recording failed"
+    assert any(entry is not None for entry in recording.graphs._kept[caches[0]].values())
+
+
 def _options(speculation: str) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True, "speculation": speculation}
 

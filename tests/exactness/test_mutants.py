@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import mutants
+import pass_mutants
 import pytest
 import transform_mutants
 
@@ -12,7 +13,8 @@ from foredraft import kernels
 from foredraft.kernels import rows
 from planting import Mutant, assert_caught
 
-CHECKS = mutants.CHECKS + transform_mutants.CHECKS
+CHECKS = mutants.CHECKS + transform_mutants.CHECKS + pass_mutants.CHECKS
+MUTANTS = mutants.MUTANTS + transform_mutants.MUTANTS + pass_mutants.MUTANTS
 
 
 @pytest.fixture
@@ -34,9 +36,7 @@ def test_a_check_passes_with_the_kernels(check: Callable[[], object]) -> None:
 
 
 @pytest.mark.usefixtures("defined")
-@pytest.mark.parametrize(
-    "mutant", mutants.MUTANTS + transform_mutants.MUTANTS, ids=lambda mutant: mutant.name
-)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(mutant, monkeypatch)
 

@@ -58,9 +58,9 @@ DYNAMIC_BY_PASS = (
     (
         passes.build_pass,
         "table[rows].chunk(2, 1)",
-        "(rope_table(Rope('default', rope.theta * (rope.factor * max(starts[0] + queries, rope.original_positions)"
+        "(rope_table(Rope('default', rope.theta * (rope.factor * max(int(positions[0, -1]) + 1, rope.original_positions)"
         " / rope.original_positions - (rope.factor - 1)) ** (spec.head_dim / (spec.head_dim - 2))), spec.head_dim,"
-        " len(table), device, table.dtype) if rope.kind == 'dynamic' else table)[rows].chunk(2, 1)",
+        " len(table), table.device, table.dtype) if rope.kind == 'dynamic' else table)[rows].chunk(2, 1)",
     ),
 )
 MUTANTS = [
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "every layer windowed",
-        ((MASKS, "None if window is None or window > reach", "24 if window is None"),),
+        ((MASKS, "None if window is None or window >= length", "24 if window is None"),),
         check(one_column, "gemma2"),
     ),
     Mutant(
@@ -101,8 +101,8 @@ MUTANTS = [
         (
             (
                 passes.build_pass,
-                "rows: Tensor | slice = slice(starts[0], starts[0] + queries)",
-                "rows: Tensor | slice = slice(starts[0] + (starts[0] > 0), starts[0] + (starts[0] > 0) + queries)",
+                "rows: Tensor | slice = slice(starts, starts + shape.queries)",
+                "late = starts + (starts > 0)\n        rows: Tensor | slice = slice(late, late + shape.queries)",
             ),
         ),
         check(one_column, "llama"),
@@ -135,7 +135,7 @@ MUTANTS = [
     ),
     Mutant(
         "post-norm left out",
-        ((decoder.Decoder._mlp, "weights.post_norm is None", "True"),),
+        ((decoder.finish, "layer.mlp.post_norm is None", "True"),),
         check(one_column, "gemma2"),
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = [
     ),
     Mutant(
         "window left out",
-        ((MASKS, "if window is None or window > reach", "if True"),),
+        ((MASKS, "if window is None or window >= length", "if True"),),
         check(one_column, "mistral"),
     ),
     Mutant(
@@ -198,22 +198,22 @@ MUTANTS = [
     ),
     Mutant(
         "norms of queries and keys left out",
-        ((decoder.Decoder._attention, "weights.q_norm is not None and", "False and"),),
+        ((decoder.project, "weights.q_norm is not None and", "False and"),),
         check(one_column, "qwen3"),
     ),
     Mutant(
         "norm of keys left out",
-        ((decoder.Decoder._attention, "k.copy_(weights.k_norm(k))", "pass"),),
+        ((decoder.project, "k.copy_(weights.k_norm(k))", "pass"),),
         check(one_column, "gemma3"),
     ),
     Mutant(
         "norm of queries in place of that of keys",
-        ((decoder.Decoder._attention, "weights.k_norm(k)", "weights.q_norm(k)"),),
+        ((decoder.project, "weights.k_norm(k)", "weights.q_norm(k)"),),
         check(one_column, "qwen3"),
     ),
     Mutant(
         "values normed like keys",
-        ((decoder.Decoder._attention, "spec.heads : spec.heads + spec.kv_heads", "spec.heads :"),),
+        ((decoder.project, "spec.heads : spec.heads + spec.kv_heads", "spec.heads :"),),
         check(one_column, "qwen3"),
     ),
     Mutant(

@@ -15,12 +15,14 @@ from torch import Tensor
 
 import foredraft
 from checkpoints import reference_model, save_checkpoint, save_variant
-from foredraft import SamplingParams
+from foredraft import SamplingParams, build, kernels
 from foredraft.model import decoder as decoder_module
 from foredraft.model.decoder import Plan
 from foredraft.model.layers import Product, RowSpan, product
-from foredraft.model.runner import Forward, Resume, Runner
-from foredraft.model.runner.gather import Costs, pays
+from foredraft.model.runner import ExactShapes, Forward, Resume, Runner
+from foredraft.model.runner.body import Body, Bucket, Inputs
+from foredraft.model.runner.gather import COSTS, Gathering
+from foredraft.model.runner.shapes import FALLBACK, LOOSE
 from foredraft.model.weights import load_decoder
 
 BASE = 40  # positions before the tried pass; past the variants' window of 24
@@ -275,12 +277,85 @@ def test_gathering_where_it_pays(case: Case) -> None:
     spec = case.runner.decoder.spec
     layer = case.runner.decoder.layers[0]
     products = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
-    costs = Costs(free_rows=8, moves=10 * sum(math.prod(product.shape) for product in products))
-    assert not pays(costs, spec, 18, 8)
-    assert pays(costs, spec, 19, 8)
-    assert not pays(costs, spec, 18, 1)  # the first eight rows are free
-    assert not pays(costs, spec, 40, 30)
-    assert pays(costs, spec, 41, 30)
+    weights = sum(math.prod(product.shape) for product in products)
+    free, moves = COSTS["cpu"]
+    assert Gathering.of(spec, torch.device("cpu")) == Gathering(free, moves // weights + 1)
+    gathering = Gathering(free_rows=8, least=11)
+    assert not gathering.pays(18, 8)
+    assert gathering.pays(19, 8)
+    assert not gathering.pays(18, 1)  # the first eight rows are free
+    assert not gathering.pays(40, 30)
+    assert gathering.pays(41, 30)
+
+
+def test_a_pass_is_gathered_where_it_pays(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[bool] = []
+    body = Body.__call__
+
+    def watching(self: Body, bucket: Bucket, inputs: Inputs) -> Forward:
+        gathered.append(inputs.real is not None)
+        return body(self, bucket, inputs)
+
+    monkeypatch.setattr(Body, "__call__", watching)
+    monkeypatch.setattr(case.runner, "gathers", None)
+    monkeypatch.setattr(case.runner, "_gathering", Gathering(free_rows=4, least=6))
+    tokens = case.ids[:, :6]
+    for counts, idle in (([6, 6, 0], None), ([6, 6, 1], None), ([6, 6, 6], [False, False, True])):
+        case.runner.forward(case.cache, tokens, [BASE] * 3, counts=counts, idle=idle)
+    case.runner.forward(case.cache, tokens[:1], [BASE], counts=[1])
+    assert gathered == [True, False, True, False]
+
+
+def test_what_was_chosen_is_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path)
+    monkeypatch.setattr(build, "serves", lambda *_: False)
+    with caplog.at_level("INFO", "foredraft"):
+        foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert line.startswith(f"{folder}: bfloat16 on cpu; products packed; exact shapes: ")
+    assert line.endswith(
+        "steps not compiled; passes not recorded; batches of more than 8 rows gathered where that saves 241"
+    )
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_kernels_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_checkpoint(tmp_path)
+    with caplog.at_level("INFO", "foredraft.build"):
+        foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
+    assert caplog.messages == [f"{folder}: float32 on cpu; kernels of our own, which are exact at any shape"]
+
+
+def test_why_products_are_not_packed_is_told(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foredraft.model.runner import packed
+
+    def missing(*_: object) -> Tensor:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+
+    packed._fault.cache_clear()
+    monkeypatch.setattr(packed, "_linear", missing)
+    try:
+        assert "products not packed ('_OpNamespace' 'mkldnn' object has no" in case.runner.choices
+    finally:
+        packed._fault.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (LOOSE, "any shapes: not deterministic"),
+        (
+            FALLBACK,
+            "one shape for every pass, for no two agree: 8 columns, 8 to 8 rows by 8, lengths by 1024,"
+            " attention row by row",
+        ),
+        (ExactShapes((1, 8), 1, 64, 256), "exact shapes: 1, 8 columns, 1 to 64 rows, lengths by 256"),
+    ],
+)
+def test_shapes_in_words(shapes: ExactShapes, expected: str) -> None:
+    assert str(shapes) == expected
 
 
 def test_an_all_idle_batch_is_refused(case: Case) -> None:

@@ -195,13 +195,13 @@ def test_packing_falls_back_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*_: object) -> Tensor:
         raise RuntimeError("mkldnn: no such primitive\nstack")
 
-    packed._works.cache_clear()
+    packed._fault.cache_clear()
     monkeypatch.setattr(packed, "_linear", broken)
     assert isinstance(pack(torch.randn(48, 64)), Linear)
-    packed._works.cache_clear()
+    packed._fault.cache_clear()
     monkeypatch.setattr(packed, "_linear", lambda x, weight, bias: torch.zeros(x.shape[0], weight.shape[0]))
     assert isinstance(pack(torch.randn(48, 64)), Linear)
-    packed._works.cache_clear()
+    packed._fault.cache_clear()
     monkeypatch.undo()
     assert isinstance(pack(torch.randn(48, 64)), PackedLinear)
 
@@ -384,6 +384,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         probed.append(device)
         return probe_shapes(outline, device)
 
+    monkeypatch.setattr(build, "serves", lambda *_: False)
     monkeypatch.setattr(build, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512)

@@ -27,7 +27,7 @@ from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
-from foredraft.model.runner import Runner, probe_shapes, remembered_shapes, serves
+from foredraft.model.runner import Runner, check_compiler, probe_shapes, remembered_shapes, serves
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
@@ -57,6 +57,7 @@ def load(
     max_batch: int | None = None,
     max_length: int | None = None,
     deterministic: bool = True,
+    compile: bool = False,
     needs: Needs | None = None,
     progress: Progress | None = None,
 ) -> LLM:
@@ -80,6 +81,9 @@ def load(
             they are halved until it can, but not below 4096; where it cannot hold even one (or max_batch), on
             to 512.
         deterministic: Greedy output is bit-identical whatever drafts and whoever shares the batch.
+        compile: Fuse what lies between the products of each layer, by torch.compile; it needs a compiler, and
+            seconds at loading and at the beginning of the first text. Meant for GPUs: on CPUs it takes the
+            place of faster kernels.
         needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
             will be used; no more are made room for than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and prefilling.
@@ -108,6 +112,8 @@ def load(
     if draft_sampling == "greedy" and draft is None:
         raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
     where = _device(device)
+    if compile:
+        check_compiler(where)
 
     report = progress or _silent
     folders = [resolve(str(path), revision, report)]
@@ -121,7 +127,8 @@ def load(
     runners: list[Runner] = []
     for folder in folders:
         report("load", len(runners), len(folders))
-        runners.append(_runner(folder, where, _dtype(dtype, folder), deterministic and not runners))
+        exact = deterministic and not runners
+        runners.append(_runner(folder, where, _dtype(dtype, folder), exact, compile))
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
@@ -190,14 +197,20 @@ def _dtype(name: str | None, folder: Path) -> torch.dtype:
     return DTYPES[ModelSpec.from_folder(folder).dtype if name is None else name]
 
 
-def _runner(folder: Path, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Runner:
+def _runner(
+    folder: Path, device: torch.device, dtype: torch.dtype, deterministic: bool, compile: bool
+) -> Runner:
     """The runner of a checkpoint; probing for its shapes ends before its weights come, so that the memory of
     both is never held at once."""
     outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
-    if serves(outline.spec, device, dtype):
-        return Runner(load_decoder(folder, device, dtype, native=True))
-    probed = remembered_shapes(outline, device, probe_shapes) if deterministic else None
-    return Runner(load_decoder(folder, device, dtype), deterministic=deterministic, probed=probed)
+    if not compile and serves(outline.spec, device, dtype):
+        runner = Runner(load_decoder(folder, device, dtype, native=True))
+    else:
+        probed = remembered_shapes(outline, device, probe_shapes) if deterministic else None
+        decoder = load_decoder(folder, device, dtype)
+        runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
+    logger.info("%s: %s", folder, runner.choices)
+    return runner
 
 
 def _default_params(folder: Path, spec: ModelSpec) -> SamplingParams:

@@ -8,7 +8,7 @@ two stretches makes the early exits of LayerSkip (arXiv:2404.16710) and Kangaroo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,46 @@ class Layer:
     mlp: MLP
 
 
+def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
+    """Queries, keys and values of every state, not yet rotated: [N, D] -> [N, H + 2 * Hk, D]."""
+    qkv = product(weights.qkv, weights.norm(x), span)
+    qkv = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = qkv[:, : spec.heads], qkv[:, spec.heads : spec.heads + spec.kv_heads]
+        q.copy_(weights.q_norm(q))
+        k.copy_(weights.k_norm(k))
+    return qkv
+
+
+def finish(
+    spec: ModelSpec, layer: Layer, x: Tensor, attended: Tensor | None, mlp: bool, span: RowSpan | None
+) -> Tensor:
+    """States entering a layer [N, D] and what its heads attended to [N, H * D] -> states leaving it; None, or
+    no `mlp`: that sub-layer is skipped."""
+    if attended is not None:
+        y = product(layer.attention.output, attended, span)
+        x = x + (y if layer.attention.post_norm is None else layer.attention.post_norm(y))
+    if mlp:
+        gated = gate(spec.activation, product(layer.mlp.gate_up, layer.mlp.norm(x), span))
+        y = product(layer.mlp.down, gated, span)
+        x = x + (y if layer.mlp.post_norm is None else layer.mlp.post_norm(y))
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A layer's work on each state by itself, whatever its place: before attention, and after it."""
+
+    project: Callable[[ModelSpec, Attention, Tensor, RowSpan | None], Tensor]
+    finish: Callable[[ModelSpec, Layer, Tensor, Tensor | None, bool, RowSpan | None], Tensor]
+
+
+STEPS = Steps(project, finish)
+
+
+RunLayers = Callable[[Tensor, Pass, Plan, int, int], Tensor]  # what `Decoder.run` is
+
+
 class Decoder:
     """Weights only; shared freely between runners, drafters and threads."""
 
@@ -93,32 +133,20 @@ class Decoder:
         hidden = F.embedding(tokens, self.embedding)
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
-    def run(self, hidden: Tensor, pass_: Pass, plan: Plan, start: int, stop: int) -> Tensor:
-        """States entering layer `start` -> states entering layer `stop`, [B, T, D] both."""
+    def run(
+        self, hidden: Tensor, pass_: Pass, plan: Plan, start: int, stop: int, steps: Steps | None = None
+    ) -> Tensor:
+        """States entering layer `start` -> states entering layer `stop`, [B, T, D] or [N, D] both; `steps`
+        stand in for the ones of this module."""
+        spec, span, steps = self.spec, pass_.span, steps or STEPS
         x = hidden.reshape(-1, hidden.shape[-1])  # [N, D]
         for index in range(start, stop):
             layer = self.layers[index]
+            attended = None
             if plan.attention[index]:
-                x = x + self._attention(layer.attention, x, index, pass_)
-            if plan.mlp[index]:
-                x = x + self._mlp(layer.mlp, x, pass_.span)
+                attended = attend(spec, index, steps.project(spec, layer.attention, x, span), pass_)
+            x = steps.finish(spec, layer, x, attended, plan.mlp[index], span)
         return x.view(hidden.shape)
-
-    def _attention(self, weights: Attention, x: Tensor, index: int, pass_: Pass) -> Tensor:
-        spec = self.spec
-        qkv = product(weights.qkv, weights.norm(x), pass_.span)
-        qkv = qkv.view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = qkv[:, : spec.heads], qkv[:, spec.heads : spec.heads + spec.kv_heads]
-            q.copy_(weights.q_norm(q))
-            k.copy_(weights.k_norm(k))
-        y = product(weights.output, attend(spec, index, qkv, pass_), pass_.span)
-        return y if weights.post_norm is None else weights.post_norm(y)
-
-    def _mlp(self, weights: MLP, x: Tensor, span: RowSpan | None) -> Tensor:
-        gated = gate(self.spec.activation, product(weights.gate_up, weights.norm(x), span))
-        y = product(weights.down, gated, span)
-        return y if weights.post_norm is None else weights.post_norm(y)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
         """States after the last layer -> logits [..., V] in float32, the soft-cap included."""

@@ -1,9 +1,11 @@
 """One `forward` over a batch, and what it hides: exact shapes (`shapes`) and packed products (`packed`)."""
 
 from foredraft.model.runner.body import Forward
+from foredraft.model.runner.compiled import check_compiler
+from foredraft.model.runner.job import Resume
 from foredraft.model.runner.native import serves
 from foredraft.model.runner.remembered import remembered_shapes
-from foredraft.model.runner.runner import Resume, Runner, next_chunk
+from foredraft.model.runner.runner import Runner, next_chunk
 from foredraft.model.runner.shapes import ExactShapes, probe_shapes
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "Forward",
     "Resume",
     "Runner",
+    "check_compiler",
     "next_chunk",
     "probe_shapes",
     "remembered_shapes",

@@ -7,20 +7,17 @@ replayed on other inputs (`graphs`). No device value is read by the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.attention import Pass
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.decoder import Decoder, Plan, RunLayers
 from foredraft.model.rope import Rope
 from foredraft.model.runner.passes import PassShape, build_pass
-
-RunLayers = Callable[[Tensor, Pass, Plan, int, int], Tensor]  # what `Decoder.run` is
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,26 @@ class Inputs:
     real: Tensor | None = None  # [N] columns b * T' + t that are computed, where not all are
     at: Tensor | None = None  # [B] the columns whose logits are wanted, where not all are
 
+    def signature(self) -> tuple[object, ...]:
+        """What of them is fixed: which there are, of what shape and dtype."""
+        return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in self._all())
+
+    def copied(self) -> Inputs:
+        def copy(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.clone()
+
+        starts = self.starts.clone() if isinstance(self.starts, Tensor) else self.starts
+        return Inputs(starts, copy(self.tokens), copy(self.hidden), copy(self.real), copy(self.at))
+
+    def fill(self, other: Inputs) -> None:
+        """Take the values of others of the same signature."""
+        for mine, theirs in zip(self._all(), other._all(), strict=True):
+            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+                mine.copy_(theirs, non_blocking=True)
+
+    def _all(self) -> tuple[Tensor | int | None, ...]:
+        return self.starts, self.tokens, self.hidden, self.real, self.at
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -55,6 +72,10 @@ class Forward:
     logits: Tensor | None  # [B, T, V] float32, or [B, 1, V] where `at` chose a column
     hidden: Tensor  # [B, T, D] states at `stop`
     taps: dict[int, Tensor]  # depth -> [B, T, D] states entering that layer
+
+    def copied(self) -> Forward:
+        logits = None if self.logits is None else self.logits.clone()
+        return Forward(logits, self.hidden.clone(), {d: tap.clone() for d, tap in self.taps.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Contract: `pack` returns a product equal to `F.linear` up to rounding, and frees the ordinary weight. A packed
 weight is laid out for the CPU's matrix units once, at loading, where `F.linear` reorders or streams it badly
 at the few rows of a decoding pass. Where the operators are missing (another device, another build) or fail a
-try, the product stays ordinary, which is logged once.
+try, the product stays ordinary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class PackedLinear:
         return rows, columns
 
     def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            traced: Tensor = torch.ops.foredraft.packed_linear(x, self.weight, self.bias)
+            return traced
         return _linear(x, self.weight, self.bias)
 
     def dense(self) -> Tensor:
@@ -46,6 +50,17 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+# For torch.compile, whose own lowering of the operator takes only weights that it packed itself.
+_library: Any = torch.library.Library("foredraft", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "foredraft::packed_linear",
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    lib=_library,
+)
+
+
 def _packed(weight: Tensor) -> Tensor:
     out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
     return out
@@ -53,7 +68,12 @@ def _packed(weight: Tensor) -> Tensor:
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `pack` makes a copy of such a weight, so that the weight may go."""
-    return device.type == "cpu" and _works(dtype)
+    return unpacked_because(device, dtype) is None
+
+
+def unpacked_because(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why products stay ordinary; None: they are packed."""
+    return _fault(dtype) if device.type == "cpu" else "not on a CPU"
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -64,17 +84,16 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Product:
 
 
 @functools.cache
-def _works(dtype: torch.dtype) -> bool:
-    """Whether packed products of this dtype run here and compute what they should."""
+def _fault(dtype: torch.dtype) -> str | None:
+    """What keeps packed products of this dtype from running here and computing what they should."""
     try:
         weight = torch.linspace(-1, 1, 32 * 64).view(32, 64).to(dtype)
         x = torch.linspace(-1, 1, 4 * 64).view(4, 64).to(dtype)
         got = _linear(x, _packed(weight), None).float()
-        # products of up to 64 terms below 1, rounded to dtype
-        if torch.allclose(got, x.float() @ weight.float().T, rtol=0.02, atol=0.02):
-            return True
-        logger.warning("packed products of %s compute wrong values here; using ordinary ones", dtype)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        logger.info("packed products of %s are not available here (%s); using ordinary ones", dtype, reason)
-    return False
+        return str(error).splitlines()[0]
+    # products of up to 64 terms below 1, rounded to dtype
+    if torch.allclose(got, x.float() @ weight.float().T, rtol=0.02, atol=0.02):
+        return None
+    logger.warning("packed products of %s compute wrong values here; using ordinary ones", dtype)
+    return "they compute wrong values"

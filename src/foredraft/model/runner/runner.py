@@ -9,7 +9,8 @@ Callers see no padding: not of the queries, not of the rows, not of the attended
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,12 @@ from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.device import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
-from foredraft.model.runner.gather import COSTS, pays
+from foredraft.model.runner.compiled import compiled_steps
+from foredraft.model.runner.gather import Gathering
+from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
+from foredraft.model.runner.job import Job, Resume
 from foredraft.model.runner.native import NativePasses
+from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
 from foredraft.model.runner.shapes import ANY, LOOSE, ExactShapes, find_shapes
 
@@ -34,30 +39,30 @@ def next_chunk(position: int, stop: int, chunk: int) -> int:
     return min((position // chunk + 1) * chunk, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """What a drafter already computed of a verifying pass: states entering layer `depth`."""
-
-    depth: int
-    hidden: Tensor  # [B, T, D]
-    known: list[int]  # [B] leading columns whose state is known, 0 to T
-
-
 class Runner:
     """Forwards of one decoder over caches of its making.
 
     gathers: whether passes leave the padding of their batch out (`gather`); None: where it pays.
+    graphs: the recordings of its passes (`graphs`); None: they run as they are.
     """
 
     def __init__(
-        self, decoder: Decoder, *, deterministic: bool = True, probed: ExactShapes | None = None
+        self,
+        decoder: Decoder,
+        *,
+        deterministic: bool = True,
+        probed: ExactShapes | None = None,
+        compile: bool = False,
     ) -> None:
         """probed: what `probe_shapes` gave for this decoder before it was loaded; None probes now."""
         self.decoder = decoder
+        self.compiled = compile
+        self._run = partial(decoder.run, steps=compiled_steps()) if compile else decoder.run
         self.chunk = CHUNK
         self.forwarded = 0
         self.gathers: bool | None = None
-        self._costs = COSTS[decoder.device.type]
+        self.graphs = Graphs(CudaRecorder(decoder.device)) if decoder.device.type == "cuda" else None
+        self._gathering = Gathering.of(decoder.spec, decoder.device)
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
@@ -69,7 +74,24 @@ class Runner:
     def _shapes(self, deterministic: bool, probed: ExactShapes | None) -> ExactShapes:
         if self._native is not None:
             return ANY
-        return find_shapes(self.decoder, probed) if deterministic else LOOSE
+        return find_shapes(self.decoder, probed, self._run) if deterministic else LOOSE
+
+    @property
+    def choices(self) -> str:
+        """What was chosen for this decoder, on this machine, in words."""
+        device, dtype = self.decoder.device, self.decoder.dtype
+        if self._native is not None:
+            how = ["kernels of our own, which are exact at any shape"]
+        else:
+            why_not = unpacked_because(device, dtype)
+            how = [
+                "products packed" if why_not is None else f"products not packed ({why_not})",
+                str(self.shapes),
+                f"steps {'' if self.compiled else 'not '}compiled",
+                f"passes {'not ' if self.graphs is None else ''}recorded",
+                str(self._gathering),
+            ]
+        return "; ".join([f"{str(dtype).removeprefix('torch.')} on {device}", *how])
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """A zeroed cache for `rows` sequences of at most `positions` tokens."""
@@ -115,7 +137,7 @@ class Runner:
         real = [0 if dummy else count for count, dummy in zip(real, idle, strict=True)]
         self.forwarded += sum(real)
         depth = self.decoder.spec.layers if stop is None else stop
-        job = _Job(
+        job = Job(
             cache=cache,
             shapes=shapes,
             tokens=tokens.to(self.decoder.device),
@@ -127,6 +149,7 @@ class Runner:
             stop=depth,
             taps=tuple(taps),
             head=want_logits and depth == self.decoder.spec.layers,
+            recorded=True,
         )
         return self._forward(job, resume, at)
 
@@ -153,7 +176,7 @@ class Runner:
                 f"a prefill chunk of {len(tokens)} tokens at {start} must lie within a multiple of {CHUNK}"
             )
         self.forwarded += len(tokens)
-        job = _Job(
+        job = Job(
             cache=cache,
             shapes=self.shapes if self._native else self.shapes.for_prefill(TAILS),
             tokens=upload([tokens], self.decoder.device),
@@ -165,6 +188,7 @@ class Runner:
             stop=self.decoder.spec.layers if stop is None else stop,
             taps=tuple(taps),
             head=False,
+            recorded=False,  # many columns: their kernels take longer than their launches
         )
         return self._forward(job)
 
@@ -175,58 +199,50 @@ class Runner:
             return self.decoder.head(hidden)
         return self._native.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def _forward(self, job: _Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
+    def _forward(self, job: Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
         if resume is None:
             return self._stretch(job, at=at)
         if any(tap < resume.depth for tap in job.taps):
             raise ValueError(f"taps {job.taps} below the resumed depth {resume.depth} are not computed")
         return self._stretch(job, self._join(job, resume), resume.depth, at)
 
-    def _join(self, job: _Job, resume: Resume) -> Tensor:
+    def _join(self, job: Job, resume: Resume) -> Tensor:
         """States entering layer `depth` of all columns: the known ones, and the rest computed now."""
-        unknown = [
-            range(max(real.start, known), real.stop)
-            for real, known in zip(job.real, resume.known, strict=True)
-        ]
-        first = min((columns.start for columns in unknown if columns), default=None)
-        if first is None:
+        rest = job.unknown(resume)
+        if rest is None:
             return resume.hidden
-        rest = replace(
-            job,
-            tokens=job.tokens[:, first:],
-            starts=[start + first for start in job.starts],
-            real=[range(columns.start - first, columns.stop - first) for columns in unknown],
-            stop=resume.depth,
-            taps=(),
-            head=False,
-        )
-        below = F.pad(self._stretch(rest).hidden, (0, 0, first, 0))  # [B, T, D]
-        columns = torch.arange(below.shape[1], device=below.device)
+        width, computed = job.tokens.shape[1], rest.tokens.shape[1]
+        below = F.pad(self._stretch(rest).hidden, (0, 0, width - computed, 0))  # [B, T, D]
+        columns = torch.arange(width, device=below.device)
         known = columns < upload(resume.known, below.device)[:, None]  # [B, T]
         return torch.where(known[:, :, None], resume.hidden, below)
 
     def _stretch(
-        self, job: _Job, hidden: Tensor | None = None, start: int = 0, at: Tensor | None = None
+        self, job: Job, hidden: Tensor | None = None, start: int = 0, at: Tensor | None = None
     ) -> Forward:
         """The job's pass from layer `start` on, which `hidden` enters; without it, the tokens enter."""
         cache, device = job.cache, self.decoder.device
-        shape = self._shape(job)
+        shape = job.shape()
         if self._native is not None:
             return self._stretch_natively(self._native, job, hidden, start, at)
         starts = [min(start, cache.scratch) for start in job.starts]
         real = self._gathered(job, shape)
+        graphs = self.graphs if job.recorded and real is None else None
+        if graphs is not None:
+            shape = replace(shape, length=min(coarse_length(shape.length), cache.stored))
         bucket = Bucket(shape, job.tokens.shape[1], job.plan, start, job.stop, job.taps, job.head)
         inputs = Inputs(
-            starts[0] if len(starts) == 1 else upload(starts, device),
+            starts[0] if len(starts) == 1 and graphs is None else upload(starts, device),
             job.tokens if hidden is None else None,
             hidden,
             None if real is None else upload(real, device),
             None if at is None else at.to(device),
         )
-        return Body(self.decoder, self.decoder.run, self._tables, cache)(bucket, inputs)
+        body = Body(self.decoder, self._run, self._tables, cache)
+        return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
 
     def _stretch_natively(
-        self, native: NativePasses, job: _Job, hidden: Tensor | None, start: int, at: Tensor | None
+        self, native: NativePasses, job: Job, hidden: Tensor | None, start: int, at: Tensor | None
     ) -> Forward:
         """The same by the kernels, which compute the real columns alone."""
         batch, width = job.tokens.shape
@@ -263,26 +279,12 @@ class Runner:
         chosen = out[torch.arange(batch), at]
         return Forward(native.head(chosen)[:, None], out, kept)
 
-    def _shape(self, job: _Job) -> PassShape:
-        """Padded, and within the cache."""
-        cache, shapes, (batch, width) = job.cache, job.shapes, job.tokens.shape
-        queries = shapes.queries(width, batch)
-        last = max(job.starts[b] for b in job.active)
-        if last + queries > cache.scratch:
-            raise ValueError(
-                f"{queries} columns at position {last} overrun a cache row of {cache.positions} positions"
-            )
-        if queries > cache.slack:
-            raise ValueError(f"{queries} columns are more than the slack of {cache.slack} positions holds")
-        length = min(shapes.length(last + width), cache.stored)
-        return PassShape(job.first_row, batch, queries, length, shapes.span, shapes.apart)
-
-    def _gathered(self, job: _Job, shape: PassShape) -> list[int] | None:
+    def _gathered(self, job: Job, shape: PassShape) -> list[int] | None:
         """The columns b * T' + t that a gathered pass computes; None: all, in place."""
         if shape.batch == 1 or self.gathers is False:
             return None
         padded, count = shape.batch * shape.queries, sum(map(len, job.real))
-        if self.gathers is None and not pays(self._costs, self.decoder.spec, padded, count):
+        if self.gathers is None and not self._gathering.pays(padded, count):
             return None
         return [b * shape.queries + t for b, columns in enumerate(job.real) for t in columns]
 
@@ -292,20 +294,3 @@ class Runner:
             decoder = self.decoder
             self._tables = rope_tables(decoder.spec, positions, decoder.device, decoder.dtype)
             self._positions = positions
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The arguments of one forward, resolved."""
-
-    cache: KVCache
-    shapes: ExactShapes
-    tokens: Tensor  # [B, T]
-    starts: list[int]
-    first_row: int
-    active: list[int]
-    real: list[range]  # of each row, the columns that somebody wants
-    plan: Plan
-    stop: int
-    taps: tuple[int, ...]
-    head: bool

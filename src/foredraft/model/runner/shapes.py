@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model.cache import KVCache
-from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.decoder import Decoder, Plan, RunLayers
 from foredraft.model.layers import RowSpan
 from foredraft.model.runner.packed import pack
 from foredraft.model.runner.passes import PassShape, build_pass, rope_tables
@@ -47,6 +47,16 @@ class ExactShapes:
     row_step: int = 1
     apart: bool = False  # attention's bits depend on the batch: attend row by row
     found: bool = True  # False: the self-check found no agreement, and one fixed shape is used
+
+    def __str__(self) -> str:
+        if not self.query_buckets:
+            return "any shapes: not deterministic"
+        kind = "exact shapes" if self.found else "one shape for every pass, for no two agree"
+        columns = ", ".join(map(str, self.query_buckets))
+        step = "" if self.row_step == 1 else f" by {self.row_step}"
+        apart = ", attention row by row" if self.apart else ""
+        rows = f"{self.row_low} to {self.row_high} rows{step}"
+        return f"{kind}: {columns} columns, {rows}, lengths by {self.length_quantum}{apart}"
 
     @property
     def span(self) -> RowSpan | None:
@@ -116,15 +126,17 @@ def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
 
 
 @torch.inference_mode()
-def find_shapes(decoder: Decoder, probed: ExactShapes | None = None) -> ExactShapes:
+def find_shapes(
+    decoder: Decoder, probed: ExactShapes | None = None, run: RunLayers | None = None
+) -> ExactShapes:
     """The exact shapes of a decoder, on its device, in its dtype: those that were probed for it (None: that
-    are probed now) and that its layers confirm."""
+    are probed now) and that its layers confirm, as `run` runs them (None: as the decoder does)."""
     shapes = probe_shapes(decoder, decoder.device) if probed is None else probed
     if not shapes.found:
         return shapes
     for apart in sorted({shapes.apart, True}):  # what agrees in batches agrees row by row: probed already
         tried = replace(shapes, apart=apart)
-        buckets = _confirmed(decoder, tried)
+        buckets = _confirmed(decoder, tried, run or decoder.run)
         if len(buckets) > 1:
             return replace(tried, query_buckets=buckets)
     logger.warning("no two query counts of this model's layers agree bit for bit; using one fixed shape")
@@ -193,9 +205,9 @@ def _agreeing_queries(probe: AttentionProbe, quantum: int, apart: bool) -> tuple
     return tuple(kept)
 
 
-def _confirmed(decoder: Decoder, shapes: ExactShapes) -> tuple[int, ...]:
+def _confirmed(decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> tuple[int, ...]:
     """The query buckets at which two layers of the real decoder agree too, norms and activations included."""
-    trial = _Trial(decoder, shapes)
+    trial = _Trial(decoder, shapes, run)
     alone = trial.states(1, REFERENCE, 0)
     kept = []
     for queries in shapes.query_buckets:
@@ -208,10 +220,10 @@ def _confirmed(decoder: Decoder, shapes: ExactShapes) -> tuple[int, ...]:
 class _Trial:
     """Passes of the first two layers over a scratch cache of random values."""
 
-    def __init__(self, decoder: Decoder, shapes: ExactShapes) -> None:
+    def __init__(self, decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> None:
         depth = min(2, decoder.spec.layers)
         self.spec = replace(decoder.spec, layers=depth, windows=decoder.spec.windows[:depth])
-        self.decoder, self.shapes = decoder, shapes
+        self.run, self.shapes = run, shapes
         random = torch.Generator().manual_seed(1)
         self.cache = KVCache(self.spec, 2, 256, device=decoder.device, dtype=decoder.dtype)
         context = torch.randn(self.cache.data[:, :, :1].shape, generator=random)
@@ -230,4 +242,4 @@ class _Trial:
         )
         starts = torch.tensor([150 - 7 * abs(row - place) for row in range(batch)], device=hidden.device)
         pass_ = build_pass(self.spec, self.tables, self.cache, shape, starts)
-        return self.decoder.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]
+        return self.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]

@@ -1,0 +1,297 @@
+"""Recorded passes: the bits of the passes themselves, whatever is replayed in which order.
+
+Seen to fail on: starts, tokens or chosen columns not filled in; a key without the attended length, the batch,
+the plan or the taps; outputs given out uncopied; a recording used by another cache; no bound, or the last used dropped; a
+failed recording tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import save_variant
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Forward, Resume, Runner
+from foredraft.model.runner.graphs import WARM_UP, CudaRecorder, Graphs, Recording, coarse_length
+from foredraft.model.weights import load_decoder
+from recorder import Rerun
+
+ROWS, POSITIONS = 3, 1100
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def runners(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Runner, Runner]:
+    """One that records, and one that does not."""
+    decoder = load_decoder(save_variant(tmp_path_factory.mktemp("model"), request.param))
+    return Runner(decoder), Runner(decoder)
+
+
+class Pair:
+    """The same passes, recorded and not, each over a cache of its own."""
+
+    def __init__(
+        self, runners: tuple[Runner, Runner], recorder: Rerun | None = None, bound: int = 64
+    ) -> None:
+        self.recorder = recorder or Rerun()
+        self.recording, self.plain = runners
+        self.recording.graphs = Graphs(self.recorder, bound)
+        self.caches = [self.filled(runner) for runner in runners]
+        self.layers = self.plain.decoder.spec.layers
+
+    @staticmethod
+    def filled(runner: Runner) -> KVCache:
+        cache = runner.new_cache(ROWS, POSITIONS)
+        cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(1)))
+        return cache
+
+    def both(self, batch: int, width: int, starts: list[int], seed: int, **options: Any) -> Forward:
+        """One pass; what came of it recorded, which is what comes of it otherwise."""
+        tokens = torch.randint(3, 97, (batch, width), generator=torch.Generator().manual_seed(seed))
+        got = self.recording.forward(self.caches[0], tokens, starts, **options)
+        want = self.plain.forward(self.caches[1], tokens, starts, **options)
+        assert_equal(got, want)
+        assert torch.equal(self.caches[0].data, self.caches[1].data)
+        return got
+
+
+def assert_equal(got: Forward, want: Forward) -> None:
+    assert (got.logits is None) == (want.logits is None)
+    if got.logits is not None and want.logits is not None:
+        assert torch.equal(got.logits, want.logits)
+    assert torch.equal(got.hidden, want.hidden)
+    assert got.taps.keys() == want.taps.keys()
+    for depth, tap in got.taps.items():
+        assert torch.equal(tap, want.taps[depth])
+
+
+def test_recorded_at_the_second_meeting_and_replayed_from_then_on(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners)
+    for meeting, (records, replays) in enumerate([(0, 0), (1, 1), (1, 2), (1, 3)]):
+        pair.both(2, 3, [40 + 3 * meeting, 7 + meeting], seed=meeting)
+        assert (pair.recorder.records, pair.recorder.replays) == (records, replays)
+
+
+def test_steps_across_lengths(runners: tuple[Runner, Runner]) -> None:
+    """A text that outgrows its attended length, more than once, and is rolled back."""
+    pair = Pair(runners)
+    quantum = pair.plain.shapes.length_quantum
+    for turn in range(2):
+        for start in (*range(quantum - 4, quantum + 4), *range(2 * quantum - 3, 2 * quantum)):
+            pair.both(1, 1, [start], seed=turn * 1000 + start)
+    assert pair.recorder.records == 2
+    assert pair.recorder.replays > 10
+
+
+def test_any_passes_in_any_order(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners)
+    dice = random.Random(0)
+    layers = pair.layers
+    options: list[Callable[[int, int], dict[str, Any]]] = [
+        lambda batch, width: {},
+        lambda batch, width: {"at": torch.tensor([dice.randrange(width) for _ in range(batch)])},
+        lambda batch, width: {"taps": (1, layers)},
+        lambda batch, width: {"taps": (2,), "want_logits": False},
+        lambda batch, width: {"stop": 1},
+        lambda batch, width: {"plan": Plan.full(layers).without(attention=(1,))},
+        lambda batch, width: {"plan": Plan.full(layers).without(mlp=(1,))},
+        lambda batch, width: {"exact": False},
+        lambda batch, width: {"idle": [False] + [dice.random() < 0.5 for _ in range(batch - 1)]},
+        lambda batch, width: {"first_row": ROWS - batch},
+        lambda batch, width: {
+            "resume": Resume(
+                1, torch.full((batch, width, 64), 0.1 * width), [dice.randrange(width + 1)] * batch
+            )
+        },
+    ]
+    for seed in range(250):
+        batch, width = dice.choice([(1, 1), (1, 4), (2, 1), (2, 4), (3, 4)])
+        starts = [dice.choice([5, 250, 700, 1000]) + dice.randrange(20) for _ in range(batch)]
+        pair.both(batch, width, starts, seed, **dice.choice(options)(batch, width))
+    assert pair.recorder.replays > 50
+
+
+def test_inputs_of_every_kind_are_new_each_time(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners)
+    for seed in range(4):
+        pair.both(2, 4, [40 + seed, 300], seed=seed, at=torch.tensor([seed, 3 - seed]))
+        state = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(seed))
+        pair.both(2, 4, [40, 300 + seed], seed=seed, resume=Resume(1, state, [4, seed]))
+    assert pair.recorder.records == 2
+    assert pair.recorder.replays == 3 + 3
+
+
+def test_what_a_caller_holds_is_never_overwritten(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners)
+    held: list[tuple[Forward, list[Tensor]]] = []
+    for seed in range(6):
+        out = pair.both(2, 3, [40 + seed, 9], seed=seed, taps=(1,))
+        assert out.logits is not None
+        held.append((out, [x.clone() for x in (out.logits, out.hidden, out.taps[1])]))
+    assert pair.recorder.replays == 5
+    for out, copies in held:
+        assert out.logits is not None
+        assert all(map(torch.equal, (out.logits, out.hidden, out.taps[1]), copies))
+
+
+def test_a_bounded_number_the_last_used_ones(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners, bound=2)
+    for seed, width in enumerate([1, 1, 4, 4, 1, 6, 1]):  # 6 takes the place of 4
+        pair.both(1, width, [30], seed=seed)
+    assert pair.recorder.records == 2
+    replays = pair.recorder.replays
+    pair.both(1, 1, [30], seed=7)
+    assert pair.recorder.replays == replays + 1
+    pair.both(1, 4, [30], seed=8)
+    assert (pair.recorder.records, pair.recorder.replays) == (2, replays + 1)
+
+
+def test_a_failed_recording_is_the_last(
+    runners: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(runners, Rerun(fails=True))
+    with caplog.at_level(logging.INFO):
+        for seed in range(5):
+            pair.both(1, 1, [40 + seed], seed=seed)
+            pair.both(2, 1, [40 + seed, 3], seed=seed)
+    assert pair.recorder.records == 1
+    [record] = caplog.records
+    assert "passes cannot be recorded here (CUDA error: operation not permitted);" in record.message
+
+
+def test_a_mistake_is_not_taken_for_a_failed_recording(
+    runners: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(runners)
+    for _ in range(3):
+        with pytest.raises(IndexError):
+            pair.recording.forward(pair.caches[0], torch.tensor([[97]]), [3])
+    assert not caplog.records
+
+
+def test_prompts_and_gathered_passes_are_not_recorded(runners: tuple[Runner, Runner]) -> None:
+    pair = Pair(runners)
+    pair.recording.gathers = True
+    for _ in range(3):
+        pair.recording.prefill(pair.caches[0], 0, [5, 6, 7], 0)
+        pair.recording.forward(pair.caches[0], torch.ones(2, 3, dtype=torch.int64), [3, 3], counts=[3, 1])
+    pair.recording.gathers = None
+    assert pair.recorder.records == 0
+
+
+def test_each_cache_has_its_own_and_takes_them_along(runners: tuple[Runner, Runner]) -> None:
+    class Forgetful(Rerun):
+        """Holds on to no body, as a CUDA graph does not."""
+
+        def record(self, body: Callable[[], Forward]) -> Recording:
+            self.records += 1
+            return Recording(lambda: None, body())
+
+    pair = Pair(runners, Forgetful())
+    graphs = pair.recording.graphs
+    assert graphs is not None
+    tokens = torch.ones(1, 1, dtype=torch.int64)
+    for records in (1, 2):
+        other = pair.filled(pair.recording)
+        for _ in range(3):
+            pair.recording.forward(other, tokens, [40])
+        assert pair.recorder.records == records
+    assert len(graphs._kept) == 1
+    del other
+    gc.collect()
+    assert len(graphs._kept) == 0
+
+
+@pytest.mark.parametrize("quantum", [64, 256, 512, 1024])
+def test_few_lengths_to_a_doubling(quantum: int) -> None:
+    lengths = range(quantum, 64 * quantum + 1, quantum)
+    coarse = [coarse_length(length) for length in lengths]
+    assert all(
+        found % quantum == 0 and length <= found <= 1.34 * length
+        for length, found in zip(lengths, coarse, strict=True)
+    )
+    assert len(set(coarse)) <= 4 + 4 * 4 + 4
+
+
+class FakeCuda:
+    """What of torch.cuda a recording uses, and in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+        self.current, self.log = "main", list[str]()
+        self.fails = fails
+        for name in ("stream", "graph", "device"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.Stream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.Graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.Stream(self, self.current))
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream.name))
+
+    class Graph:
+        replay = staticmethod(lambda: None)
+
+    class Stream:
+        def __init__(self, cuda: FakeCuda, name: str) -> None:
+            self.cuda, self.name = cuda, name
+
+        def wait_stream(self, other: FakeCuda.Stream) -> None:
+            self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeCuda.Stream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: object, *, pool: str, stream: FakeCuda.Stream, capture_error_mode: str
+    ) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        self.log.append(f"capture from {pool} on {stream.name}, {capture_error_mode}")
+        yield
+        if self.fails:  # as torch.cuda.graph, which then leaves its stream in place
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.log.append("end")
+        self.current = before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_cuda_recording_does(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Warmed up beside the main stream, then captured from the shared pool; whatever comes, back on the main one."""
+    cuda = FakeCuda(monkeypatch, fails)
+    recorder = CudaRecorder(torch.device("cuda"))
+
+    def body() -> Forward:
+        cuda.log.append(f"body on {cuda.current}")
+        return Forward(None, torch.zeros(1, 1, 1), {})
+
+    if fails:
+        with pytest.raises(RuntimeError, match="previous error"):
+            recorder.record(body)
+    else:
+        recorder.record(body)
+    assert cuda.current == "main"
+    assert cuda.log == [
+        "side waits for main",
+        *["body on side"] * WARM_UP,
+        "main waits for side",
+        "capture from pool on side, thread_local",
+        "body on side",
+        *([] if fails else ["end"]),
+    ]
