@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 
 from foredraft import demo
-from foredraft.build.capacity import DEVICES, rows_and_positions
+from foredraft.build.capacity import rows_and_positions
+from foredraft.build.device import check_dtype, find_device
 from foredraft.build.pairing import (
     check_kind,
     fitting_kinds,
@@ -107,7 +108,7 @@ def load(
         )
     if draft_sampling == "greedy" and draft is None:
         raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
-    where = _device(device)
+    where = find_device(device)
 
     report = progress or _silent
     folders = [resolve(str(path), revision, report)]
@@ -118,22 +119,26 @@ def load(
     drafter = drafter or default_drafter(draft is not None, other)
     kinds = fitting_kinds(draft is not None, other)
     check_kind(drafter, draft_sampling, kinds, folders)
+    specs = [ModelSpec.from_folder(folder) for folder in folders]
+    dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]
+    tokenizer, default_params = tokenizers[0], _default_params(folders[0], specs[0])
+    needed = (None, None) if needs is None else needs(tokenizer, default_params)
+    stretch = max(kind.stretch for kind in kinds.values())
+    models = list(zip(specs, dtypes, strict=True))
+    rows, positions = rows_and_positions(models, where, (max_batch, max_length), needed, stretch)
+    for each in dict.fromkeys(dtypes):
+        check_dtype(where, each)
     runners: list[Runner] = []
-    for folder in folders:
+    for folder, each in zip(folders, dtypes, strict=True):
         report("load", len(runners), len(folders))
-        runners.append(_runner(folder, where, _dtype(dtype, folder), deterministic and not runners))
+        runners.append(_runner(folder, where, each, deterministic and not runners))
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
-    tokenizer = tokenizers[0]
-    default_params = _default_params(folders[0], target.decoder.spec)
-    needed = (None, None) if needs is None else needs(tokenizer, default_params)
-    stretch = max(kind.stretch for kind in kinds.values())
-    rows, positions = rows_and_positions(runners, where, (max_batch, max_length), needed, stretch)
 
     vocabulary = None if other else vocabulary_map(runners, tokenizers, where)
     parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions, tokenizers, vocabulary)
-    spec = target.decoder.spec
+    spec = specs[0]
     engine = Engine(
         target,
         target.new_cache(rows, positions),
@@ -163,31 +168,6 @@ def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> 
 
 def _silent(stage: str, done: int, total: int) -> None:
     return None
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'") from None
-    if device.type not in DEVICES:
-        raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cpu" and device.index is not None:
-        raise ConfigError(f"device is {name!r}, but there is one CPU; give 'cpu'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
-            raise ConfigError(f"device is {name!r}, but this PyTorch sees no CUDA device; give 'cpu'")
-        if (device.index or 0) >= count:
-            known = ", ".join(f"cuda:{index}" for index in range(count))
-            raise ConfigError(f"device is {name!r}, but this PyTorch sees only {known}; give one of these")
-    return device
-
-
-def _dtype(name: str | None, folder: Path) -> torch.dtype:
-    return DTYPES[ModelSpec.from_folder(folder).dtype if name is None else name]
 
 
 def _runner(folder: Path, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Runner:
