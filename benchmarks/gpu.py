@@ -2,15 +2,16 @@
 
 Stages, in this order; one that fails is reported in the result and does not lose the others:
 
-  tests      the tests that need a GPU
-  forwards   bare forwards over 1 to 32 rows, with `deterministic` on and off
-  plain      plain decoding through the engine, in turns with transformers' `generate` on the same weights:
-             with the cache that grows, the static one, and the static one compiled; the fraction of the
-             device's copy bandwidth that each reaches
-  arranged   drafting with a draft that is right with probability 0.6, 0.8 and 0.9 (random_model.py says how),
-             in turns with plain decoding: measured over predicted S = tau / (k c + v(k + 1)) at the runs' own
-             tau and draft lengths, with k the best length that c, v and alpha promise; and whether the ids
-             are the same
+  tests         the tests that need a GPU
+  forwards      bare forwards over 1 to 32 rows, with `deterministic` on and off
+  plain         plain decoding through the engine, in turns with transformers' `generate` on the same weights:
+                with the cache that grows, the static one, and the static one compiled; the fraction of the
+                device's copy bandwidth that each reaches
+  arranged-0.6, arranged-0.8, arranged-0.9
+                drafting with a draft that is right with that probability (random_model.py says how), in turns
+                with plain decoding: measured over predicted S = tau / (k c + v(k + 1)) at the runs' own tau
+                and draft lengths, with k the best length that c, v and alpha promise; and whether the ids are
+                the same
 
 The copy bandwidth is bytes read plus bytes written over time, the best of 20 copies of at least 1 GiB. A
 plain step reads every weight but the embedding, of which it looks up a row, and the keys and values so far.
@@ -18,12 +19,14 @@ Clocks are read when the device is done; contenders take turns, warm; figures ar
 
     python benchmarks/gpu.py                                   # all of it
     python benchmarks/gpu.py --stages plain --name gpu_plain   # a part, into a file of its own
+    python benchmarks/gpu.py --stages arranged-0.6,arranged-0.8 --name gpu_arranged
     python benchmarks/gpu.py --shape tiny --device cpu --dtype float32 --new-tokens 16 --repeats 1
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,10 +41,11 @@ from workload import machine, write
 
 @contextmanager
 def memory(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Peak of the device's memory within the block; it is given back at the end."""
+    """Peak of the device's memory within the block; what others left is given back first."""
     used: dict[str, Any] = {}
     cuda = device.type == "cuda"
     if cuda:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     yield used
