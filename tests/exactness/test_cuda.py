@@ -66,8 +66,9 @@ def _options(speculation: str) -> dict[str, Any]:
 def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch itself sees it; `test_waits` counts the same on the CPU, in more cases."""
     llm = load(tmp_path, "bfloat16")
+    same: dict[str, Any] = {"seed": 1, "acceptance": "speculative"}
     several = [
-        SamplingParams(max_new_tokens=24, ignore_eos=True, top_p=0.9, **more)
+        SamplingParams(max_new_tokens=24, ignore_eos=True, top_p=0.9, **same, **more)
         for more in (
             {},
             {"logprobs": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
@@ -75,7 +76,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         )
     ]
     for params in several:
-        llm.generate(PROMPTS, params, trace=True)  # what is made for a shape that is met first may wait
+        llm.generate(PROMPTS, params, trace=True)  # what is made when a shape is first met may wait
     read, round_ = reading._read, llm.engine.round
 
     def may_wait(*args: Any) -> Any:
