@@ -38,6 +38,9 @@ from gpu_stages import STAGES, Bench, failure, say
 from random_model import SHAPES
 from workload import machine, write
 
+from foredraft.build.device import find_device
+from foredraft.errors import ConfigError
+
 
 @contextmanager
 def memory(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -82,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = options.stages.split(",")
     if unknown := [stage for stage in chosen if stage not in STAGES]:
         parser.error(f"--stages has {unknown[0]!r}; give some of {','.join(STAGES)}")
+    try:
+        find_device(options.device)
+    except ConfigError as error:
+        parser.error(str(error))
     bench = Bench(options)
     result: dict[str, Any] = {
         "what": vars(options),

@@ -48,7 +48,8 @@ class Bench:
     # --- stages -----------------------------------------------------------------------------------------
 
     def tests(self) -> dict[str, Any]:
-        """Only files that have such a test: others may import what this machine lacks."""
+        """Only files that have such a test, whatever the versions here: another PyTorch or pytest may warn of
+        what ours does not, and other files may import what is lacking."""
         files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in f.read_text()]
         command = [
             sys.executable,

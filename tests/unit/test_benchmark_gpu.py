@@ -61,9 +61,7 @@ def test_the_stages_and_their_result(results: Path, capsys: pytest.CaptureFixtur
         assert figures["measured_over_predicted"] == pytest.approx(share)
 
 
-def test_a_stage_that_fails_does_not_lose_the_others(
-    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_that_fails_does_not_lose_the_others(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(bench: object) -> None:
         raise RuntimeError("no memory")
 
@@ -75,9 +73,24 @@ def test_a_stage_that_fails_does_not_lose_the_others(
         and "broken" in stages["forwards"]["traceback"]
     )
     assert ("passed" if torch.cuda.is_available() else "skipped") in stages["tests"]["summary"]
-    with pytest.raises(SystemExit):
-        gpu.main([*SMALL, "--stages", "forwards,heat"])
-    assert "--stages has 'heat'; give some of tests,forwards,plain,arranged-0.6," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--stages", "forwards,heat"],
+            "--stages has 'heat'; give some of tests,forwards,plain,arranged-0.6,",
+        ),
+        (["--device", "cuda:99"], "device is 'cuda:99', but this PyTorch sees"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main([*SMALL, *options])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_a_contender_that_fails_is_out_and_the_others_go_on() -> None:
