@@ -25,6 +25,7 @@ from foredraft.ngrams import repeated
 
 ROWS = "1,8,32"
 POSITIONS = 512  # of a sequence; held-out prompts are shorter by far
+WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
 SIDES = {True: "on", False: "off"}
 
 
@@ -42,7 +43,7 @@ def compare(
     alone = [decode(llms[True], [prompt], "none", new_tokens)[1][0].token_ids for prompt in prompts]
     speeds: dict[bool, list[float]] = {side: [] for side in llms}
     ids: dict[bool, list[list[int]]] = {}
-    for turn in range(-1, repeats):
+    for turn in range(-WARM, repeats):
         for side in list(llms)[:: 1 if turn % 2 else -1]:
             speed, outputs = decode(llms[side], prompts, drafter, new_tokens)
             ids[side] = [output.token_ids for output in outputs]

@@ -28,6 +28,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 ALPHAS = (0.6, 0.8, 0.9)
 PROMPT = 128  # tokens
 CONTEXT = 256  # positions before a bare forward
+WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
 TESTS_S = 400  # at most
 
 Run = Callable[[], tuple[float, list[int]]]  # seconds of so many decoding steps, and the new ids
@@ -137,7 +138,7 @@ class Bench:
         results: dict[str, Any] = {}
         seconds: dict[str, list[float]] = {}
         ids: dict[str, list[int]] = {}
-        for turn in range(-2, self.repeats):
+        for turn in range(-WARM, self.repeats):
             for name in list(runs)[:: 1 if turn % 2 else -1]:
                 try:
                     taken, ids[name] = runs[name]()
@@ -173,7 +174,7 @@ class Bench:
         llm = make_llm(target, draft, self.positions, length)
         ratios, stats, shares, identical = [], [], [], True
         for prompt in random_prompts(self.prompts, PROMPT, pair.target.spec.vocab_size):
-            for turn in range(-1, self.repeats):
+            for turn in range(-WARM, self.repeats):
                 order = ("none", "draft-model")[:: 1 if turn % 2 else -1]
                 both = {name: decoded(llm, prompt, self.new_tokens, name) for name in order}
                 identical = identical and both["none"][1] == both["draft-model"][1]

@@ -75,8 +75,10 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
             {"typical_p": 0.9},
         )
     ]
-    for params in several:
-        llm.generate(PROMPTS, params, trace=True)  # what is made when a shape is first met may wait
+    for params in [*several, *several]:
+        llm.generate(
+            PROMPTS, params, trace=True
+        )  # what is made when a shape is first met, or again, may wait
     read, round_ = reading._read, llm.engine.round
 
     def may_wait(*args: Any) -> Any:

@@ -40,12 +40,21 @@ def test_both_sides_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.Mo
         on, off = (run["tokens_per_second"][side]["median"] for side in ("on", "off"))
         assert on > 0 and off > 0
     several = [side for side, count, drafter in turns if (count, drafter) == (3, "draft-model")]
-    assert several == [True, False, False, True, True, False]  # a warm turn, and two that count
+    assert several == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]  # two that are warm, two that count
 
 
 def test_ratios_are_of_one_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(token_ids=[1, 2])
-    speeds = {True: iter([9.0, 9.0, 4.0, 6.0, 8.0]), False: iter([9.0, 2.0, 2.0, 2.0])}
+    speeds = {True: iter([9.0, 9.0, 9.0, 4.0, 6.0, 8.0]), False: iter([9.0, 9.0, 2.0, 2.0, 2.0])}
     monkeypatch.setattr(deterministic, "decode", lambda llm, *_: (next(speeds[llm]), [done]))
     found = deterministic.compare({True: True, False: False}, [[1]], "none", 2, 3)  # type: ignore[dict-item]
     assert found["on_over_off"]["median"] == 3
