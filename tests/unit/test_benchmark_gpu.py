@@ -125,7 +125,7 @@ def test_a_contender_that_fails_is_out_and_the_others_go_on() -> None:
     assert found["transformers, eager"]["differs_from_foredraft_at"] == 2
 
 
-@pytest.mark.parametrize("alpha", gpu_stages.ALPHAS)
+@pytest.mark.parametrize("alpha", [0.6, 0.9])
 def test_the_arranged_acceptance_holds_in_the_engine(alpha: float) -> None:
     """As measured on texts of the model's own, whatever random ones promised."""
     factor, _ = random_model.arranged(TINY, CPU, torch.float32, alpha)
@@ -134,8 +134,8 @@ def test_the_arranged_acceptance_holds_in_the_engine(alpha: float) -> None:
     llm = random_model.make_llm(random_model.Runner(pair.target), draft, 400, longest=4)
     accepted = rejected = 0
     for prompt in random_model.random_prompts(4, 64, 512):
-        _, ids, stats = gpu_stages.decoded(llm, prompt, 192, "draft-model")
-        assert ids == gpu_stages.decoded(llm, prompt, 192, "none")[1]
+        _, ids, stats = gpu_stages.decoded(llm, prompt, 128, "draft-model")
+        assert ids == gpu_stages.decoded(llm, prompt, 128, "none")[1]
         assert gpu_stages.repeated(ids) < 0.1
         accepted, rejected = accepted + stats.accepted, rejected + stats.rejections
     assert abs(accepted / (accepted + rejected) - alpha) < 0.05
