@@ -111,6 +111,7 @@ class Bench:
     def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> dict[str, Any]:
         """v by the rows of a forward, and c of a draft step, in plain steps of the target."""
         cache = target.new_cache(1, self.positions + CONTEXT)
+        rows = [n for n in rows if n <= target.max_queries]
         made = {n: torch.ones(1, n, dtype=torch.int64, device=self.device) for n in rows}
         works: dict[Any, Callable[[], object]] = {
             n: lambda tokens=tokens: target.forward(cache, tokens, [CONTEXT - 1])  # type: ignore[misc]
@@ -159,7 +160,7 @@ class Bench:
                 "differs_from_foredraft_at": divergence(own, ids[name]),
                 "repeated_4grams": repeated(ids[name]),
             }
-            if "foredraft" in seconds and name.startswith("transformers"):
+            if "foredraft" in runs and name.startswith("transformers"):
                 pairs = zip(seconds[name], seconds["foredraft"], strict=True)
                 results[name]["foredraft_is_faster"] = spread([theirs / ours for theirs, ours in pairs])
         return {"contenders": results, "bytes_per_step": bytes_per_step}
@@ -168,9 +169,10 @@ class Bench:
         """Drafting against plain decoding, prompt by prompt, at the length that pays best at `alpha`."""
         pair = Pair.of(self.shape, self.device, self.dtype, factor)
         target, draft = Runner(pair.target), Runner(pair.draft, deterministic=False)
-        costs = self._costs(target, draft, range(1, self.longest + 2))
+        longest = min(self.longest, target.max_queries - 1)
+        costs = self._costs(target, draft, range(1, longest + 2))
         v, c = list(costs["v"].values()), costs["c"]
-        length = max(range(1, self.longest + 1), key=lambda k: predicted(expected(alpha, k), k, v, c))
+        length = max(range(1, longest + 1), key=lambda k: predicted(expected(alpha, k), k, v, c))
         llm = make_llm(target, draft, self.positions, length)
         ratios, stats, shares, identical = [], [], [], True
         for prompt in random_prompts(self.prompts, PROMPT, pair.target.spec.vocab_size):

@@ -19,6 +19,8 @@ import random_model
 import timing
 import workload
 
+from foredraft.model.runner.shapes import FALLBACK
+
 CPU = torch.device("cpu")
 TINY = random_model.SHAPES["tiny"]
 SMALL = (
@@ -73,6 +75,17 @@ def test_a_stage_that_fails_does_not_lose_the_others(results: Path, monkeypatch:
         and "broken" in stages["forwards"]["traceback"]
     )
     assert ("passed" if torch.cuda.is_available() else "skipped") in stages["tests"]["summary"]
+
+
+def test_a_model_of_one_exact_shape(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes take 8 columns and no more, whatever is asked for."""
+    monkeypatch.setattr("foredraft.model.runner.runner.find_shapes", lambda *_: FALLBACK)
+    options = [*SMALL, "--stages", "forwards,arranged-0.9", "--max-draft", "9"]
+    assert gpu.main(options) == 0
+    stages = json.loads(results.read_text())["stages"]
+    assert list(stages["forwards"]["deterministic"]["v"]) == ["1", "2", "4", "8"]
+    assert list(stages["forwards"]["not deterministic"]["v"]) == ["1", "2", "4", "8", "16", "32"]
+    assert stages["arranged-0.9"]["identical"] and stages["arranged-0.9"]["max_draft"] <= 7
 
 
 @pytest.mark.parametrize(
