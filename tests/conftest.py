@@ -1,12 +1,17 @@
-"""What every test runs under: no network, repeatable examples, GPU tests only where there is a GPU."""
+"""What every test runs under: no network, a cache of its own, repeatable examples, GPU tests only where there is
+a GPU."""
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# the user's own is left alone; what is compiled once serves all workers and runs
+os.environ["FOREDRAFT_CACHE"] = os.path.join(tempfile.gettempdir(), f"foredraft-tests-{getpass.getuser()}")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 

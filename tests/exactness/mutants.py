@@ -288,20 +288,20 @@ MUTANTS = [
         (
             (
                 STEP_THROUGH,
-                "lengths += alive",
-                "alive = alive & (q.at(token)[:, 0] > 0.4)\n        lengths += alive",
+                "possible.append(finite)",
+                "possible.append(finite & (q.at(token) > 0.4))",
             ),
         ),
         law_of_sampled_drafts,
     ),
     Mutant(
         "draft and residual share their noise",
-        ((accept.speculative, "last, RESIDUAL", "last, 1"),),
+        ((accept.speculative, "keys.columns(accepted), RESIDUAL", "keys.columns(accepted), 1"),),
         law_of_sampled_drafts,
     ),
     Mutant(
         "draft and residual share their noise, sampled",
-        ((accept.speculative, "last, RESIDUAL", "last, 1"),),
+        ((accept.speculative, "keys.columns(accepted), RESIDUAL", "keys.columns(accepted), 1"),),
         chi_square.test_two_tokens_of_a_weak_drafter,
     ),
     Mutant(
@@ -456,7 +456,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody looks at the drafter's logits",
-        ((STEP_THROUGH, "(alive & ~sound[:, 0])", "(alive & False)"),),
+        ((STEP_THROUGH, "(reached & ~torch.cat(sound, 1))", "(reached & False)"),),
         broken_drafter,
     ),
     Mutant(
@@ -488,7 +488,7 @@ MUTANTS = [
     ),
     Mutant(
         "draft keys off by one",
-        ((STEP_THROUGH, "inputs.noise.column(j)", "inputs.noise.column(min(j + 1, width))"),),
+        ((STEP_THROUGH, "_draw(q, inputs, j,", "_draw(q, inputs, min(j + 1, width),"),),
         shared_noise,
     ),
     Mutant(
@@ -509,7 +509,7 @@ MUTANTS = [
     ),
     Mutant(
         "NaN under top-p",
-        ((sampling._transformed, ".clamp_min(0)", ""),),
+        ((sampling._least_in_nucleus, ".clamp_min(0)", ""),),
         law_of_broken_rows,
         RuntimeError,  # a gather out of bounds, and the whole batch with it
     ),
@@ -548,9 +548,9 @@ MUTANTS = [
         "one row's cut in another's last bit",
         (
             (
-                sampling._transformed,
-                "torch.where(table.cut[:, None, None], probs / total, probs)",
-                "probs / total",
+                sampling._trimmed,
+                "torch.where(cut[..., None], kept / _total(kept), kept)",
+                "kept / _total(kept)",
             ),
         ),
         bits_of_a_row,
@@ -560,8 +560,8 @@ MUTANTS = [
         (
             (
                 sampling._transformed,
-                "(x < largest.gather(-1, k - 1))",
-                "(x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
+                "(logits < largest.gather(-1, k - 1))",
+                "(logits.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
             ),
         ),
         law_of_ties,

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,18 @@ def assert_same(
         assert where is None, f"prompt {index} under {kind} differs from token {where} on"
 
 
+@pytest.fixture(params=[False, True], ids=["padded", "gathered"])
+def gathers(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the padding of a batch computed, and left out of it."""
+    runners = [llm.engine.target, llm.engine.drafters["draft-model"].runner]
+    for runner in runners:
+        runner.gathers = request.param
+    yield
+    for runner in runners:
+        runner.gathers = None
+
+
+@pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_greedy_ids_in_a_batch(llm: LLM, plain: list[list[int]], gamma: int) -> None:
     llm.engine.policy = Fixed(gamma)
@@ -107,6 +120,7 @@ def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
 
 def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
     llm.engine.policy = Fixed(4)
+    runner: Any = llm.engine.target
     wishes = [
         SamplingParams(temperature=0.7, seed=1, max_new_tokens=48, ignore_eos=True),
         SamplingParams(temperature=1.0, top_p=0.8, seed=2, max_new_tokens=48, ignore_eos=True),
@@ -118,9 +132,10 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
         llm.generate([p], replace(w, speculation="none"))[0].token_ids
         for p, w in zip(prompts, wishes, strict=True)
     ]
-    for kind in KINDS:
+    for kind, runner.gathers in itertools.product(KINDS, (False, True)):
         together = llm.generate(prompts, [replace(w, speculation=kind) for w in wishes])
         assert [output.token_ids for output in together] == alone
+    runner.gathers = None
     siblings = llm.generate([prompts[1]], replace(wishes[1], speculation="draft-model"), n=3)
     assert siblings[0].token_ids == alone[1]
     assert len({tuple(output.token_ids) for output in siblings}) == 3
@@ -151,6 +166,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     return cache.data[:, :, sequence.row, :, :length].clone()
 
 
+@pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[4], PROMPTS[7]], ids=len)
 @pytest.mark.parametrize("drafter", KINDS[1:])
 def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from parts import StopUnsure
 
 import checkpoints
 import foredraft
-from foredraft import SamplingParams
+from foredraft import SamplingParams, build
 from foredraft.decode import accept, draft, engine, past, reading, sampling
 from foredraft.drafters import draft_model
+from foredraft.kernels import rows as rows_of_kernels
 from foredraft.model import device
 from foredraft.model.runner import Runner
 from planting import Mutant, assert_caught
@@ -34,8 +35,17 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    """None, as on a GPU: the operators are PyTorch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_of_kernels, "loaded", lambda: None)
+        patch.setattr(build, "serves", lambda *_: False)
+        yield
+
+
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> foredraft.LLM:
+def llm(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> foredraft.LLM:
     return load(tmp_path_factory.mktemp("models"))
 
 
@@ -163,8 +173,8 @@ EDITS: dict[str, tuple[Any, str, str]] = {
     ),
     "finite rows by a mask": (
         sampling.law_of,
-        "finite = top.isfinite()",
-        "finite = top.isfinite()\n    top[finite]\n    #",
+        "probs, top = _transformed(logits, table)",
+        "probs, top = _transformed(logits, table)\n    top[top.isfinite()]",
     ),
     "an upload that waits": (
         draft._catch_up,

@@ -43,9 +43,9 @@ def bans() -> None:
 
 
 EDITED, TRANSFORMED, TYPICAL = sampling._edited, sampling._transformed, sampling._typical
-LEAST = "least = probs.amax(-1, keepdim=True) * table.min_p[:, None, None]"
+LEAST = "least = least.maximum(probs.amax(-1) * table.min_p[:, None])"
 UNSCALED = "((logits - top[..., None]).softmax(-1))"
-EARLY = f"{LEAST}\n        own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * table.min_p[:, None, None], 0.0)"
+EARLY = f"own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * table.min_p[:, None, None], 0.0)"
 
 MUTANTS = [
     Mutant(
@@ -81,8 +81,8 @@ MUTANTS = [
         (
             (
                 TRANSFORMED,
-                "(x < largest.gather(-1, k - 1))",
-                "(x.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
+                "(logits < largest.gather(-1, k - 1))",
+                "(logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
             ),
         ),
         ties,
@@ -148,8 +148,14 @@ MUTANTS = [
 CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS))
 # What is no defect: the order of top-k and temperature changes nothing.
 HARMLESS = Mutant(
-    "top-k before temperature",
-    ((TRANSFORMED, "largest = x.topk(most, dim=-1).values",
-      "largest = (logits - top[..., None]).topk(most, dim=-1).values / table.temperature[:, None, None]"),),
+    "top-k after temperature",
+    (
+        (
+            TRANSFORMED,
+            "cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))",
+            "scaled = (logits - largest[..., :1]) / table.temperature[:, None, None]\n"
+            "        cut = (table.top_k > 0)[:, None, None] & (scaled < scaled.topk(most).values.gather(-1, k - 1))",
+        ),
+    ),
     definition,
-)  # fmt: skip
+)

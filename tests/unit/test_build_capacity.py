@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from foredraft.build import memory
 from foredraft.cli.spelling import spelled_as_options
 from foredraft.model import weights
 from foredraft.model.decoder import Decoder
+from foredraft.model.runner.native import serves
 from foredraft.model.runner.packed import packs
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder, weight_bytes
@@ -114,23 +116,26 @@ def test_what_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def held(decoder: Decoder) -> int:
-    """Bytes of the distinct tensors of a decoder; of a packed one, those of the weight that was packed."""
-    sizes: dict[Any, int] = {}
+    """Bytes of the distinct tensors of a decoder; of a product on a copy, those of the weight itself."""
+    sizes: dict[int, int] = {}
 
-    def add(tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            key = id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
-            sizes[key] = tensor.numel() * decoder.dtype.itemsize
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            key = id(part) if part.is_mkldnn else part.untyped_storage().data_ptr()
+            sizes.setdefault(key, part.numel() * decoder.dtype.itemsize)
+        elif part is not None:
+            rows, *columns = part.shape if hasattr(part, "shape") else part.weight.shape
+            key = id(part.weight) if part.weight.is_mkldnn else part.weight.untyped_storage().data_ptr()
+            sizes[key] = math.prod([rows, *columns]) * decoder.dtype.itemsize
+            if getattr(part, "bias", None) is not None:
+                sizes[id(part.bias)] = rows * decoder.dtype.itemsize
 
-    add(decoder.embedding)
+    for part in (decoder.embedding, decoder.norm, decoder.output):
+        add(part)
     for layer in decoder.layers:
-        for part in (layer.attention, layer.mlp):
-            for name in part.__dataclass_fields__:
-                value = getattr(part, name)
-                add(getattr(value, "weight", None))
-                add(getattr(value, "bias", None))
-    add(decoder.norm.weight)
-    add(decoder.output.weight)  # type: ignore[attr-defined]
+        for weights_of in (layer.attention, layer.mlp):
+            for name in weights_of.__dataclass_fields__:
+                add(getattr(weights_of, name))
     return sum(sizes.values())
 
 
@@ -138,22 +143,24 @@ def held(decoder: Decoder) -> int:
     "variant", ["llama", "llama-gqa-tied", "llama-biases", "qwen3-tied", "gemma2", "gemma3"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("layout", ["packed", "plain", "native"])
 def test_the_weights_are_counted_before_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, packing: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, layout: str
 ) -> None:
     folder = checkpoints.save_variant(tmp_path, variant)
-    spec = ModelSpec.from_folder(folder)
-    if not packing:
+    spec, native = ModelSpec.from_folder(folder), layout == "native"
+    if layout != "packed":
         monkeypatch.setattr(weights, "packs", lambda device, dtype: False)
         monkeypatch.setattr("foredraft.model.runner.packed.packs", lambda device, dtype: False)
-    elif not packs(CPU, dtype):
-        pytest.skip("products are not packed here")
-    decoder = load_decoder(folder, CPU, dtype)
-    shared = decoder.embedding.data_ptr() == decoder.output.weight.data_ptr() if not packing else False  # type: ignore[attr-defined]
-    assert shared == (spec.tied and not packing)
+    if not (packs(CPU, dtype) if layout == "packed" else not native or serves(spec, CPU, dtype)):
+        pytest.skip(f"products are not {layout} here")
+    decoder = load_decoder(folder, CPU, dtype, native=native)
     monkeypatch.setattr(weights, "_open", None)  # no file is opened
-    assert weight_bytes(spec, CPU, dtype) == held(decoder)
+    counted = weight_bytes(spec, CPU, dtype, native=native)
+    assert counted == held(decoder)
+    other = weight_bytes(spec, CPU, dtype, native=True)  # a copy cannot be the embedding too
+    tied = spec.tied and layout == "plain"
+    assert other - counted == tied * spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
 # --- refusals ------------------------------------------------------------------------------------------
@@ -174,8 +181,9 @@ def free(monkeypatch: pytest.MonkeyPatch, **each: int) -> None:
     monkeypatch.setattr(weights, "_open", None)
 
 
-def size(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> int:
-    return weight_bytes(ModelSpec.from_folder(folder), device, dtype)
+def size(folder: Path, dtype: torch.dtype) -> int:
+    spec = ModelSpec.from_folder(folder)
+    return weight_bytes(spec, CPU, dtype, native=serves(spec, CPU, dtype))
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(

@@ -6,6 +6,7 @@ after their layer, idle rows left to an unclipped mask, idle rows writing at the
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from torch import Tensor
 import foredraft
 from checkpoints import reference_model, save_checkpoint, save_variant
 from foredraft import SamplingParams
+from foredraft.model import decoder as decoder_module
 from foredraft.model.decoder import Plan
+from foredraft.model.layers import Product, RowSpan, product
 from foredraft.model.runner import Forward, Resume, Runner
+from foredraft.model.runner.gather import Costs, pays
 from foredraft.model.weights import load_decoder
 
 BASE = 40  # positions before the tried pass; past the variants' window of 24
@@ -40,8 +44,14 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["padded", "gathered"])
+def case(made: Case, request: pytest.FixtureRequest) -> Case:
+    made.runner.gathers = request.param
+    return made
 
 
 def logits(forward: Forward) -> Tensor:
@@ -182,7 +192,8 @@ def test_idle_rows_are_finite_and_touch_no_sequence(case: Case, exact: bool) -> 
     scratch = case.cache.scratch
     for row in (0, 2):
         assert torch.equal(case.cache.data[:, :, row, :, :scratch], before[:, :, row, :, :scratch])
-        assert not torch.equal(case.cache.data[:, :, row, :, scratch:], before[:, :, row, :, scratch:])
+        if not case.runner.gathers:  # a gathered pass writes nothing for them
+            assert not torch.equal(case.cache.data[:, :, row, :, scratch:], before[:, :, row, :, scratch:])
 
 
 def test_idle_rows_in_a_resumed_pass(case: Case) -> None:
@@ -199,6 +210,77 @@ def test_idle_rows_in_a_resumed_pass(case: Case) -> None:
     assert torch.equal(logits(out)[[0, 2]], logits(full)[[0, 2]])
     scratch = case.cache.scratch
     assert torch.equal(case.cache.data[:, :, 1, :, :scratch], before[:, :, 1, :, :scratch])
+
+
+@pytest.mark.parametrize("counts", [[6, 6, 6], [1, 6, 2], [3, 1, 1], [0, 5, 1]])
+@pytest.mark.parametrize("columns", [6, 7])  # 7 is padded to 8
+def test_a_gathered_pass_has_the_bits_of_the_padded_one(case: Case, counts: list[int], columns: int) -> None:
+    """Of all that is real: logits, states, taps, keys and values."""
+    full = case.full(columns)
+    kept = case.cache.data.clone()
+    case.cache.data[..., BASE:, :] = 5.0
+    before = case.cache.data.clone()
+    tokens = case.ids[:, BASE : BASE + columns].clone()
+    for row, count in enumerate(counts):
+        tokens[row, count:] = 1  # padding says something else
+    idle = [count == 0 for count in counts]
+    out = case.runner.forward(
+        case.cache, tokens, [BASE] * 3, counts=counts, idle=idle, taps=range(case.layers + 1)
+    )
+    assert logits(out).isfinite().all()
+    for row, count in enumerate(counts):
+        end = BASE + count
+        assert torch.equal(logits(out)[row, :count], logits(full)[row, :count])
+        assert torch.equal(out.hidden[row, :count], full.hidden[row, :count])
+        for depth, tap in out.taps.items():
+            assert torch.equal(tap[row, :count], full.taps[depth][row, :count])
+        assert torch.equal(case.cache.data[:, :, row, :, :end], kept[:, :, row, :, :end])
+        if case.runner.gathers:
+            assert torch.equal(case.cache.data[:, :, row, :, end:], before[:, :, row, :, end:])
+    case.cache.data.copy_(kept)
+
+
+def test_a_gathered_pass_chooses_columns_and_resumes(case: Case) -> None:
+    full = case.full()
+    counts, known = [6, 2, 4], [2, 2, 0]
+    state = full.taps[1].clone()
+    for row, count in enumerate(known):
+        state[row, count:] = 9.0
+    got = case.runner.forward(
+        case.cache,
+        case.ids[:, BASE : BASE + 6],
+        [BASE] * 3,
+        counts=counts,
+        resume=Resume(1, state, known),
+        at=torch.tensor([5, 1, 2]),
+    )
+    assert torch.equal(logits(got)[:, 0], logits(full)[torch.arange(3), torch.tensor([5, 1, 2])])
+    for row, count in enumerate(counts):
+        assert torch.equal(got.hidden[row, :count], full.hidden[row, :count])
+
+
+def test_products_see_the_real_columns_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+
+    def watching(weights: Product, x: Tensor, span: RowSpan | None) -> Tensor:
+        seen.add(len(x))
+        return product(weights, x, span)
+
+    monkeypatch.setattr(decoder_module, "product", watching)
+    case.runner.forward(case.cache, case.ids[:, :6], [BASE] * 3, counts=[6, 1, 2], idle=[False, False, True])
+    assert seen == ({7} if case.runner.gathers else {18})
+
+
+def test_gathering_where_it_pays(case: Case) -> None:
+    spec = case.runner.decoder.spec
+    layer = case.runner.decoder.layers[0]
+    products = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+    costs = Costs(free_rows=8, moves=10 * sum(math.prod(product.shape) for product in products))
+    assert not pays(costs, spec, 18, 8)
+    assert pays(costs, spec, 19, 8)
+    assert not pays(costs, spec, 18, 1)  # the first eight rows are free
+    assert not pays(costs, spec, 40, 30)
+    assert pays(costs, spec, 41, 30)
 
 
 def test_an_all_idle_batch_is_refused(case: Case) -> None:

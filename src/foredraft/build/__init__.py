@@ -28,7 +28,7 @@ from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
-from foredraft.model.runner import Runner, probe_shapes
+from foredraft.model.runner import Runner, probe_shapes, remembered_shapes, serves
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
@@ -173,10 +173,10 @@ def _silent(stage: str, done: int, total: int) -> None:
 def _runner(folder: Path, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Runner:
     """The runner of a checkpoint; probing for its shapes ends before its weights come, so that the memory of
     both is never held at once."""
-    probed = None
-    if deterministic:
-        outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
-        probed = probe_shapes(outline, device)
+    outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
+    if serves(outline.spec, device, dtype):
+        return Runner(load_decoder(folder, device, dtype, native=True))
+    probed = remembered_shapes(outline, device, probe_shapes) if deterministic else None
     return Runner(load_decoder(folder, device, dtype), deterministic=deterministic, probed=probed)
 
 

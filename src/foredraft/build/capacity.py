@@ -12,6 +12,7 @@ import torch
 from foredraft.build.memory import free_memory
 from foredraft.errors import ConfigError
 from foredraft.model.cache import KVCache
+from foredraft.model.runner.native import serves
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 
@@ -78,7 +79,7 @@ def rows_and_positions(
 def _left_by_weights(models: Models, device: torch.device) -> int:
     """What is free beside the weights; ConfigError where they do not fit."""
     free = free_memory(device)
-    needs = [weight_bytes(spec, device, dtype) for spec, dtype in models]
+    needs = [_bytes(model, device) for model in models]
     if sum(needs) <= free:
         return free - sum(needs)
     sizes = [f"{_gib(need)} in {_name(dtype)}" for need, (_, dtype) in zip(needs, models, strict=True)]
@@ -92,7 +93,7 @@ def _remedy(models: Models, device: torch.device, free: int) -> str:
     """What would fit, of what the user can change."""
 
     def fit(models: Models, device: torch.device, free: int) -> bool:
-        return sum(weight_bytes(spec, device, dtype) for spec, dtype in models) <= free
+        return sum(_bytes(model, device) for model in models) <= free
 
     ways = []
     halves = [(spec, torch.bfloat16) for spec, _ in models]
@@ -105,6 +106,12 @@ def _remedy(models: Models, device: torch.device, free: int) -> str:
     if len(models) > 1 and fit(models[:1], device, free):
         ways.append("leave the draft out")
     return ", or ".join(ways) or "give a smaller model"
+
+
+def _bytes(model: tuple[ModelSpec, torch.dtype], device: torch.device) -> int:
+    """Of a model's weights, as they will be laid out there."""
+    spec, dtype = model
+    return weight_bytes(spec, device, dtype, native=serves(spec, device, dtype))
 
 
 def _gib(size: int) -> str:

@@ -35,31 +35,43 @@ class Verdict:
     next_token: Tensor
 
 
-def speculative(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise) -> Verdict:
-    """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions."""
+def speculative(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> Verdict:
+    """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions, None where p is certain."""
     x = draft.tokens  # [B, K]
     k = x.shape[1]
-    if p.all_certain:
-        keep = p.at(x) > 0  # u q < 1 always and u q < 0 never: no coin can decide
+    if not k:
+        accepted = draft.lengths
+    elif p.all_certain:
+        # u q < 1 always and u q < 0 never: no coin can decide
+        accepted = _leading(p.at(x) > 0, draft.lengths)
     else:
-        keep = noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x)
-    accepted = _leading(keep, draft.lengths)  # [B]
-    rejected = accepted < draft.lengths
+        assert keys is not None
+        accepted = _leading(noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x), draft.lengths)
     correction = p.position(accepted)
-    if k:
+    if k and not p.all_certain:
+        rejected = accepted < draft.lengths
         correction = correction.minus(draft.q.position(accepted.clamp_max(k - 1)), rejected)
-    last = keys.columns(accepted)
-    return Verdict(accepted, correction.draw(lambda weights: noise.pick(weights, last, RESIDUAL))[:, 0])
+
+    def pick(weights: Tensor) -> Tensor:
+        assert keys is not None
+        return noise.pick(weights, keys.columns(accepted), RESIDUAL)
+
+    return Verdict(accepted, correction.draw(pick)[:, 0])
 
 
-def coupled(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise) -> Verdict:
+def coupled(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> Verdict:
     """As `speculative`; q and the residual are not consulted."""
-    y = p.draw(lambda weights: noise.pick(weights, keys, COUPLED))  # [B, K + 1]
+
+    def pick(weights: Tensor) -> Tensor:
+        assert keys is not None
+        return noise.pick(weights, keys, COUPLED)
+
+    y = p.draw(pick)  # [B, K + 1]
     accepted = _leading(draft.tokens == y[:, :-1], draft.lengths)
     return Verdict(accepted, y.gather(1, accepted[:, None])[:, 0])
 
 
-def accept(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise, is_coupled: list[bool]) -> Verdict:
+def accept(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise, is_coupled: list[bool]) -> Verdict:
     """Each row by its own rule. At temperature 0 the rules agree, and neither consults the noise."""
     if p.all_certain or not any(is_coupled):
         return speculative(draft, p, keys, noise)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -44,12 +45,11 @@ class Draft:
     sick: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoundInputs:
     """What one round is about: every row of the batch, in row order.
 
     budgets [B]: tokens to draft at most, 0 in idle rows (those still in prefill) and plain ones.
-    noise: keys of every position that the round may draw at, from each row's next one on.
     past: what the rows have said, where that bears on a law.
     """
 
@@ -59,7 +59,6 @@ class RoundInputs:
     table: SamplingTable
     vocabulary: int
     device: torch.device
-    noise: NoiseKeys
     past: Past | None = None
 
     @classmethod
@@ -67,23 +66,27 @@ class RoundInputs:
         cls, sequences: list[Sequence], idle: list[bool], budgets: list[int], table: SamplingTable,
         vocabulary: int, device: torch.device,
     ) -> RoundInputs:  # fmt: skip
-        """With the noise keys of these sequences' next positions, uploaded once for the round."""
-        width = max(budgets) + 1
-        starts = [len(s.tokens) for s in sequences]
+        past = Past.of(sequences, device)
+        return cls(sequences, idle, budgets, table, vocabulary, device, past)
+
+    @cached_property
+    def noise(self) -> NoiseKeys:
+        """Keys of every position that the round may draw at, from each row's next one on: uploaded once, if
+        anything is drawn at all."""
+        width = max(self.budgets) + 1
+        starts = [len(s.tokens) for s in self.sequences]
         base, start, rounds = upload(
-            [[s.key for s in sequences], starts, [s.round_count for s in sequences]], device
+            [[s.key for s in self.sequences], starts, [s.round_count for s in self.sequences]], self.device
         )
         attempt = None
-        if any(s.attempts for s in sequences):
+        if any(s.attempts for s in self.sequences):
             rows = [
                 [s.attempts.get(position, 0) for position in range(at, at + width)]
-                for s, at in zip(sequences, starts, strict=True)
+                for s, at in zip(self.sequences, starts, strict=True)
             ]
-            attempt = upload(rows, device)
-        position = start[:, None] + torch.arange(width, device=device)
-        noise = NoiseKeys(base, position, attempt, rounds)
-        past = Past.of(sequences, device)
-        return cls(sequences, idle, budgets, table, vocabulary, device, noise, past)
+            attempt = upload(rows, self.device)
+        position = start[:, None] + torch.arange(width, device=self.device)
+        return NoiseKeys(base, position, attempt, rounds)
 
 
 class Drafter(Protocol):
@@ -127,10 +130,10 @@ class Stepper(Drafter, Protocol):
         ...
 
     def step(
-        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         """Read tokens [B, T], row b's counts[b] real ones from position starts[b] on; logits of the token
-        after column at[b] -> [B, V] float32. Idle rows may return anything."""
+        after column at[b] (None: T is 1) -> [B, V] float32. Idle rows may return anything."""
         ...
 
     def resume(self) -> Resume | None:
@@ -199,47 +202,45 @@ def _step_through(
     sequences, device = inputs.sequences, inputs.device
     rows = range(len(sequences))
     budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
-    budget = upload(budgets, device)
     width = max(budgets)
     coupled = [s.params.is_coupled for s in sequences]
     active = list(mine)  # host: rows that still draft, as far as the host knows
-    alive = upload(mine, device)  # [B]: the same, and finite
-    sick = torch.zeros_like(alive)
-    lengths = torch.zeros(len(sequences), dtype=torch.int64, device=device)
+    columns = torch.arange(width, device=device)
+    wanted = columns < upload(budgets, device)[:, None]  # [B, K]
     nothing = torch.zeros(len(sequences), 0, dtype=torch.int64, device=device)
-    drawn: list[Tensor] = []
+    drawn: list[Tensor] = []  # of each step: [B, 1],
     laws: list[Law] = []
+    possible: list[Tensor] = []  # [B, 1]: there was a law to draw from,
+    sound: list[Tensor] = []  # [B, 1]: and the logits were finite,
+    going: list[Tensor] = []  # [B, 1]: and it goes on after this token
     walks = [_Walk(sequences[b]) if mine[b] and sequences[b].constraint is not None else None for b in rows]
+    walking = any(walk is not None for walk in walks)
 
     tokens, starts, counts = _catch_up(drafter, sequences, mine, device)
     for j in range(width):
         idle = [not a for a in active]
-        at = upload([c - 1 for c in counts], device)
+        at = None if tokens.shape[1] == 1 else upload([c - 1 for c in counts], device)
         logits = drafter.step(tokens, starts, counts, idle, at)[:, None]  # [B, 1, V]
-        masks = _masks_of(walks, inputs) if any(walks) else None
+        masks = _masks_of(walks, inputs) if walking else None
         past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
         q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
-        alive = alive & (budget > j)
-        # a mask may leave a drafter nothing; that is no fault of its logits
-        sound = finite if masks is None else logits.amax(-1).isfinite()  # [B, 1]
-        sick = sick | (alive & ~sound[:, 0])
-        alive = alive & finite[:, 0]
-        token = _draw(q, inputs.noise.column(j), coupled, noise)  # [B, 1]
-        token = token.where(alive[:, None], 0)
-        lengths += alive
+        token = _draw(q, inputs, j, coupled, noise)  # [B, 1]
         drawn.append(token)
         laws.append(q)
+        possible.append(finite)
+        # a mask may leave a drafter nothing; that is no fault of its logits
+        sound.append(finite if masks is None else logits.amax(-1).isfinite())
         if j + 1 == width:
             break
         on = policy.go_on(sequences, j, q)
-        if on is not None:
-            alive = alive & on
-        if any(walks):
-            alive = _advance(walks, token, alive)
-        if on is not None or any(walks):  # the one [B]-sized read that a draft step may cost
-            active = [a and b > j + 1 for a, b in zip(alive.tolist(), budgets, strict=True)]
-        else:
+        if on is None and not walking:
             active = [is_mine and b > j + 1 for is_mine, b in zip(mine, budgets, strict=True)]
+        else:  # the one [B]-sized read that a draft step may cost
+            on = finite[:, 0] if on is None else on & finite[:, 0]
+            if walking:
+                on = _advance(walks, token, on & upload(active, device) & wanted[:, j])
+            going += [*possible[len(going) : j], on[:, None]]
+            active = [a and o and b > j + 1 for a, o, b in zip(active, on.tolist(), budgets, strict=True)]
         if not any(active):
             break
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -247,8 +248,22 @@ def _step_through(
     for walk in walks:
         if walk is not None:
             walk.undo()
-    drafted = torch.cat(drawn, 1)
+    wanted = wanted[:, : len(drawn)]
+    reached = _reached(wanted, torch.cat(possible, 1), going)
+    lengths = (reached & torch.cat(possible, 1)).sum(1)
+    sick = (reached & ~torch.cat(sound, 1)).any(1)
+    drafted = torch.cat(drawn, 1).where(columns[: len(drawn)] < lengths[:, None], 0)
     return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick)
+
+
+def _reached(wanted: Tensor, possible: Tensor, going: list[Tensor]) -> Tensor:
+    """[B, K]: the positions that each row's draft came to: wanted, and everything before was drawn and went
+    on."""
+    passed = possible[:, :-1]
+    if going:
+        passed = passed & torch.cat(going, 1)[:, : passed.shape[1]]
+    before = torch.nn.functional.pad(passed, (1, 0), value=True)
+    return wanted & before.cumprod(1).bool()
 
 
 def _catch_up(
@@ -271,10 +286,11 @@ def _catch_up(
     return upload(padded, device, torch.int64), starts, counts
 
 
-def _draw(q: Law, keys: NoiseKeys, coupled: list[bool], noise: Noise) -> Tensor:
+def _draw(q: Law, inputs: RoundInputs, column: int, coupled: list[bool], noise: Noise) -> Tensor:
     """[B, 1]. Coupled rows share the position's noise with the target; the others use their own."""
 
     def pick(weights: Tensor) -> Tensor:
+        keys = inputs.noise.column(column)
         if all(coupled):
             return noise.pick(weights, keys, COUPLED)
         own = noise.pick(weights, keys, DRAFT)

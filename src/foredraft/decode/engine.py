@@ -94,7 +94,7 @@ class Engine:
         self.vocabulary, self.device = vocabulary, device
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
-        self.accept: Callable[[Draft, Law, NoiseKeys, Noise, list[bool]], Verdict] = accept
+        self.accept: Callable[[Draft, Law, NoiseKeys | None, Noise, list[bool]], Verdict] = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
@@ -138,7 +138,7 @@ class Engine:
         past = inputs.past and inputs.past.along(draft.tokens)
         p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft), past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
-        keys = inputs.noise.first(draft.tokens.shape[1] + 1)
+        keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled)
         readings = read(inputs.sequences, draft, verdict, p, forward.logits, finite)
         return self._commit(inputs, readings, forward)

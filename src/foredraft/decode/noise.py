@@ -20,6 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from foredraft.kernels.rows import race
+
 __all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "Noise", "NoiseKeys", "seed_key"]
 
 DRAFT: Final = 1  # the drafter's own draw
@@ -118,7 +120,11 @@ class Noise:
 
         Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.
         """
+        bits = keys.bits(purpose)  # [B, T]
+        winners = race(weights, bits)
+        if winners is not None:
+            return winners
         tokens = torch.arange(weights.shape[-1], device=weights.device)
-        unit = _unit(_fold(keys.bits(purpose)[..., None], tokens))  # [B, T, V]
-        race = weights.to(torch.float64) / -torch.log1p(-unit)  # unit = 0 gives w / 0 = inf: it wins
-        return torch.where(weights > 0, race, -1.0).argmax(-1)
+        unit = _unit(_fold(bits[..., None], tokens))  # [B, T, V]
+        times = weights.to(torch.float64) / -torch.log1p(-unit)  # unit = 0 gives w / 0 = inf: it wins
+        return torch.where(weights > 0, times, -1.0).argmax(-1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from foredraft.decode.law import Law
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.past import Past
+from foredraft.kernels.rows import nucleus, softmax, trim
 from foredraft.model.device import upload
 
 __all__ = ["SamplingTable", "law_of"]
@@ -125,15 +126,14 @@ def law_of(
     argmax: one-hot laws in every row (a greedy drafter's). The logits are left as they are.
     """
     logits = _edited(logits, table, masks, past)
-    ids = logits.argmax(-1)  # ties to the smallest id
-    top = logits.gather(-1, ids[..., None])[..., 0]
-    finite = top.isfinite()  # NaN and +inf win an argmax, so one look at the top finds them
     if argmax or table.all_greedy:
-        return Law(ids=ids), finite
-    probs = _transformed(logits, top, table)
+        ids = logits.argmax(-1)  # ties to the smallest id
+        # NaN and +inf win an argmax, so one look at the top finds them
+        return Law(ids=ids), logits.gather(-1, ids[..., None])[..., 0].isfinite()
+    probs, top = _transformed(logits, table)
     if table.greedy is None:
-        return Law(probs), finite
-    return Law(probs, ids, table.greedy), finite
+        return Law(probs), top.isfinite()
+    return Law(probs, logits.argmax(-1), table.greedy), top.isfinite()
 
 
 def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Past | None) -> Tensor:
@@ -165,34 +165,55 @@ def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Pa
     return logits
 
 
-def _transformed(logits: Tensor, top: Tensor, table: SamplingTable) -> Tensor:
-    """[B, T, V] -> probabilities after temperature and cuts."""
-    # The largest logit is subtracted before the division: no temperature, however small, overflows.
-    x = (logits - top[..., None]) / table.temperature[:, None, None]
-    if table.top_k is not None:
-        most = min(table.top_k_most, x.shape[-1])
-        largest = x.topk(most, dim=-1).values  # [B, T, most]
-        k = table.top_k.clamp(1, most)[:, None, None].expand(-1, x.shape[1], 1)
-        cut = (table.top_k > 0)[:, None, None] & (x < largest.gather(-1, k - 1))
-        x = x.masked_fill(cut, -math.inf)
-    probs = x.softmax(-1)
+def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+    """[B, T, V] -> probabilities after temperature and cuts, and the largest logit, NaN if there is one."""
+    if table.top_k is not None:  # before the temperature, which changes no order
+        most = min(table.top_k_most, logits.shape[-1])
+        largest = logits.topk(most, dim=-1).values  # [B, T, most]
+        k = table.top_k.clamp(1, most)[:, None, None].expand(-1, logits.shape[1], 1)
+        cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))
+        logits = logits.masked_fill(cut, -math.inf)
+    probs, top = _softened(logits, table.temperature[:, None])
+    least = torch.zeros_like(top)  # [B, T]
     if table.top_p is not None:
-        top_p = table.top_p[:, None, None]
-        ordered = probs.sort(-1, descending=True).values
-        before = _running(ordered) - ordered  # mass ranked above; the first is always kept
-        # a top_p too small for float32 keeps the first all the same, and NaN has no last at all
-        last = ((before < top_p).sum(-1, keepdim=True) - 1).clamp_min(0)
-        probs = probs.where((probs >= ordered.gather(-1, last)) | (top_p >= 1), 0.0)
+        top_p = table.top_p[:, None]
+        least = _least_in_nucleus(probs, top_p).where(top_p < 1, 0.0)
     if table.min_p is not None:
-        least = probs.amax(-1, keepdim=True) * table.min_p[:, None, None]
-        probs = probs.where(probs >= least, 0.0)
+        least = least.maximum(probs.amax(-1) * table.min_p[:, None])
     if table.typical_p is not None:
-        probs = _typical(probs, table.typical_p[:, None, None])
-    if table.cut is None:
+        probs = _typical(probs.where(probs >= least[..., None], 0.0), table.typical_p[:, None, None])
+    return (probs if table.cut is None else _trimmed(probs, least, table.cut[:, None])), top
+
+
+def _softened(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(logits / temperature [B, 1]), and the largest logit, NaN where there is one."""
+    found = softmax(logits, temperature)
+    if found is not None:
+        return found
+    top = logits.amax(-1)
+    # The largest logit is subtracted before the division: no temperature, however small, overflows.
+    return ((logits - top[..., None]) / temperature[..., None]).softmax(-1), top
+
+
+def _least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
+    """The least probability kept [B, T]: tokens with less than the mass [B, 1] ranked above them are."""
+    least = nucleus(probs, mass)
+    if least is not None:
+        return least
+    ordered = probs.sort(-1, descending=True).values
+    before = _running(ordered) - ordered  # mass ranked above; the first is always kept
+    # a mass too small for float32 keeps the first all the same, and NaN has no last at all
+    last = ((before < mass[..., None]).sum(-1, keepdim=True) - 1).clamp_min(0)
+    return ordered.gather(-1, last)[..., 0]
+
+
+def _trimmed(probs: Tensor, least: Tensor, cut: Tensor) -> Tensor:
+    """Without what is below `least` [B, T]; rows that are cut [B, 1] sum to one again, and no other's bits
+    change for them. The probabilities may be overwritten."""
+    if trim(probs, least, cut):
         return probs
-    total = _total(probs)
-    # only rows that were cut: another row's parameters must not change the last bit of this one's
-    return torch.where(table.cut[:, None, None], probs / total, probs)
+    kept = probs.where(probs >= least[..., None], 0.0)
+    return torch.where(cut[..., None], kept / _total(kept), kept)
 
 
 def _typical(probs: Tensor, mass: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class DraftModel:
         self.cache.lengths[sequence.row] = max(self.cache.lengths[sequence.row], stop)
 
     def step(
-        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             if not idle[row]:

@@ -21,12 +21,12 @@ from foredraft.model.cache import KVCache
 from foredraft.model.layers import RowSpan, soft_cap
 from foredraft.model.spec import ModelSpec
 
-Rotation = tuple[Tensor, ...]  # cosines, and sines signed for the rolled half: [B * T, 1, D] each
+Rotation = tuple[Tensor, ...]  # cosines, and sines signed for the rolled half: [N, 1, D] each
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward of B rows by T queries, as its layers see it."""
+    """One forward of B rows by T queries, as its layers see it: N = B * T columns, or the real ones."""
 
     cache: KVCache
     first_row: int
@@ -36,14 +36,15 @@ class Pass:
     rotary: Mapping[int | None, Rotation]  # window -> rotation of every column
     masks: Mapping[int | None, Tensor]  # window -> [B, 1, T * G, L], 0 or -inf
     write: Tensor | slice  # flat indices of k and v in a layer, or the position slice of a single row
+    real: Tensor | None  # [N] the columns b * T + t that are computed; None = all
     span: RowSpan | None  # row counts of exact products; None = any
     apart: bool  # attend row by row: the kernels' bits depend on the batch
 
 
 def causal_masks(
-    spec: ModelSpec, positions: Tensor, length: int, reach: int, dtype: torch.dtype
+    spec: ModelSpec, positions: Tensor, length: int, dtype: torch.dtype
 ) -> dict[int | None, Tensor]:
-    """The masks of a pass, one for each different window; `reach` bounds every position from above.
+    """The masks of a pass, one for each different window.
 
     Positions past the attended length (padding, idle rows) count as its last: every query sees at least one
     key, for a row of -inf would become NaN, and NaN in the cache would outlive the pass.
@@ -54,7 +55,7 @@ def causal_masks(
     built: dict[int | None, Tensor] = {}
     masks: dict[int | None, Tensor] = {}
     for window in dict.fromkeys(spec.windows):
-        hides = None if window is None or window > reach else window  # a window that hides no key is none
+        hides = None if window is None or window >= length else window  # a window that hides no key is none
         if hides not in built:
             visible = causal if hides is None else causal & (keys > last - hides)
             built[hides] = _additive(visible, spec.groups, dtype)
@@ -72,23 +73,27 @@ def _additive(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
-    """Rotate, store keys and values, attend: qkv [B * T, H + 2 * Hk, D] -> [B * T, H * D]."""
+    """Rotate, store keys and values, attend: qkv [N, H + 2 * Hk, D] -> [N, H * D]."""
     heads, kv_heads, dim, groups = spec.heads, spec.kv_heads, spec.head_dim, spec.groups
     batch, queries, window = pass_.batch, pass_.queries, spec.windows[layer]
     cos, sin = pass_.rotary[window]
     qk = qkv[:, : heads + kv_heads]
     torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin, out=qk)
     _store(qkv[:, heads:], layer, kv_heads, pass_)
-    q = qkv[:, :heads].view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)
+    q = qkv[:, :heads]
+    if pass_.real is not None:  # queries of zero where nothing is real
+        q = q.new_zeros(batch * queries, heads, dim).index_copy_(0, pass_.real, q)
+    q = q.view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(batch, kv_heads, queries * groups, dim)  # [B, Hk, T * G, D]
     k, v = pass_.cache.read(layer, pass_.first_row, batch, pass_.length)  # [B, Hk, L, D]
     out = mix(spec, q, k, v, pass_.masks[window], pass_.apart)
     out = out.view(batch, kv_heads, queries, groups, dim).permute(0, 2, 1, 3, 4)
-    return out.reshape(batch * queries, heads * dim)
+    out = out.reshape(batch * queries, heads * dim)
+    return out if pass_.real is None else out[pass_.real]
 
 
 def _store(kv: Tensor, layer: int, kv_heads: int, pass_: Pass) -> None:
-    """Write keys and values [B * T, 2 * Hk, D] at their positions."""
+    """Write keys and values [N, 2 * Hk, D] at their positions."""
     store = pass_.cache.data[layer]  # [2, R, Hk, P, D]
     if isinstance(pass_.write, slice):
         target = store[:, pass_.first_row, :, pass_.write]  # [2, Hk, T, D]

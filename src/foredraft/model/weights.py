@@ -28,6 +28,7 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.runner.native import arrange
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -61,28 +62,33 @@ class Source(Protocol):
 
 
 def load_decoder(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    native: bool = False,
 ) -> Decoder:
-    """The decoder of a checkpoint folder, on `device`, in `dtype` (None: the checkpoint's own)."""
+    """The decoder of a checkpoint folder, on `device`, in `dtype` (None: the checkpoint's own). native: laid
+    out for the kernels, which serve it (`runner.native`)."""
     spec = ModelSpec.from_folder(folder)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), chosen)
-        decoder = build_decoder(spec, tensors)
+        decoder = build_decoder(spec, tensors, native)
         tensors.refuse_rest(spec)
     return decoder
 
 
-def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
-    """What the weights of such a model take on the device once they are loaded."""
+def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> int:
+    """What the weights of such a model take on the device once `load_decoder` has loaded them."""
     sizes = _Sizes(device, dtype)
-    build_decoder(spec, sizes)
+    build_decoder(spec, sizes, native)
     return sizes.values * dtype.itemsize
 
 
-def build_decoder(spec: ModelSpec, tensors: Source) -> Decoder:
+def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Decoder:
     """The whole table of names."""
-    packed = packs(tensors.device, tensors.dtype)
+    copies = native or packs(tensors.device, tensors.dtype)
     hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
@@ -93,8 +99,9 @@ def build_decoder(spec: ModelSpec, tensors: Source) -> Decoder:
     def linear(names: dict[str, int], columns: int, bias: bool = False) -> Product:
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
-        weight = tensors.lend(weights) if packed else tensors.take(weights)
-        return pack(weight, tensors.take(biases) if bias else None)
+        weight = tensors.lend(weights) if copies else tensors.take(weights)
+        offset = tensors.take(biases) if bias else None
+        return arrange(weight, offset) if native and not weight.is_meta else pack(weight, offset)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"
@@ -122,7 +129,7 @@ def build_decoder(spec: ModelSpec, tensors: Source) -> Decoder:
     head = linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
     layers = tuple(layer(index) for index in range(spec.layers))
     tensors.end_loans()
-    if spec.tied and not packed:
+    if spec.tied and not copies:
         embedding = head.dense()  # the very same tensor
     else:  # it passes through no buffer: coming last, it takes the place of the largest that did
         embedding = tensors.take({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
@@ -130,7 +137,7 @@ def build_decoder(spec: ModelSpec, tensors: Source) -> Decoder:
 
 
 class _Sizes:
-    """Counts what a decoder keeps, a copy of each loan included: it is packed. Nothing is allocated."""
+    """Counts what a decoder keeps, a copy of each loan included. Nothing is allocated."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from foredraft.decode.accept import Verdict
 from foredraft.decode.draft import Draft
@@ -26,10 +27,16 @@ __all__ = ["without_residual"]
 def without_residual(engine: Engine) -> Iterator[None]:
     """Within, the rounds of this engine draw every correction from p; `coupled` rows have no residual."""
 
-    def defective(draft: Draft, p: Law, keys: NoiseKeys, noise: Noise, is_coupled: list[bool]) -> Verdict:
+    def defective(
+        draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise, is_coupled: list[bool]
+    ) -> Verdict:
         verdict = sound(draft, p, keys, noise, is_coupled)
-        last = keys.columns(verdict.accepted)
-        drawn = p.position(verdict.accepted).draw(lambda weights: noise.pick(weights, last, RESIDUAL))[:, 0]
+
+        def pick(weights: Tensor) -> Tensor:
+            assert keys is not None
+            return noise.pick(weights, keys.columns(verdict.accepted), RESIDUAL)
+
+        drawn = p.position(verdict.accepted).draw(pick)[:, 0]
         spared = upload(is_coupled, drawn.device)
         return replace(verdict, next_token=torch.where(spared, verdict.next_token, drawn))
 

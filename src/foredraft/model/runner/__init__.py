@@ -1,6 +1,18 @@
 """One `forward` over a batch, and what it hides: exact shapes (`shapes`) and packed products (`packed`)."""
 
-from foredraft.model.runner.runner import Forward, Resume, Runner, next_chunk
+from foredraft.model.runner.body import Forward
+from foredraft.model.runner.native import serves
+from foredraft.model.runner.remembered import remembered_shapes
+from foredraft.model.runner.runner import Resume, Runner, next_chunk
 from foredraft.model.runner.shapes import ExactShapes, probe_shapes
 
-__all__ = ["ExactShapes", "Forward", "Resume", "Runner", "next_chunk", "probe_shapes"]
+__all__ = [
+    "ExactShapes",
+    "Forward",
+    "Resume",
+    "Runner",
+    "next_chunk",
+    "probe_shapes",
+    "remembered_shapes",
+    "serves",
+]

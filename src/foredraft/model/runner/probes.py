@@ -92,18 +92,28 @@ class AttentionProbe:
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
         """[T, Hk, G, D] of the probed row, at `place` in a batch, with garbage of `scale` past its
         context."""
-        k, v = self.cache.read(0, 0, batch, length)  # [B, Hk, L, D]
+        k, v = self.fill(batch, length, place, scale)
+        q, groups = self.queries_of(batch, queries, place), self.spec.groups
+        starts = torch.tensor([max(0, self.context - 7 * abs(row - place)) for row in range(batch)])
+        positions = starts.to(q.device)[:, None] + torch.arange(queries, device=q.device)
+        mask = causal_masks(self.spec, positions, length, q.dtype)[None]
+        out = mix(self.spec, q, k, v, mask, apart)[place]  # [Hk, T * G, D]
+        return out.view(-1, queries, groups, out.shape[-1]).transpose(0, 1)
+
+    def fill(self, batch: int, length: int, place: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Keys and values of the batch in the cache, [B, Hk, L, D] each: the probed row's, and garbage."""
+        k, v = self.cache.read(0, 0, batch, length)
         for store, held in ((k, self.k), (v, self.v)):
             store.copy_(self.noise.repeat(1, 1, length // 1024 + 1, 1)[:, :, :length] * scale)
             store[place, :, : held.shape[2]] = held[0]
-        groups = self.spec.groups
-        q = self.q[:, :, : queries * groups].flip(2).repeat(batch, 1, 1, 1)
-        q[place] = self.q[0, :, : queries * groups]
-        starts = torch.tensor([max(0, self.context - 7 * abs(row - place)) for row in range(batch)])
-        positions = starts.to(q.device)[:, None] + torch.arange(queries, device=q.device)
-        mask = causal_masks(self.spec, positions, length, length, q.dtype)[None]
-        out = mix(self.spec, q, k, v, mask, apart)[place]  # [Hk, T * G, D]
-        return out.view(-1, queries, groups, out.shape[-1]).transpose(0, 1)
+        return k, v
+
+    def queries_of(self, batch: int, queries: int, place: int) -> Tensor:
+        """[B, Hk, T * G, D]: the probed row's, and others."""
+        count = queries * self.spec.groups
+        q = self.q[:, :, :count].flip(2).repeat(batch, 1, 1, 1)
+        q[place] = self.q[0, :, :count]
+        return q
 
 
 def _normal(shape: tuple[int, ...], random: torch.Generator) -> Tensor:

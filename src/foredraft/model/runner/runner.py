@@ -9,19 +9,21 @@ Callers see no padding: not of the queries, not of the rows, not of the attended
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.attention import Pass
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.device import upload
 from foredraft.model.rope import Rope
-from foredraft.model.runner.passes import build_pass, rope_tables
-from foredraft.model.runner.shapes import LOOSE, ExactShapes, find_shapes
+from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
+from foredraft.model.runner.gather import COSTS, pays
+from foredraft.model.runner.native import NativePasses
+from foredraft.model.runner.passes import PassShape, rope_tables
+from foredraft.model.runner.shapes import ANY, LOOSE, ExactShapes, find_shapes
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
 TAILS = (8, 16, 32, 64, 128, CHUNK)  # query buckets of a prompt's last chunk
@@ -41,17 +43,11 @@ class Resume:
     known: list[int]  # [B] leading columns whose state is known, 0 to T
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """What came out of a forward, for the real columns."""
-
-    logits: Tensor | None  # [B, T, V] float32, or [B, 1, V] where `at` chose a column
-    hidden: Tensor  # [B, T, D] states at `stop`
-    taps: dict[int, Tensor]  # depth -> [B, T, D] states entering that layer
-
-
 class Runner:
-    """Forwards of one decoder over caches of its making."""
+    """Forwards of one decoder over caches of its making.
+
+    gathers: whether passes leave the padding of their batch out (`gather`); None: where it pays.
+    """
 
     def __init__(
         self, decoder: Decoder, *, deterministic: bool = True, probed: ExactShapes | None = None
@@ -60,12 +56,20 @@ class Runner:
         self.decoder = decoder
         self.chunk = CHUNK
         self.forwarded = 0
+        self.gathers: bool | None = None
+        self._costs = COSTS[decoder.device.type]
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
         self._reserve(2 * CHUNK)
-        self.shapes: ExactShapes = find_shapes(decoder, probed) if deterministic else LOOSE
+        self._native = NativePasses.of(decoder)
+        self.shapes = self._shapes(deterministic, probed)
         self.max_queries = max(self.shapes.query_buckets, default=64)
+
+    def _shapes(self, deterministic: bool, probed: ExactShapes | None) -> ExactShapes:
+        if self._native is not None:
+            return ANY
+        return find_shapes(self.decoder, probed) if deterministic else LOOSE
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
         """A zeroed cache for `rows` sequences of at most `positions` tokens."""
@@ -97,29 +101,34 @@ class Runner:
         """One pass over tokens [B, T]: row b is the cache's row first_row + b, column t its position
         starts[b] + t.
 
-        `counts` says how many columns of each row are real (all, where it is left out), for `forwarded`
-        alone; rows marked `idle` are computed as dummies that touch no sequence. `exact=False` is for draft
-        passes: any shape.
+        `counts` says how many columns of each row are real (all, where it is left out): of the others, what
+        comes out means nothing. Rows marked `idle` are dummies that touch no sequence. `exact=False` is for
+        draft passes: any shape.
         """
-        shapes = self.shapes if exact else LOOSE
+        shapes = self.shapes if exact or self._native else LOOSE
         idle = idle or [False] * len(starts)
         active = [b for b, dummy in enumerate(idle) if not dummy]
         if not active:
             raise ValueError("every row of the batch is idle; forward needs an active one")
         width = tokens.shape[1]
         real = [width] * len(starts) if counts is None else counts
-        self.forwarded += sum(real[b] for b in active)
+        real = [0 if dummy else count for count, dummy in zip(real, idle, strict=True)]
+        self.forwarded += sum(real)
+        depth = self.decoder.spec.layers if stop is None else stop
         job = _Job(
             cache=cache,
+            shapes=shapes,
             tokens=tokens.to(self.decoder.device),
             starts=[cache.scratch if dummy else start for start, dummy in zip(starts, idle, strict=True)],
             first_row=first_row,
             active=active,
+            real=[range(count) for count in real],
             plan=plan or self._full,
-            stop=self.decoder.spec.layers if stop is None else stop,
+            stop=depth,
             taps=tuple(taps),
+            head=want_logits and depth == self.decoder.spec.layers,
         )
-        return self._forward(job, shapes, resume, at, want_logits)
+        return self._forward(job, resume, at)
 
     @torch.inference_mode()
     def prefill(
@@ -146,90 +155,136 @@ class Runner:
         self.forwarded += len(tokens)
         job = _Job(
             cache=cache,
+            shapes=self.shapes if self._native else self.shapes.for_prefill(TAILS),
             tokens=upload([tokens], self.decoder.device),
             starts=[start],
             first_row=row,
             active=[0],
+            real=[range(len(tokens))],
             plan=plan or self._full,
             stop=self.decoder.spec.layers if stop is None else stop,
             taps=tuple(taps),
+            head=False,
         )
-        return self._forward(job, self.shapes.for_prefill(TAILS), None, None, want_logits=False)
+        return self._forward(job)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [B, T, V] of states after the last layer [B, T, D], at any shape: for those of a prompt."""
-        return self.decoder.head(hidden)
+        if self._native is None:
+            return self.decoder.head(hidden)
+        return self._native.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def _forward(
-        self, job: _Job, shapes: ExactShapes, resume: Resume | None, at: Tensor | None, want_logits: bool
-    ) -> Forward:
-        start, hidden = 0, None
-        if resume is not None:
-            if any(tap < resume.depth for tap in job.taps):
-                raise ValueError(f"taps {job.taps} below the resumed depth {resume.depth} are not computed")
-            start, hidden = resume.depth, self._join(job, shapes, resume)
-        width = job.tokens.shape[1]
-        pass_ = self._pass(job, shapes, width, first_column=0)
-        if hidden is None:
-            hidden = self.decoder.embed(_padded(job.tokens, pass_.queries))
-        else:
-            hidden = F.pad(hidden, (0, 0, 0, pass_.queries - width))
-        kept: dict[int, Tensor] = {}
-        for depth in sorted({*job.taps, job.stop}):
-            hidden = self.decoder.run(hidden, pass_, job.plan, start, depth)
-            start = depth
-            if depth in job.taps:
-                kept[depth] = hidden[:, :width]
-        hidden = hidden[:, :width]
-        logits = None
-        if want_logits and job.stop == self.decoder.spec.layers:
-            chosen = (
-                hidden
-                if at is None
-                else hidden[torch.arange(len(at), device=hidden.device), at.to(hidden.device)]
-            )
-            logits = self.decoder.head(chosen if at is None else chosen[:, None], pass_.span)
-        return Forward(logits, hidden, kept)
+    def _forward(self, job: _Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
+        if resume is None:
+            return self._stretch(job, at=at)
+        if any(tap < resume.depth for tap in job.taps):
+            raise ValueError(f"taps {job.taps} below the resumed depth {resume.depth} are not computed")
+        return self._stretch(job, self._join(job, resume), resume.depth, at)
 
-    def _join(self, job: _Job, shapes: ExactShapes, resume: Resume) -> Tensor:
+    def _join(self, job: _Job, resume: Resume) -> Tensor:
         """States entering layer `depth` of all columns: the known ones, and the rest computed now."""
-        width = job.tokens.shape[1]
-        first = min(resume.known[b] for b in job.active)
-        if first >= width:
+        unknown = [
+            range(max(real.start, known), real.stop)
+            for real, known in zip(job.real, resume.known, strict=True)
+        ]
+        first = min((columns.start for columns in unknown if columns), default=None)
+        if first is None:
             return resume.hidden
-        tokens = job.tokens[:, first:]
-        pass_ = self._pass(job, shapes, width - first, first_column=first)
-        below = self.decoder.embed(_padded(tokens, pass_.queries))
-        below = self.decoder.run(below, pass_, job.plan, 0, resume.depth)[:, : width - first]
-        below = F.pad(below, (0, 0, first, 0))  # [B, T, D], zero where known
-        columns = torch.arange(width, device=below.device)
+        rest = replace(
+            job,
+            tokens=job.tokens[:, first:],
+            starts=[start + first for start in job.starts],
+            real=[range(columns.start - first, columns.stop - first) for columns in unknown],
+            stop=resume.depth,
+            taps=(),
+            head=False,
+        )
+        below = F.pad(self._stretch(rest).hidden, (0, 0, first, 0))  # [B, T, D]
+        columns = torch.arange(below.shape[1], device=below.device)
         known = columns < upload(resume.known, below.device)[:, None]  # [B, T]
         return torch.where(known[:, :, None], resume.hidden, below)
 
-    def _pass(self, job: _Job, shapes: ExactShapes, width: int, first_column: int) -> Pass:
-        """The pass over `width` columns from `first_column` on."""
-        cache = job.cache
-        starts = [start + first_column for start in job.starts]
-        queries = shapes.queries(width, len(starts))
-        last = max(starts[b] for b in job.active)
+    def _stretch(
+        self, job: _Job, hidden: Tensor | None = None, start: int = 0, at: Tensor | None = None
+    ) -> Forward:
+        """The job's pass from layer `start` on, which `hidden` enters; without it, the tokens enter."""
+        cache, device = job.cache, self.decoder.device
+        shape = self._shape(job)
+        if self._native is not None:
+            return self._stretch_natively(self._native, job, hidden, start, at)
+        starts = [min(start, cache.scratch) for start in job.starts]
+        real = self._gathered(job, shape)
+        bucket = Bucket(shape, job.tokens.shape[1], job.plan, start, job.stop, job.taps, job.head)
+        inputs = Inputs(
+            starts[0] if len(starts) == 1 else upload(starts, device),
+            job.tokens if hidden is None else None,
+            hidden,
+            None if real is None else upload(real, device),
+            None if at is None else at.to(device),
+        )
+        return Body(self.decoder, self.decoder.run, self._tables, cache)(bucket, inputs)
+
+    def _stretch_natively(
+        self, native: NativePasses, job: _Job, hidden: Tensor | None, start: int, at: Tensor | None
+    ) -> Forward:
+        """The same by the kernels, which compute the real columns alone."""
+        batch, width = job.tokens.shape
+        whole = all(len(columns) == width for columns in job.real)
+        states = self.decoder.embed(job.tokens) if hidden is None else hidden
+        x = states.reshape(batch * width, -1)  # [B * T, D]
+        real = None
+        if not whole:
+            real = upload([b * width + t for b, some in enumerate(job.real) for t in some], x.device)
+            x = x[real]  # [N, D]
+        elif hidden is not None:
+            x = x.clone()
+        rows = enumerate(zip(job.starts, job.real, strict=True), start=job.first_row)
+        columns = [(row, start + some.start, len(some)) for row, (start, some) in rows if some]
+
+        def spread(computed: Tensor) -> Tensor:
+            """[N, ...] -> [B, T, ...]"""
+            if real is None:
+                return computed.view(batch, width, -1)
+            grid = computed.new_zeros(batch * width, computed.shape[-1])
+            return grid.index_copy_(0, real, computed).view(batch, width, -1)
+
+        kept: dict[int, Tensor] = {}
+        for depth in sorted({*job.taps, job.stop}):
+            native.run(x, job.cache, self._tables, columns, job.plan, start, depth)
+            start = depth
+            if depth in job.taps:
+                kept[depth] = spread(x.clone())
+        out = spread(x)
+        if not job.head:
+            return Forward(None, out, kept)
+        if at is None:
+            return Forward(spread(native.head(x)), out, kept)
+        chosen = out[torch.arange(batch), at]
+        return Forward(native.head(chosen)[:, None], out, kept)
+
+    def _shape(self, job: _Job) -> PassShape:
+        """Padded, and within the cache."""
+        cache, shapes, (batch, width) = job.cache, job.shapes, job.tokens.shape
+        queries = shapes.queries(width, batch)
+        last = max(job.starts[b] for b in job.active)
         if last + queries > cache.scratch:
             raise ValueError(
                 f"{queries} columns at position {last} overrun a cache row of {cache.positions} positions"
             )
         if queries > cache.slack:
             raise ValueError(f"{queries} columns are more than the slack of {cache.slack} positions holds")
-        return build_pass(
-            self.decoder.spec,
-            self._tables,
-            cache,
-            [min(start, cache.scratch) for start in starts],
-            queries,
-            min(shapes.length(last + width), cache.stored),
-            first_row=job.first_row,
-            span=shapes.span,
-            apart=shapes.apart,
-        )
+        length = min(shapes.length(last + width), cache.stored)
+        return PassShape(job.first_row, batch, queries, length, shapes.span, shapes.apart)
+
+    def _gathered(self, job: _Job, shape: PassShape) -> list[int] | None:
+        """The columns b * T' + t that a gathered pass computes; None: all, in place."""
+        if shape.batch == 1 or self.gathers is False:
+            return None
+        padded, count = shape.batch * shape.queries, sum(map(len, job.real))
+        if self.gathers is None and not pays(self._costs, self.decoder.spec, padded, count):
+            return None
+        return [b * shape.queries + t for b, columns in enumerate(job.real) for t in columns]
 
     def _reserve(self, positions: int) -> None:
         """Have rotary tables of at least that many positions."""
@@ -244,14 +299,13 @@ class _Job:
     """The arguments of one forward, resolved."""
 
     cache: KVCache
+    shapes: ExactShapes
     tokens: Tensor  # [B, T]
     starts: list[int]
     first_row: int
     active: list[int]
+    real: list[range]  # of each row, the columns that somebody wants
     plan: Plan
     stop: int
     taps: tuple[int, ...]
-
-
-def _padded(tokens: Tensor, queries: int) -> Tensor:
-    return tokens if tokens.shape[1] == queries else F.pad(tokens, (0, queries - tokens.shape[1]))
+    head: bool

@@ -23,7 +23,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import RowSpan
 from foredraft.model.runner.packed import pack
-from foredraft.model.runner.passes import build_pass, rope_tables
+from foredraft.model.runner.passes import PassShape, build_pass, rope_tables
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 QUERIES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 SPOT_QUERIES = (1, 2, 4, 8, 16, 64)  # those that are also tried in further batches and lengths
 ROWS = (*range(1, 17), 20, 24, 32, 48, 64)
+STEPS = (1, 2, 4, 8)
 QUANTA = (256, 512, 1024)
 REFERENCE = 8  # queries and rows of the reference shape
 
@@ -73,6 +74,8 @@ class ExactShapes:
 
 
 LOOSE = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
+# what the kernels compute does not depend on the shape at all
+ANY = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
 # one shape for everything: whatever the kernels do, they do it alike for every pass
 FALLBACK = ExactShapes(
     query_buckets=(REFERENCE,),
@@ -140,7 +143,7 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
         outline.output,
     ):
         agreeing = _agreeing(agreeing, product.shape, like, random)
-    for step in (1, 2, 4, 8):
+    for step in STEPS:
         low = _run(agreeing, [rows for rows in reversed(ROWS) if rows <= REFERENCE and rows % step == 0])
         high = _run(agreeing, [rows for rows in ROWS if rows >= REFERENCE and rows % step == 0])
         if high >= 2 * REFERENCE:
@@ -222,15 +225,9 @@ class _Trial:
         self.cache.data.copy_(self.context)
         hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
         hidden[place] = self.hidden[:queries]
-        pass_ = build_pass(
-            self.spec,
-            self.tables,
-            self.cache,
-            [150 - 7 * abs(row - place) for row in range(batch)],
-            queries,
-            self.shapes.length(150 + queries),
-            first_row=0,
-            span=self.shapes.span,
-            apart=self.shapes.apart,
+        shape = PassShape(
+            0, batch, queries, self.shapes.length(150 + queries), self.shapes.span, self.shapes.apart
         )
+        starts = torch.tensor([150 - 7 * abs(row - place) for row in range(batch)], device=hidden.device)
+        pass_ = build_pass(self.spec, self.tables, self.cache, shape, starts)
         return self.decoder.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]

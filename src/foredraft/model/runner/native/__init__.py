@@ -1,0 +1,8 @@
+"""Passes of a CPU by kernels of our own, compiled where they run (kernels.c, passes.inc)."""
+
+from foredraft.kernels.library import compiler, library
+from foredraft.model.runner.native.check import serves
+from foredraft.model.runner.native.linear import NativeLinear, arrange, fits
+from foredraft.model.runner.native.passes import NativePasses
+
+__all__ = ["NativeLinear", "NativePasses", "arrange", "compiler", "fits", "library", "serves"]

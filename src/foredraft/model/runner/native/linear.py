@@ -1,0 +1,105 @@
+"""A product on a weight that is laid out for the kernels: blocks of 32 outputs, read once from end to end."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.kernels.library import library
+
+__all__ = ["NativeLinear", "arrange", "fits", "suffix"]
+
+BLOCK = 32
+WORD = {torch.float32: 1, torch.bfloat16: 2}  # values to a word of 32 bits
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class CLinear(ctypes.Structure):
+    """`Linear` of kernels.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """The product on an arranged weight."""
+
+    weight: Tensor  # [ceil(M / 32), K, 32] of the weight's dtype, opaque
+    shape: tuple[int, int]  # (M, K)
+    bias: Tensor | None  # [M, padded to whole blocks] float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.shape[0])
+        rows = x.numel() // self.shape[1]
+        linear = self.view()
+        _function("foredraft_product", x.dtype)(
+            ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def view(self) -> CLinear:
+        """For the kernels; valid while this product lives."""
+        return CLinear(
+            self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), *self.shape
+        )
+
+    def dense(self) -> Tensor:
+        rows, columns = self.shape
+        word = WORD[self.weight.dtype]
+        blocks = self.weight.view(-1, columns // word, BLOCK, word).transpose(1, 2)
+        return blocks.reshape(-1, columns)[:rows].contiguous()
+
+
+def fits(dtype: torch.dtype, columns: int) -> bool:
+    """Whether weights of so many columns can be arranged."""
+    return dtype in WORD and columns % WORD[dtype] == 0
+
+
+def arrange(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    """The product on a copy of this weight [M, K]."""
+    weight = weight.contiguous()
+    rows, columns = weight.shape
+    missing = -rows % BLOCK
+    packed = weight.new_empty((rows + missing) // BLOCK, columns, BLOCK)
+    pack = _library().foredraft_pack
+    pack.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+    words = columns // WORD[weight.dtype]
+    pack(weight.data_ptr(), rows, words, packed.data_ptr(), torch.get_num_threads())
+    offset = None if bias is None else torch.nn.functional.pad(bias.float(), (0, missing))
+    return NativeLinear(packed, (rows, columns), offset)
+
+
+def suffix(dtype: torch.dtype) -> str:
+    return f"_{NAMES[dtype]}"
+
+
+def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    function: Any = getattr(_library(), name + suffix(dtype))
+    if function.argtypes is None:
+        function.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int,
+        )
+        function.restype = None
+    run: Callable[..., None] = function
+    return run
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "no weight is arranged where there are no kernels"
+    return found
