@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from foredraft import LLM, Output, SamplingParams
+from foredraft import LLM, Output, SamplingParams, build
 from foredraft.cli import interrupt, main
 from foredraft.cli.render import ProgressBars
 from foredraft.cli.spelling import spelled_as_options
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
 Request = Callable[[], list[Output]]
@@ -330,3 +333,14 @@ def test_room_is_made_for_what_is_asked(
 )
 def test_messages_are_spelled_as_options(message: str, spelled: str) -> None:
     assert spelled_as_options(message) == spelled
+
+
+def test_a_model_larger_than_memory_is_one_line(
+    pair: list[str], models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need = weight_bytes(ModelSpec.from_folder(models / "big"), torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(build.capacity, "free_memory", lambda device: need)
+    code = main([*pair, "--device", "cpu"])
+    told = capsys.readouterr()
+    assert (code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert "; give --dtype bfloat16, or leave the draft out" in told.err

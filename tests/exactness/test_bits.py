@@ -59,7 +59,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)
     with pytest.MonkeyPatch.context() as patch:
         if by == "operators":
-            patch.setattr(build, "serves", lambda *_: False)
+            patch.setattr(build, "unserved_because", lambda *_: "for a test")
         yield load_pair(target, draft, dtype)
 
 
@@ -134,7 +134,7 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
 def test_greedy_ids_where_products_cannot_be_packed(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "serves", lambda *_: False)
+    monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
     target, draft = save_pair(tmp_path, "qwen2")
     llm = load_pair(target, draft, dtype)

@@ -1,4 +1,4 @@
-"""On a GPU: the model's own logits, greedy ids of every method, and one wait for the device a round."""
+"""On a GPU: the model's own logits, greedy ids of every method, one wait for the device a round, and memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 import foredraft
 from checkpoints import VARIANTS, save_variant
 from foredraft import SamplingParams
+from foredraft.build.device import check_dtype
+from foredraft.build.memory import free_memory
 from foredraft.decode import reading
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.runner import Runner
-from foredraft.model.weights import load_decoder
+from foredraft.model.weights import load_decoder, weight_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -86,9 +88,23 @@ def _options(speculation: str) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True, "speculation": speculation}
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch itself sees it; `test_waits` counts the same on the CPU, in more cases."""
     llm = load(tmp_path, "bfloat16")
-    llm.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    same: dict[str, Any] = {"seed": 1, "acceptance": "speculative"}
+    several = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True, top_p=0.9, **same, **more)
+        for more in (
+            {},
+            {"logprobs": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+            {"typical_p": 0.9},
+        )
+    ]
+    for params in [*several, *several]:
+        llm.generate(
+            PROMPTS, params, trace=True
+        )  # what is made when a shape is first met, or again, may wait
     read, round_ = reading._read, llm.engine.round
 
     def may_wait(*args: Any) -> Any:
@@ -107,14 +123,23 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(reading, "_read", may_wait)
     monkeypatch.setattr(llm.engine, "round", must_not_wait)
-    for more in (
-        {},
-        {"logprobs": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-        {"typical_p": 0.9},
-    ):
-        params = SamplingParams(max_new_tokens=24, ignore_eos=True, top_p=0.9, **more)
+    for params in several:
         outputs = llm.generate(PROMPTS, params, trace=True)
         assert {o.finish_reason for o in outputs} == {"length"}, outputs
+
+
+def test_memory_is_known_before_it_is_taken(tmp_path: Path, dtype: str) -> None:
+    """The allocator gives out multiples of 512 bytes."""
+    device, chosen = torch.device("cuda"), getattr(torch, dtype)
+    check_dtype(device, chosen)
+    folder = save_variant(tmp_path, "llama-gqa-tied")
+    before, free = torch.cuda.memory_allocated(device), free_memory(device)
+    decoder = load_decoder(folder, device, chosen)
+    taken = torch.cuda.memory_allocated(device) - before
+    tensors = 2 + 6 * decoder.spec.layers
+    promised = weight_bytes(decoder.spec, device, chosen)
+    assert promised <= taken <= promised + 512 * tensors
+    assert 0 < free_memory(device) < free
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8}, {"min_p": 0.05}, {}], ids=str)

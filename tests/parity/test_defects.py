@@ -220,7 +220,7 @@ MUTANTS = [
         "norms of queries and keys without their offset",
         (
             (
-                weights._build,
+                weights.build_decoder,
                 "weight.float() + 1.0 if offset",
                 "weight.float() + float(size == hidden) if offset",
             ),

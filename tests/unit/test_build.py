@@ -20,6 +20,8 @@ import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, build, kinds
 from foredraft.build import DRAFTERS, POLICIES
 from foredraft.drafters.lookup import Lookup
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
 
 SOURCE = Path(__file__).parents[2] / "src"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
@@ -41,6 +43,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(models: Path, name: str = "big", **options: object) -> foredraft.LLM:
     return foredraft.load(models / name, **{"device": "cpu", **options})  # type: ignore[arg-type]
+
+
+def set_room(monkeypatch: pytest.MonkeyPatch, caches: int, *folders: Path) -> None:
+    """Free memory that leaves so many bytes to the caches beside these models' weights."""
+    cpu = torch.device("cpu")
+    weights = sum(weight_bytes(ModelSpec.from_folder(folder), cpu, torch.float32) for folder in folders)
+    monkeypatch.setattr(build.capacity, "free_memory", lambda device: weights + 2 * caches)
 
 
 class Echo(Lookup):
@@ -199,7 +208,7 @@ def test_a_retokenizing_draft_has_room_for_its_own_tokens(
         spec.layers * 2048 + 1 * 2048
     ) * row  # stored positions, by 1024 and with room to write past the end
     for budget, fits in ((2 * both, True), (2 * both - 1, False)):
-        monkeypatch.setattr(build.capacity, "free_memory", lambda device, budget=budget: 2 * budget)
+        set_room(monkeypatch, budget, models / "big", models / "foreign")
         if fits:
             load(models, draft=models / "foreign", max_length=700, max_batch=2)
         else:
@@ -233,7 +242,7 @@ def test_a_draft_that_was_made_for_less_takes_no_more_memory(
         row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
         both = (llm.spec.layers * 2048 + 1024) * row
         for budget, fits in ((2 * both, True), (2 * both - 1, False)):
-            monkeypatch.setattr(build.capacity, "free_memory", lambda device, budget=budget: 2 * budget)
+            set_room(monkeypatch, budget, models / "big", draft)
             with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):
                 load(models, draft=draft, max_length=1500, max_batch=2)
         monkeypatch.undo()
@@ -254,7 +263,12 @@ def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
         ("cpu:0", 0, "there is one CPU; give 'cpu'"),
         ("cuda", 0, "sees no CUDA device; give 'cpu'"),
         ("cuda:9", 2, "sees only cuda:0, cuda:1; give one of these"),
-        ("meta", 0, "give 'cpu', 'cuda' or 'cuda:N'"),
+        ("cuda:256", 2, "sees only cuda:0, cuda:1; give one of these"),  # PyTorch counts modulo 256
+        *((name, 2, "give 'cpu', 'cuda' or 'cuda:N'") for name in ("meta", "mps", "xpu", "gpu", "", "CPU")),
+        *(
+            (name, 2, "give 'cpu', 'cuda' or 'cuda:N'")
+            for name in ("cuda:", "cuda:-1", "cuda:1.5", "cuda:0:1")
+        ),
     ],
 )
 def test_a_device_that_is_not_there(
@@ -295,7 +309,7 @@ def test_room_within_memory(
 ) -> None:
     """rows_at_once: of the model's whole length, as memory has room for."""
     row = (131072 + 1024) * LONG_ROW
-    monkeypatch.setattr(build.capacity, "free_memory", lambda device: int(rows_at_once * row / 0.5))
+    set_room(monkeypatch, int(rows_at_once * row), models / "long")
     made = SimpleNamespace()
     new_cache = build.Runner.new_cache
 

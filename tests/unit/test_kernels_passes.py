@@ -15,7 +15,7 @@ from compiling import plant
 from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.runner import Resume, Runner, serves
+from foredraft.model.runner import Resume, Runner, unserved_because
 from foredraft.model.runner.native import check
 from foredraft.model.runner.native.linear import NativeLinear, arrange
 from foredraft.model.weights import load_decoder
@@ -173,13 +173,13 @@ def test_an_arranged_weight_is_a_copy() -> None:
 def test_they_serve_every_family(family: str, dtype: torch.dtype) -> None:
     native, _ = decoders(family, dtype)
     assert isinstance(native.output, NativeLinear)
-    assert serves(native.spec, torch.device("cpu"), dtype)
+    assert unserved_because(native.spec, torch.device("cpu"), dtype) is None
 
 
 def test_they_serve_neither_float16_nor_a_gpu() -> None:
     spec = decoders("llama", torch.float32)[0].spec
-    assert not serves(spec, torch.device("cpu"), torch.float16)
-    assert not serves(spec, torch.device("cuda"), torch.bfloat16)
+    assert unserved_because(spec, torch.device("cpu"), torch.float16) is not None
+    assert unserved_because(spec, torch.device("cuda"), torch.bfloat16) is not None
 
 
 # what only other bits show is caught by the self-check or by the shapes; what is wrong, by PyTorch
@@ -222,12 +222,12 @@ def test_a_kernel_whose_bits_depend_on_the_shape_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plant(monkeypatch, tmp_path, *BITS[name])
-    check.serves.cache_clear()
+    check.unserved_because.cache_clear()
     spec = decoders("mistral", torch.float32)[0].spec
     try:
-        caught = not serves(spec, torch.device("cpu"), torch.float32)
+        caught = unserved_because(spec, torch.device("cpu"), torch.float32) is not None
     finally:
-        check.serves.cache_clear()
+        check.unserved_because.cache_clear()
     if not caught:
         with pytest.raises(AssertionError):
             test_the_same_bits_at_every_shape("mistral", torch.float32)

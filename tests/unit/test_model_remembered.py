@@ -228,7 +228,7 @@ def test_loading_probes_once(tmp_path: Path, folder: Path, monkeypatch: pytest.M
     probes: list[Any] = []
     confirmed: list[Any] = []
     confirm = shapes._confirmed
-    monkeypatch.setattr(build, "serves", lambda *_: False)
+    monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(build, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
     monkeypatch.setattr(shapes, "_confirmed", lambda *a: confirmed.append(a) or confirm(*a))
     model = save_checkpoint(tmp_path / "model")

@@ -384,7 +384,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         probed.append(device)
         return probe_shapes(outline, device)
 
-    monkeypatch.setattr(build, "serves", lambda *_: False)
+    monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(build, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512)

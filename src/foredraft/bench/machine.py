@@ -19,7 +19,7 @@ import torch
 import foredraft
 from foredraft.bench.records import Bandwidth
 from foredraft.bench.timing import synchronise
-from foredraft.build.capacity import free_memory
+from foredraft.build.memory import free_memory
 
 __all__ = ["Memory", "bandwidth", "machine"]
 

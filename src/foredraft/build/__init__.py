@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 
 from foredraft import demo
-from foredraft.build.capacity import DEVICES, rows_and_positions
+from foredraft.build.capacity import rows_and_positions
+from foredraft.build.device import check_dtype, find_device
 from foredraft.build.pairing import (
     check_kind,
     fitting_kinds,
@@ -27,7 +28,7 @@ from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
-from foredraft.model.runner import Runner, check_compiler, probe_shapes, remembered_shapes, serves
+from foredraft.model.runner import Runner, check_compiler, probe_shapes, remembered_shapes, unserved_because
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.model.weights import load_decoder
@@ -58,6 +59,7 @@ def load(
     max_length: int | None = None,
     deterministic: bool = True,
     compile: bool = False,
+    kernels: bool | None = None,
     needs: Needs | None = None,
     progress: Progress | None = None,
 ) -> LLM:
@@ -83,7 +85,9 @@ def load(
         deterministic: Greedy output is bit-identical whatever drafts and whoever shares the batch.
         compile: Fuse what lies between the products of each layer, by torch.compile; it needs a compiler, and
             seconds at loading and at the beginning of the first text. Meant for GPUs: on CPUs it takes the
-            place of faster kernels.
+            place of the kernels.
+        kernels: Run whole layers, and what is decided over a vocabulary, by Foredraft's own kernels, which a
+            C compiler makes for this CPU once, in two seconds. None: where there is one, and they serve.
         needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
             will be used; no more are made room for than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and prefilling.
@@ -111,9 +115,11 @@ def load(
         )
     if draft_sampling == "greedy" and draft is None:
         raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
-    where = _device(device)
+    where = find_device(device)
     if compile:
         check_compiler(where)
+    if compile and kernels:
+        raise ConfigError("compile and kernels are both on, and each takes the other's place; leave one out")
 
     report = progress or _silent
     folders = [resolve(str(path), revision, report)]
@@ -124,23 +130,27 @@ def load(
     drafter = drafter or default_drafter(draft is not None, other)
     kinds = fitting_kinds(draft is not None, other)
     check_kind(drafter, draft_sampling, kinds, folders)
+    specs = [ModelSpec.from_folder(folder) for folder in folders]
+    dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]
+    tokenizer, default_params = tokenizers[0], _default_params(folders[0], specs[0])
+    needed = (None, None) if needs is None else needs(tokenizer, default_params)
+    stretch = max(kind.stretch for kind in kinds.values())
+    models = list(zip(specs, dtypes, strict=True))
+    rows, positions = rows_and_positions(models, where, (max_batch, max_length), needed, stretch)
+    for each in dict.fromkeys(dtypes):
+        check_dtype(where, each)
     runners: list[Runner] = []
-    for folder in folders:
+    for folder, each in zip(folders, dtypes, strict=True):
         report("load", len(runners), len(folders))
         exact = deterministic and not runners
-        runners.append(_runner(folder, where, _dtype(dtype, folder), exact, compile))
+        runners.append(_runner(folder, where, each, exact, compile, kernels))
     report("load", len(folders), len(folders))
     target = runners[0]
     longest = _longest_draft(policy, max_draft, target)
-    tokenizer = tokenizers[0]
-    default_params = _default_params(folders[0], target.decoder.spec)
-    needed = (None, None) if needs is None else needs(tokenizer, default_params)
-    stretch = max(kind.stretch for kind in kinds.values())
-    rows, positions = rows_and_positions(runners, where, (max_batch, max_length), needed, stretch)
 
     vocabulary = None if other else vocabulary_map(runners, tokenizers, where)
     parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions, tokenizers, vocabulary)
-    spec = target.decoder.spec
+    spec = specs[0]
     engine = Engine(
         target,
         target.new_cache(rows, positions),
@@ -172,44 +182,28 @@ def _silent(stage: str, done: int, total: int) -> None:
     return None
 
 
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'") from None
-    if device.type not in DEVICES:
-        raise ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cpu" and device.index is not None:
-        raise ConfigError(f"device is {name!r}, but there is one CPU; give 'cpu'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
-            raise ConfigError(f"device is {name!r}, but this PyTorch sees no CUDA device; give 'cpu'")
-        if (device.index or 0) >= count:
-            known = ", ".join(f"cuda:{index}" for index in range(count))
-            raise ConfigError(f"device is {name!r}, but this PyTorch sees only {known}; give one of these")
-    return device
-
-
-def _dtype(name: str | None, folder: Path) -> torch.dtype:
-    return DTYPES[ModelSpec.from_folder(folder).dtype if name is None else name]
-
-
 def _runner(
-    folder: Path, device: torch.device, dtype: torch.dtype, deterministic: bool, compile: bool
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = True,
+    compile: bool = False,
+    kernels: bool | None = None,
 ) -> Runner:
     """The runner of a checkpoint; probing for its shapes ends before its weights come, so that the memory of
     both is never held at once."""
     outline = load_decoder(folder, "meta", dtype)  # names and shapes are checked, no value is read
-    if not compile and serves(outline.spec, device, dtype):
+    reason = "compile is on" if compile else "they are off" if kernels is False else None
+    reason = reason or unserved_because(outline.spec, device, dtype)
+    if kernels and reason is not None:
+        raise ConfigError(f"kernels is on, but they do not serve {folder} here: {reason}; leave it out")
+    if reason is None:
         runner = Runner(load_decoder(folder, device, dtype, native=True))
     else:
         probed = remembered_shapes(outline, device, probe_shapes) if deterministic else None
         decoder = load_decoder(folder, device, dtype)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
-    logger.info("%s: %s", folder, runner.choices)
+    logger.info("%s: %s%s", folder, runner.choices, f"; no kernels: {reason}" if reason else "")
     return runner
 
 

@@ -1,18 +1,26 @@
-"""Capacity: how many rows of how many positions the caches get, within free memory."""
+"""Capacity: whether the weights fit, and how many rows of how many positions the caches get beside them.
+
+Contract: decided before a weight is read, from the models' specs and what is free then.
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 
 import torch
 
+from foredraft.build.memory import free_memory
 from foredraft.errors import ConfigError
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Runner
+from foredraft.model.runner.native import unserved_because
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
 
 __all__ = ["DEVICES", "rows_and_positions"]
 
-# Caches may take this share of what is free: the rest is for passes and other programs.
+Models = Sequence[tuple[ModelSpec, torch.dtype]]  # the target, and the draft where there is one
+
+# Caches may take this share of what the weights leave free: the rest is for passes and other programs.
 _SHARE = {"cpu": 0.5, "cuda": 0.8}
 # Rows unless asked for: more seldom pay, and a new cache is written to, so its memory is taken at once.
 _ROWS = {"cpu": 8, "cuda": 32}
@@ -23,20 +31,22 @@ DEVICES = tuple(_SHARE)
 
 
 def rows_and_positions(
-    runners: list[Runner],
+    models: Models,
     device: torch.device,
     given: tuple[int | None, int | None],
     needed: tuple[int | None, int | None],
     stretch: int = 1,
 ) -> tuple[int, int]:
     """Rows and positions of the caches, within free memory; both arguments are pairs of these. stretch: of
-    the draft's positions, which are its model's at most."""
+    the draft's positions, which are its model's at most.
+
+    Raises ConfigError where the weights do not fit, or no cache does beside them.
+    """
     (max_batch, max_length), (rows_needed, positions_needed) = given, needed
-    models = [(runner.decoder.spec, runner.decoder.dtype) for runner in runners]
     most = models[0][0].max_positions
     if max_length is not None and max_length > most:
         raise ConfigError(f"max_length is {max_length}; the model was trained for {most} positions")
-    budget = int(free_memory(device) * _SHARE[device.type])
+    budget = int(_left_by_weights(models, device) * _SHARE[device.type])
 
     def bytes_of(positions: int) -> int:
         lengths = (positions, stretch * positions)
@@ -61,17 +71,52 @@ def rows_and_positions(
     if rows < 1 or taken > budget:
         raise ConfigError(
             f"{max(rows, 1)} sequences of {positions} positions need {taken / 2**20:.0f} MiB of cache, but"
-            f" {budget / 2**20:.0f} MiB may be used; lower max_batch or max_length"
+            f" {budget / 2**20:.0f} MiB may be used beside the weights; lower max_batch or max_length"
         )
     return rows, positions
 
 
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def _left_by_weights(models: Models, device: torch.device) -> int:
+    """What is free beside the weights; ConfigError where they do not fit."""
+    free = free_memory(device)
+    needs = [_bytes(model, device) for model in models]
+    if sum(needs) <= free:
+        return free - sum(needs)
+    sizes = [f"{_gib(need)} in {_name(dtype)}" for need, (_, dtype) in zip(needs, models, strict=True)]
+    raise ConfigError(
+        f"the weights need {', those of the draft '.join(sizes)}, but {_gib(free)} are free on {device};"
+        f" {_remedy(models, device, free)}"
+    )
+
+
+def _remedy(models: Models, device: torch.device, free: int) -> str:
+    """What would fit, of what the user can change."""
+
+    def fit(models: Models, device: torch.device, free: int) -> bool:
+        return sum(_bytes(model, device) for model in models) <= free
+
+    ways = []
+    halves = [(spec, torch.bfloat16) for spec, _ in models]
+    if any(dtype == torch.float32 for _, dtype in models) and fit(halves, device, free):
+        ways.append("give dtype='bfloat16'")
+    other = torch.device("cpu" if device.type == "cuda" else "cuda")
+    there = other.type == "cpu" or torch.cuda.is_available()
+    if there and fit(models, other, free_memory(other)):
+        ways.append(f"give device='{other}'")
+    if len(models) > 1 and fit(models[:1], device, free):
+        ways.append("leave the draft out")
+    return ", or ".join(ways) or "give a smaller model"
+
+
+def _bytes(model: tuple[ModelSpec, torch.dtype], device: torch.device) -> int:
+    """Of a model's weights, as they will be laid out there."""
+    spec, dtype = model
+    return weight_bytes(spec, device, dtype, native=unserved_because(spec, device, dtype) is None)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.{1 if size >= 2**30 else 3}f} GiB"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

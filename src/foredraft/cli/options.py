@@ -79,7 +79,10 @@ class ModelOptions:
     """Keep to shapes whose results agree bit for bit, so that greedy output is plain decoding's."""
     compile: Flag = False
     """Fuse what lies between the layers' products with torch.compile, which takes a compiler and seconds at
-    the beginning. Meant for GPUs; on CPUs it takes the place of faster kernels."""
+    the beginning. Meant for GPUs; on CPUs it takes the place of the kernels."""
+    kernels: bool | None = None
+    """Run layers by Foredraft's own kernels, which a C compiler makes for this CPU, once; without it, where
+    there is one and they serve the model."""
 
 
 @Parameter(name="*", group=DRAFTING)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foredraft.model.device import upload
+
 __all__ = ["Constraint", "masks_along"]
 
 
@@ -63,7 +65,7 @@ def masks_along(
     legal = 0
     for token in [*draft, None]:
         mask = constraint.mask()
-        masks.append(everything if mask is None else mask.to(device))
+        masks.append(everything if mask is None else upload(mask, device))
         if token is None or (mask is not None and not bool(mask[token])):
             break
         if constraint.advance(token) <= base + legal:  # would be taken back: nothing after it counts

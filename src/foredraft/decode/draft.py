@@ -370,7 +370,7 @@ def _masks_of(walks: list[_Walk | None], inputs: RoundInputs) -> Tensor:
     """[B, 1, V] bool at the walks' present states."""
     everything = torch.ones(inputs.vocabulary, dtype=torch.bool, device=inputs.device)
     found = [None if walk is None else walk.constraint.mask() for walk in walks]
-    return torch.stack([everything if m is None else m.to(inputs.device) for m in found])[:, None]
+    return torch.stack([everything if m is None else upload(m, inputs.device) for m in found])[:, None]
 
 
 def _advance(walks: list[_Walk | None], token: Tensor, alive: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The kernels, compiled once for this very CPU by the C compiler that is there, and kept in the user's cache.
 
-Contract: `library` gives the loaded kernels or None, and logs why; `compiler` says beforehand whether there
-is one. What is kept is named by all that could change it: source, compiler, flags and CPU.
+Contract: `library` gives the loaded kernels or None, and `unavailable_because` says why there are
+none. What is kept is named by all that could change it: source, compiler, flags and CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from foredraft.kernels.machine import cache_folder, describe_cpu
 
-__all__ = ["compiler", "library", "loaded"]
+__all__ = ["compiler", "library", "loaded", "unavailable_because"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +36,33 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The kernels; None where they cannot be compiled or loaded."""
+def _found() -> ctypes.CDLL | str:
+    """The kernels, or why there are none."""
     command = compiler()
     if command is None:
-        logger.info("no C compiler is here, so passes are made of PyTorch's operators")
-        return None
+        return "there is no C compiler (CC may name one)"
     try:
         return _load(command)
     except (OSError, subprocess.SubprocessError) as error:
         why = getattr(error, "stderr", None) or str(error)
-        logger.info("the kernels cannot be compiled here, so PyTorch's operators serve: %s", _last_line(why))
-        return None
+        return f"they cannot be compiled ({_first_error(why)})"
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels; None where they cannot be compiled or loaded."""
+    found = _found()
+    return None if isinstance(found, str) else found
+
+
+def unavailable_because() -> str | None:
+    """Why there is no library."""
+    found = _found()
+    return found if isinstance(found, str) else None
 
 
 def loaded() -> ctypes.CDLL | None:
     """The kernels, if somebody has asked for them: nothing is compiled for this."""
-    return library() if library.cache_info().currsize else None
+    return library() if _found.cache_info().currsize else None
 
 
 def _load(command: str) -> ctypes.CDLL:
@@ -97,6 +107,6 @@ def _digest(command: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _last_line(text: str) -> str:
+def _first_error(text: str) -> str:
     errors = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["unknown"]
     return errors[0].strip()

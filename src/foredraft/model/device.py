@@ -13,8 +13,9 @@ from torch import Tensor
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.tensor(values)` on the device; numbers, or lists of them."""
-    made = torch.tensor(values, dtype=dtype)
+    """On the device: `torch.tensor(values, dtype=dtype)` of numbers or lists, or a tensor as it is."""
+    made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return made
-    return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
+    pinned = device.type == "cuda" and made.device.type == "cpu"
+    return (made.pin_memory() if pinned else made).to(device, non_blocking=True)

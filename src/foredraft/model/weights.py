@@ -8,7 +8,7 @@ checkpoint later, in place even, changes no model that runs. Each weight goes fr
 device, fused (q, k, v and gate, up) and converted on the way; where products are packed, they all pass
 through one buffer. So the host holds the weights once, plus the embedding where the head is tied to it (the
 head is packed, the embedding cannot be) and for a while that buffer; and nothing but single tensors where the
-device is not the host.
+device is not the host. `weight_bytes` counts that before a file is opened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,12 +32,33 @@ from foredraft.model.runner.native import arrange
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
+__all__ = ["Shapes", "Source", "build_decoder", "load_decoder", "weight_bytes"]
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 FLOATS = {"F64", "F32", "F16", "BF16"}
 # buffers that old versions saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class Source(Protocol):
+    """Where a decoder's tensors come from, by name; they are made on `device`, in `dtype`."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def take(self, shapes: Shapes) -> Tensor:
+        """The named tensors, joined along their first dimension, to keep."""
+        ...
+
+    def lend(self, shapes: Shapes) -> Tensor:
+        """The same to read and forget: the next loan may overwrite it."""
+        ...
+
+    def end_loans(self) -> None:
+        """Nobody reads what was lent any more."""
+        ...
 
 
 def load_decoder(
@@ -53,13 +74,21 @@ def load_decoder(
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), chosen)
-        decoder = _build(spec, tensors, native)
+        decoder = build_decoder(spec, tensors, native)
         tensors.refuse_rest(spec)
     return decoder
 
 
-def _build(spec: ModelSpec, tensors: _Tensors, native: bool) -> Decoder:
+def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> int:
+    """What the weights of such a model take on the device once `load_decoder` has loaded them."""
+    sizes = _Sizes(device, dtype)
+    build_decoder(spec, sizes, native)
+    return sizes.values * dtype.itemsize
+
+
+def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Decoder:
     """The whole table of names."""
+    copies = native or packs(tensors.device, tensors.dtype)
     hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
@@ -70,10 +99,9 @@ def _build(spec: ModelSpec, tensors: _Tensors, native: bool) -> Decoder:
     def linear(names: dict[str, int], columns: int, bias: bool = False) -> Product:
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
-        copies = native or packs(tensors.device, tensors.dtype)
         weight = tensors.lend(weights) if copies else tensors.take(weights)
         offset = tensors.take(biases) if bias else None
-        return arrange(weight, offset) if native else pack(weight, offset)
+        return arrange(weight, offset) if native and not weight.is_meta else pack(weight, offset)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"
@@ -98,12 +126,31 @@ def _build(spec: ModelSpec, tensors: _Tensors, native: bool) -> Decoder:
         )
         return Layer(attention, mlp)
 
-    # the embedding passes through no buffer: coming last, it takes the place of the largest that did
     head = linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
     layers = tuple(layer(index) for index in range(spec.layers))
     tensors.end_loans()
-    embedding = tensors.take({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
+    if spec.tied and not copies:
+        embedding = head.dense()  # the very same tensor
+    else:  # it passes through no buffer: coming last, it takes the place of the largest that did
+        embedding = tensors.take({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
     return Decoder(spec, embedding, layers, norm("model.norm"), head)
+
+
+class _Sizes:
+    """Counts what a decoder keeps, a copy of each loan included. Nothing is allocated."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.values = 0
+
+    def take(self, shapes: Shapes) -> Tensor:
+        self.values += sum(math.prod(shape) for shape in shapes.values())
+        return torch.empty(_joined(shapes), device="meta", dtype=self.dtype)
+
+    lend = take
+
+    def end_loans(self) -> None:
+        return None
 
 
 class _Tensors:
@@ -148,12 +195,10 @@ class _Tensors:
                 )
 
     def take(self, shapes: Shapes) -> Tensor:
-        """The named tensors, joined along their first dimension, to keep."""
-        shape = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
-        return self._fill(shapes, torch.empty(shape, device=self.device, dtype=self.dtype))
+        return self._fill(shapes, torch.empty(_joined(shapes), device=self.device, dtype=self.dtype))
 
     def lend(self, shapes: Shapes) -> Tensor:
-        """The same to read and forget: on the map itself, or in a buffer that the next loan overwrites."""
+        """On the map itself, or in a buffer that the next loan overwrites."""
         if len(shapes) == 1:
             [(name, shape)] = shapes.items()
             if (view := self.view(name, shape)).dtype == self.dtype:
@@ -213,6 +258,12 @@ class _Tensors:
             raise CheckpointError(
                 f"tensor {name} in {self.shards[name]} is not part of a {spec.architecture}"
             )
+
+
+def _joined(shapes: Shapes) -> tuple[int, ...]:
+    """The shape of these tensors, joined along their first dimension."""
+    several = list(shapes.values())
+    return sum(shape[0] for shape in several), *several[0][1:]
 
 
 def _open(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from foredraft.model.runner.body import Forward
 from foredraft.model.runner.compiled import check_compiler
 from foredraft.model.runner.job import Resume
-from foredraft.model.runner.native import serves
+from foredraft.model.runner.native import unserved_because
 from foredraft.model.runner.remembered import remembered_shapes
 from foredraft.model.runner.runner import Runner, next_chunk
 from foredraft.model.runner.shapes import ExactShapes, probe_shapes
@@ -17,5 +17,5 @@ __all__ = [
     "next_chunk",
     "probe_shapes",
     "remembered_shapes",
-    "serves",
+    "unserved_because",
 ]

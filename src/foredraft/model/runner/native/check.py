@@ -14,13 +14,13 @@ import logging
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import library
+from foredraft.kernels.loading import library, unavailable_because
 from foredraft.model.runner.native.linear import WORD, arrange, fits, suffix
 from foredraft.model.runner.native.passes import WIDEST_HEAD, CLayer, CModel, CPass, pass_over
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 from foredraft.model.spec import ModelSpec
 
-__all__ = ["serves"]
+__all__ = ["unserved_because"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,27 @@ QUERIES, CONTEXT = 33, 300
 
 
 @functools.lru_cache(maxsize=16)
-def serves(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run this model here; where they should but fail the check, that is logged."""
+def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not run this model here; None where they do."""
+    if device.type != "cpu":
+        return f"they are for CPUs, and the device is {device}"
+    if dtype not in WORD:
+        return f"they do not compute in {str(dtype).removeprefix('torch.')}"
     widths = {spec.hidden_size, spec.heads * spec.head_dim, spec.intermediate_size}
-    fitting = device.type == "cpu" and dtype in WORD and spec.head_dim <= WIDEST_HEAD
-    if not fitting or not all(fits(dtype, width) for width in widths) or library() is None:
-        return False
-    random = torch.Generator().manual_seed(0)
-    like = torch.empty(0, dtype=dtype)
-    if not all(_right(width, like, random) for width in sorted(widths)) or not _attends(spec, like, random):
-        logger.warning("the kernels compiled for this CPU fail their check; PyTorch's operators serve")
-        return False
-    return True
+    odd = [width for width in sorted(widths) if not fits(dtype, width)]
+    if odd or spec.head_dim > WIDEST_HEAD:
+        return (
+            f"they take no products of {odd[0]} columns"
+            if odd
+            else f"their heads end at {WIDEST_HEAD} channels"
+        )
+    if library() is None:
+        return unavailable_because()
+    random, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
+    if all(_right(width, like, random) for width in sorted(widths)) and _attends(spec, like, random):
+        return None
+    logger.warning("the kernels compiled for this CPU fail their check; PyTorch's operators serve")
+    return "they fail their check"
 
 
 def _right(columns: int, like: Tensor, random: torch.Generator) -> bool:

@@ -1,0 +1,92 @@
+"""What the guarantee costs: the same decoding with `deterministic` on and off.
+
+With it on, passes keep to exact shapes, so that greedy output does not depend on its batch mates or on who
+drafts; with it off, any shape will do. The demo pair decodes 1, 8 and 32 held-out prompts at once, plainly
+and with its draft model. Everything takes turns, warm; a repeat's ratio is of tokens/s with the guarantee
+over without; medians and quartiles. Beside it stand, for each side, how many outputs equal plain decoding of
+that prompt alone, and the share of repeated 4-grams.
+
+    python benchmarks/deterministic.py --repeats 5 --new-tokens 96
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from timing import spread, timed
+from workload import heldout, machine, write
+
+import foredraft
+from foredraft import LLM, Output, SamplingParams
+from foredraft.ngrams import repeated
+
+ROWS = "1,8,32"
+POSITIONS = 512  # of a sequence; held-out prompts are shorter by far
+WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
+SIDES = {True: "on", False: "off"}
+
+
+def decode(llm: LLM, prompts: list[list[int]], drafter: str, new_tokens: int) -> tuple[float, list[Output]]:
+    """Tokens per second from the first round of any to the end of all, prompts' passes included; outputs."""
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation=drafter)
+    seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.engine.device)
+    return sum(len(output.token_ids) for output in outputs) / seconds, outputs
+
+
+def compare(
+    llms: dict[bool, LLM], prompts: list[list[int]], drafter: str, new_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Both sides in turns on these prompts at once."""
+    alone = [decode(llms[True], [prompt], "none", new_tokens)[1][0].token_ids for prompt in prompts]
+    speeds: dict[bool, list[float]] = {side: [] for side in llms}
+    ids: dict[bool, list[list[int]]] = {}
+    for turn in range(-WARM, repeats):
+        for side in list(llms)[:: 1 if turn % 2 else -1]:
+            speed, outputs = decode(llms[side], prompts, drafter, new_tokens)
+            ids[side] = [output.token_ids for output in outputs]
+            if turn >= 0:
+                speeds[side].append(speed)
+    pairs = zip(speeds[True], speeds[False], strict=True)
+    return {
+        "tokens_per_second": {SIDES[side]: spread(several) for side, several in speeds.items()},
+        "on_over_off": spread([on / off for on, off in pairs]),
+        "equal_to_plain_alone": {
+            SIDES[side]: sum(a == b for a, b in zip(several, alone, strict=True))
+            for side, several in ids.items()
+        },
+        "prompts": len(prompts),
+        "repeated_4grams": median(repeated(several) for several in ids[True]),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", default=ROWS, help="sequences at once, joined by commas")
+    parser.add_argument("--drafters", default="none,draft-model", help="joined by commas")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--max-draft", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="deterministic")
+    options = parser.parse_args(arguments)
+    rows = [int(count) for count in options.rows.split(",")]
+    load = {"dtype": options.dtype, "device": options.device, "max_draft": options.max_draft}
+    llms = {
+        side: foredraft.load(**load, deterministic=side, max_batch=max(rows), max_length=POSITIONS)
+        for side in SIDES
+    }
+    prompts = llms[True].encode(heldout(max(rows)))
+    result: dict[str, Any] = {"what": vars(options), "machine": machine(), "runs": []}
+    for count in rows:
+        for drafter in options.drafters.split(","):
+            found = compare(llms, prompts[:count], drafter, options.new_tokens, options.repeats)
+            result["runs"].append({"rows": count, "drafter": drafter} | found)
+    write(options.name, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Everything that is measured on one GPU, at batch 1: an 8 B Llama shape with random bfloat16 weights.
+
+Stages, in this order; one that fails is reported in the result and does not lose the others:
+
+  tests         the tests that need a GPU
+  forwards      bare forwards over 1 to 32 rows, with `deterministic` on and off
+  plain         plain decoding through the engine, in turns with transformers' `generate` on the same weights:
+                with the cache that grows, the static one, and the static one compiled; the fraction of the
+                device's copy bandwidth that each reaches
+  arranged-0.6, arranged-0.8, arranged-0.9
+                drafting with a draft that is right with that probability (random_model.py says how), in turns
+                with plain decoding: measured over predicted S = tau / (k c + v(k + 1)) at the runs' own tau
+                and draft lengths, with k the best length that c, v and alpha promise; and whether the ids are
+                the same
+
+The copy bandwidth is bytes read plus bytes written over time, the best of 20 copies of at least 1 GiB. A
+plain step reads every weight but the embedding, of which it looks up a row, and the keys and values so far.
+Clocks are read when the device is done; contenders take turns, warm; figures are medians with quartiles.
+
+    python benchmarks/gpu.py                                   # all of it
+    python benchmarks/gpu.py --stages plain --name gpu_plain   # a part, into a file of its own
+    python benchmarks/gpu.py --stages arranged-0.6,arranged-0.8 --name gpu_arranged
+    python benchmarks/gpu.py --shape tiny --device cpu --dtype float32 --new-tokens 16 --repeats 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gpu_stages import STAGES, Bench, failure, say
+from random_model import SHAPES
+from workload import machine, write
+
+from foredraft.build.device import find_device
+from foredraft.errors import ConfigError
+
+
+@contextmanager
+def memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Peak of the device's memory within the block; what others left is given back first."""
+    used: dict[str, Any] = {}
+    cuda = device.type == "cuda"
+    if cuda:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    yield used
+    if cuda:
+        used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+
+
+def graphics(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "compute_capability": list(torch.cuda.get_device_capability(device)),
+        "cuda": torch.version.cuda,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--stages", default=",".join(STAGES), help="some of them, joined by commas")
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=3, help="of stage arranged")
+    parser.add_argument("--max-draft", type=int, default=8, help="the longest draft that may turn out best")
+    parser.add_argument("--copied", type=int, default=2**31, help="bytes that a copy reads and writes")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile, for transformers")
+    parser.add_argument("--name", default="gpu", help="of the result file")
+    options = parser.parse_args(arguments)
+    chosen = options.stages.split(",")
+    if unknown := [stage for stage in chosen if stage not in STAGES]:
+        parser.error(f"--stages has {unknown[0]!r}; give some of {','.join(STAGES)}")
+    try:
+        find_device(options.device)
+    except ConfigError as error:
+        parser.error(str(error))
+    bench = Bench(options)
+    result: dict[str, Any] = {
+        "what": vars(options),
+        "machine": machine() | graphics(bench.device),
+        "copy_bandwidth": bench.bandwidth,
+        "stages": {},
+    }
+    failed = False
+    for stage in chosen:
+        say(f"{stage} ...")
+        start = time.perf_counter()
+        with memory(bench.device) as used:
+            try:
+                found = STAGES[stage](bench)
+            except Exception as error:
+                found, failed = failure(error), True
+        taken = {"seconds": time.perf_counter() - start} | used
+        result["stages"][stage] = found | taken
+        write(options.name, result)  # after every stage: a limit may end the next one
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

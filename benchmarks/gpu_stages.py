@@ -1,0 +1,250 @@
+"""The stages of `gpu.py`: what is measured in each, and how."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import peer
+import torch
+from random_model import SHAPES, Pair, Shape, arranged, make_llm, random_prompts
+from timing import copy_bandwidth, interleaved, spread
+
+from foredraft import LLM, SamplingParams, Stats
+from foredraft.model.runner import Runner
+from foredraft.model.weights import weight_bytes
+from foredraft.ngrams import repeated
+
+ROOT = Path(__file__).parents[1]
+ROWS = (1, 2, 4, 8, 16, 32)
+ALPHAS = (0.6, 0.8, 0.9)
+PROMPT = 128  # tokens
+CONTEXT = 256  # positions before a bare forward
+WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
+TESTS_S = 400  # at most
+
+Run = Callable[[], tuple[float, list[int]]]  # seconds of so many decoding steps, and the new ids
+
+
+class Bench:
+    """The options, resolved; `bandwidth` is measured with every run."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.shape: Shape = SHAPES[options.shape]
+        self.device = torch.device(options.device)
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.new_tokens, self.repeats = options.new_tokens, options.repeats
+        self.prompts, self.longest, self.backend = options.prompts, options.max_draft, options.backend
+        self.positions = PROMPT + options.new_tokens + 64
+        self.bandwidth = copy_bandwidth(self.device, options.copied)
+
+    # --- stages -----------------------------------------------------------------------------------------
+
+    def tests(self) -> dict[str, Any]:
+        """Only files that have such a test, whatever the versions here: another PyTorch or pytest may warn of
+        what ours does not, and other files may import what is lacking."""
+        files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in f.read_text()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rfE",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "gpu",
+            *files,
+        ]
+        path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        ran = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=TESTS_S,
+        )
+        if ran.returncode:
+            raise RuntimeError(
+                f"pytest ended with {ran.returncode}: {ran.stdout[-8000:]}{ran.stderr[-2000:]}"
+            )
+        return {"summary": ran.stdout.splitlines()[-1]}
+
+    def forwards(self) -> dict[str, Any]:
+        pair = Pair.of(self.shape, self.device, self.dtype)
+        results: dict[str, Any] = {}
+        for deterministic in (True, False):
+            runner = Runner(pair.target, deterministic=deterministic)
+            costs = self._costs(runner, None, ROWS)
+            costs["shapes"] = repr(runner.shapes)
+            results["deterministic" if deterministic else "not deterministic"] = costs
+        return results
+
+    def plain(self) -> dict[str, Any]:
+        pair = Pair.of(self.shape, self.device, self.dtype)
+        [prompt] = random_prompts(1, PROMPT, pair.target.spec.vocab_size)
+        runs: dict[str, Run] = {}
+        for name, deterministic in (("foredraft", True), ("foredraft, not deterministic", False)):
+            llm = make_llm(Runner(pair.target, deterministic=deterministic), None, self.positions)
+            runs[name] = lambda llm=llm: decoded(llm, prompt, self.new_tokens, "none")[:2]  # type: ignore[misc]
+        theirs = peer.model_of(self.shape.config(self.dtype), pair.tensors, self.device)
+        for way in peer.WAYS:
+            runs[f"transformers, {way}"] = peer.contender(theirs, way, prompt, self.new_tokens, self.backend)
+        return self._compared(runs, self._bytes_per_step(pair))
+
+    def arranged(self, alpha: float) -> dict[str, Any]:
+        factor, tried = arranged(self.shape, self.device, self.dtype, alpha)
+        say(f"  later layers times {factor:.4f}: the draft is right at {dict(tried)[factor]:.3f}")
+        return {"factor": factor, "bisection": tried} | self._drafted(alpha, factor)
+
+    # --- what they share --------------------------------------------------------------------------------
+
+    def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> dict[str, Any]:
+        """v by the rows of a forward, and c of a draft step, in plain steps of the target."""
+        cache = target.new_cache(1, self.positions + CONTEXT)
+        rows = [n for n in rows if n <= target.max_queries]
+        made = {n: torch.ones(1, n, dtype=torch.int64, device=self.device) for n in rows}
+        works: dict[Any, Callable[[], object]] = {
+            n: lambda tokens=tokens: target.forward(cache, tokens, [CONTEXT - 1])  # type: ignore[misc]
+            for n, tokens in made.items()
+        }
+        if draft is not None:
+            own = draft.new_cache(1, self.positions + CONTEXT)
+            at = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+            def steps() -> None:  # as in a round, where nobody waits between them
+                for position in range(CONTEXT, CONTEXT + self.longest):
+                    draft.forward(own, made[1], [position - 1], at=at, exact=False)
+
+            works["draft"] = steps
+        seconds = interleaved(works, self.device, 10 * self.repeats)
+        step = median(seconds[1])
+        costs: dict[str, Any] = {"step_seconds": spread(seconds[1])}
+        costs["v"] = {n: median(seconds[n]) / step for n in rows}
+        if draft is not None:
+            costs["c"] = median(seconds["draft"]) / self.longest / step
+        return costs
+
+    def _compared(self, runs: dict[str, Run], bytes_per_step: int) -> dict[str, Any]:
+        """Contenders in turns, each warmed up first; one that fails is out, and says why."""
+        results: dict[str, Any] = {}
+        seconds: dict[str, list[float]] = {}
+        ids: dict[str, list[int]] = {}
+        for turn in range(-WARM, self.repeats):
+            for name in list(runs)[:: 1 if turn % 2 else -1]:
+                try:
+                    taken, ids[name] = runs[name]()
+                except Exception as error:
+                    results[name] = failure(error)
+                    del runs[name]
+                    continue
+                if turn >= 0:
+                    seconds.setdefault(name, []).append(taken)
+                elif turn == -1:
+                    say(f"  {name}: {self.new_tokens / taken:.1f} tokens/s, warm")
+        own = ids.get("foredraft", [])
+        for name in runs:
+            speeds = [self.new_tokens / taken for taken in seconds[name]]
+            results[name] = {
+                "tokens_per_second": spread(speeds),
+                "fraction_of_bandwidth": median(speeds) * bytes_per_step / self.bandwidth["bytes_per_second"],
+                "differs_from_foredraft_at": divergence(own, ids[name]),
+                "repeated_4grams": repeated(ids[name]),
+            }
+            if "foredraft" in runs and name.startswith("transformers"):
+                pairs = zip(seconds[name], seconds["foredraft"], strict=True)
+                results[name]["foredraft_is_faster"] = spread([theirs / ours for theirs, ours in pairs])
+        return {"contenders": results, "bytes_per_step": bytes_per_step}
+
+    def _drafted(self, alpha: float, factor: float) -> dict[str, Any]:
+        """Drafting against plain decoding, prompt by prompt, at the length that pays best at `alpha`."""
+        pair = Pair.of(self.shape, self.device, self.dtype, factor)
+        target, draft = Runner(pair.target), Runner(pair.draft, deterministic=False)
+        longest = min(self.longest, target.max_queries - 1)
+        costs = self._costs(target, draft, range(1, longest + 2))
+        v, c = list(costs["v"].values()), costs["c"]
+        length = max(range(1, longest + 1), key=lambda k: predicted(expected(alpha, k), k, v, c))
+        llm = make_llm(target, draft, self.positions, length)
+        ratios, stats, shares, identical = [], [], [], True
+        for prompt in random_prompts(self.prompts, PROMPT, pair.target.spec.vocab_size):
+            for turn in range(-WARM, self.repeats):
+                order = ("none", "draft-model")[:: 1 if turn % 2 else -1]
+                both = {name: decoded(llm, prompt, self.new_tokens, name) for name in order}
+                identical = identical and both["none"][1] == both["draft-model"][1]
+                if turn >= 0:
+                    ratios.append(both["none"][0] / both["draft-model"][0])
+            stats.append(both["draft-model"][2])
+            shares.append(repeated(both["draft-model"][1]))
+        whole = Stats.merge(stats)
+        assert whole.mean_accepted_length is not None
+        promised = predicted(whole.mean_accepted_length, whole.drafted / whole.rounds, v, c)
+        return {
+            "identical": identical,
+            "repeated_4grams": shares,
+            "alpha": whole.alpha,
+            "acceptance_by_position": whole.acceptance_by_position,
+            "max_draft": length,
+            "mean_accepted_length": whole.mean_accepted_length,
+            "costs_in_plain_steps": costs,
+            "speedup": spread(ratios),
+            "predicted": promised,
+            "measured_over_predicted": median(ratios) / promised,
+        }
+
+    def _bytes_per_step(self, pair: Pair) -> int:
+        """Read by a plain step in the middle of the text."""
+        spec, width = pair.target.spec, self.dtype.itemsize
+        weights = weight_bytes(spec, self.device, self.dtype) - pair.target.embedding.numel() * width
+        keys = 2 * spec.layers * spec.kv_heads * spec.head_dim * (PROMPT + self.new_tokens // 2) * width
+        return weights + keys
+
+
+def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple[float, list[int], Stats]:
+    """Seconds of the decoding, from the first round on; the new ids; the rounds."""
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation=drafter)
+    [output] = llm.generate(prompt, params)
+    if output.error is not None:
+        raise RuntimeError(output.error)
+    return output.stats.seconds, output.token_ids, output.stats
+
+
+def expected(alpha: float, length: int) -> float:
+    """tau at a constant alpha."""
+    return sum(alpha**j for j in range(length + 1))
+
+
+def predicted(tau: float, length: float, v: Sequence[float], c: float) -> float:
+    """S at a mean draft length; v between two row counts lies on the line between their costs."""
+    below = min(int(length), len(v) - 1)
+    above = min(below + 1, len(v) - 1)
+    return tau / (length * c + v[below] + (length - below) * (v[above] - v[below]))
+
+
+def divergence(ours: list[int], theirs: list[int]) -> int | None:
+    """The first new token that differs."""
+    return next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"[:12000], "traceback": traceback.format_exc(-3)}
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+STAGES: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "tests": Bench.tests,
+    "forwards": Bench.forwards,
+    "plain": Bench.plain,
+    **{f"arranged-{alpha}": partial(Bench.arranged, alpha=alpha) for alpha in ALPHAS},
+}

@@ -1,0 +1,75 @@
+"""`transformers` on the very same weights: `generate` with each kind of cache, its decoding timed alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from timing import synchronise
+from torch import Tensor
+from transformers.generation import CompileConfig, LogitsProcessor, LogitsProcessorList
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+# how `generate` is asked: the cache that grows, one of a fixed size, and that with its forward compiled
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "compiled": {"cache_implementation": "static"},
+}
+
+
+class _FirstToken(LogitsProcessor):  # type: ignore[misc]
+    """Notes when the prompt's pass is done; after it come the decoding steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seen: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.seen is None:
+            synchronise(self.device)
+            self.seen = time.perf_counter()
+        return scores
+
+
+def model_of(config: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """Theirs, whose parameters are these tensors themselves."""
+    made = transformers.LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(made)
+    model.load_state_dict(tensors, assign=True)
+    with device:
+        model.model.rotary_emb = LlamaRotaryEmbedding(made)  # its buffers are in no state dict
+    return model.eval()
+
+
+def contender(
+    model: Any, way: str, prompt: list[int], new_tokens: int, backend: str
+) -> Callable[[], tuple[float, list[int]]]:
+    """A run of `new_tokens` + 1 tokens: seconds of the last `new_tokens`, a step each, and all ids."""
+    options = dict(WAYS[way])
+    if way == "compiled":
+        options["compile_config"] = CompileConfig(backend=backend)
+        options["compile_config"]._compile_all_devices = True  # theirs compiles on a GPU alone otherwise
+    ids = torch.tensor([prompt], device=model.device)
+    mask = torch.ones_like(ids)
+
+    def run() -> tuple[float, list[int]]:
+        first = _FirstToken(model.device)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=new_tokens + 1,
+            min_new_tokens=new_tokens + 1,
+            logits_processor=LogitsProcessorList([first]),
+            **options,
+        )
+        synchronise(model.device)
+        assert first.seen is not None
+        return time.perf_counter() - first.seen, out[0, len(prompt) :].tolist()
+
+    return run

@@ -1,0 +1,187 @@
+"""Models of a shape with random weights, made on the device: no file is written or read.
+
+Every weight is a function of its name alone: norms are ones, embeddings have a deviation of 1, products keep
+the scale of what they read, and queries are three times as large, so that attention picks its positions and a
+greedy text does not run in circles.
+
+Arranged acceptance. The draft model is the target's own first layers, with its embedding, last norm and head.
+What the *later* layers add to the residual stream is scaled by a factor, in the weights of their output and
+down products: at 0 the draft is the target; the larger it is, the less often both choose the same token.
+`arranged` finds the factor by bisection, on the share of positions of random text at which they do.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft import LLM
+from foredraft.decode.engine import Engine
+from foredraft.decode.policy import Fixed
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.model.decoder import Decoder
+from foredraft.model.runner import Runner
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import Shapes, build_decoder
+
+SHARPNESS = 3.0  # of queries
+LATER = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds with
+COLUMNS = 256  # of random text in one pass
+CLOSE = 0.003  # a quarter of the share's own spread over 2048 positions, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's config keys, and how many of its layers draft."""
+
+    keys: dict[str, Any]
+    draft_layers: int
+
+    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """As a config.json has it."""
+        common = {
+            "architectures": ["LlamaForCausalLM"],
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 4096,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        return common | self.keys
+
+
+def _keys(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+
+
+SHAPES = {
+    "llama-8b": Shape(_keys(32, 4096, 14336, 32, 8, 128256), draft_layers=2),  # that of Llama 3 8B
+    "tiny": Shape(_keys(4, 64, 96, 4, 2, 512), draft_layers=1),
+}
+
+
+class RandomWeights:
+    """A `Source` of weights, which keeps them by their names.
+
+    damped_from: the first of the later layers; factor: of what they add.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, damped_from: int = 0, factor: float = 1.0
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.damped_from, self.factor = damped_from, factor
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, shapes: Shapes) -> Tensor:
+        rows = [shape[0] for shape in shapes.values()]
+        columns = next(iter(shapes.values()))[1:]
+        joined = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
+        for name, part in zip(shapes, joined.split(rows), strict=True):
+            self._draw(name, part)
+            self.tensors[name] = part
+        return joined
+
+    lend = take  # a packed copy lies beside what is kept here
+
+    def end_loans(self) -> None:
+        return None
+
+    def _draw(self, name: str, weight: Tensor) -> None:
+        if "norm" in name:
+            weight.fill_(1.0)
+            return
+        deviation = 1.0 if "embed" in name else 1.0 / math.sqrt(weight.shape[1])
+        if name.endswith("q_proj.weight"):
+            deviation *= SHARPNESS
+        random = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        weight.normal_(0.0, deviation, generator=random)
+        if name.endswith(LATER) and int(name.split(".")[2]) >= self.damped_from:
+            weight.mul_(self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target, a draft made of its first layers, and the target's tensors by their names."""
+
+    target: Decoder
+    draft: Decoder
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, shape: Shape, device: torch.device, dtype: torch.dtype, factor: float = 1.0) -> Pair:
+        weights = RandomWeights(device, dtype, shape.draft_layers, factor)
+        target = build_decoder(ModelSpec.from_hf(shape.config(dtype)), weights)
+        few = shape.draft_layers
+        spec = replace(target.spec, layers=few, windows=target.spec.windows[:few])
+        draft = Decoder(spec, target.embedding, target.layers[:few], target.norm, target.output)
+        return cls(target, draft, weights.tensors)
+
+
+def arranged(
+    shape: Shape, device: torch.device, dtype: torch.dtype, alpha: float, steps: int = 14, columns: int = 2048
+) -> tuple[float, list[tuple[float, float]]]:
+    """The factor at which target and draft agree with probability `alpha`, and every (factor, agreement) on
+    the way there."""
+    low, high = math.log(1e-3), math.log(8.0)
+    tried: list[tuple[float, float]] = []
+    for _ in range(steps):
+        factor = math.exp((low + high) / 2)
+        share = agreement(Pair.of(shape, device, dtype, factor), columns)
+        tried.append((factor, share))
+        if abs(share - alpha) < CLOSE:
+            break
+        low, high = (math.log(factor), high) if share > alpha else (low, math.log(factor))
+    return min(tried, key=lambda pair: abs(pair[1] - alpha))[0], tried
+
+
+@torch.inference_mode()
+def agreement(pair: Pair, columns: int) -> float:
+    """The share of positions of random text at which both choose the same token."""
+    runner = Runner(pair.target, deterministic=False)
+    cache = runner.new_cache(1, columns)
+    [tokens] = random_prompts(1, columns, pair.target.spec.vocab_size)
+    text = torch.tensor([tokens], device=pair.target.device)
+    depth = pair.draft.spec.layers
+    same = torch.zeros((), device=text.device, dtype=torch.int64)
+    for start in range(0, columns, COLUMNS):
+        part = text[:, start : start + COLUMNS]
+        forward = runner.forward(cache, part, [start], taps=(depth,), exact=False)
+        assert forward.logits is not None
+        drafted = runner.head(forward.taps[depth]).argmax(-1)
+        same += (drafted == forward.logits.argmax(-1)).sum()
+    return int(same) / columns
+
+
+def random_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    made: list[list[int]] = torch.randint(0, vocabulary, (count, length), generator=random).tolist()
+    return made
+
+
+def make_llm(target: Runner, draft: Runner | None, positions: int, longest: int = 1) -> LLM:
+    """What `foredraft.load` makes of a checkpoint, made of runners: one sequence, drafts of fixed length."""
+    spec = target.decoder.spec
+    drafters = {} if draft is None else {"draft-model": DraftModel(draft, 1, positions)}
+    engine = Engine(
+        target,
+        target.new_cache(1, positions),
+        Fixed(longest),
+        drafters,
+        vocabulary=spec.vocab_size,
+        device=target.decoder.device,
+    )
+    return LLM(engine, spec, None, default_drafter=None, max_length=positions)

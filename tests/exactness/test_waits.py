@@ -1,0 +1,214 @@
+"""The host waits for the device once a round, and never while a prompt is read: counted on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parts import StopUnsure
+
+import checkpoints
+import foredraft
+from foredraft import SamplingParams, build
+from foredraft.decode import accept, draft, engine, past, reading, sampling
+from foredraft.drafters import draft_model
+from foredraft.kernels import rows as rows_of_kernels
+from foredraft.model import device
+from foredraft.model.runner import Runner
+from planting import Mutant, assert_caught
+from waits import Waits, counted
+
+PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((1, 3, 25, 300))]
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "as it is": {"temperature": 1},
+    "cuts": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
+    "coupled": {"seed": 3, "acceptance": "coupled"},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+    "scores": {"logprobs": 2, "top_p": 0.9},
+    "bias": {"logit_bias": {5: 1.0, 9: -3.0}, "min_new_tokens": 4},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    """None, as on a GPU: the operators are PyTorch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_of_kernels, "loaded", lambda: None)
+        patch.setattr(build, "unserved_because", lambda *_: "for a test")
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> foredraft.LLM:
+    return load(tmp_path_factory.mktemp("models"))
+
+
+def load(folder: Path) -> foredraft.LLM:
+    pair = checkpoints.save_pair(folder)
+    return foredraft.load(pair / "big", draft=pair / "small", device="cpu", max_batch=4, max_length=512)
+
+
+@pytest.fixture
+def counts(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[str]], list[list[str]]]:
+    return watch(llm, monkeypatch)
+
+
+def watch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[str]], list[list[str]]]:
+    """Of each round, and of each chunk of a prompt."""
+    rounds: list[list[str]] = []
+    chunks: list[list[str]] = []
+    monkeypatch.setattr(llm.engine, "round", counted(llm.engine.round, rounds))
+    monkeypatch.setattr(llm.engine, "_prefill", counted(llm.engine._prefill, chunks))
+    return rounds, chunks
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(
+    "drafters", [["none"], ["draft-model"], ["lookup"], ["none", "lookup", "draft-model"]], ids="+".join
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_once_a_round(
+    llm: foredraft.LLM, counts: tuple[list[list[str]], ...], name: str, drafters: list[str], rows: int
+) -> None:
+    rounds, chunks = counts
+    params = [
+        SamplingParams(
+            max_new_tokens=12, ignore_eos=True, speculation=drafters[row % len(drafters)], **PARAMS[name]
+        )
+        for row in range(rows)
+    ]
+    outputs = llm.generate(PROMPTS[-rows:], params, trace=name == "as it is")
+    assert all(output.error is None for output in outputs)
+    if "draft-model" in drafters and rows > 2:
+        assert any(output.stats.drafted for output in outputs)
+    assert len(rounds) >= 3 and {len(found) for found in rounds} == {1}, rounds
+    assert len(chunks) >= 2 and not any(chunks), chunks
+
+
+def test_once_more_for_each_draft_step_that_the_policy_may_end(
+    llm: foredraft.LLM, counts: tuple[list[list[str]], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine, "policy", StopUnsure(4, least=0.1))
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, speculation="draft-model")
+    outputs = llm.generate(PROMPTS, params)
+    assert all(output.error is None and output.stats.drafted for output in outputs)
+    assert {1} < {len(found) for found in counts[0]} <= {1, 2, 3, 4}, counts[0]
+
+
+def test_once_more_for_a_draft_in_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tokens it has: it drafts greedily, and is read at the end."""
+    for name, size in (("big", 384), ("small", 300)):
+        checkpoints.save_checkpoint(tmp_path / name, tokenizer=True, vocab_size=size, eos_token_id=None)
+    llm = foredraft.load(tmp_path / "big", draft=tmp_path / "small", device="cpu", max_length=256)
+    rounds, _ = watch(llm, monkeypatch)
+    outputs = llm.generate(["the target checks", "a b c"], SamplingParams(temperature=0, max_new_tokens=16))
+    assert all(output.stats.drafted for output in outputs)
+    assert {len(found) for found in rounds} <= {1, 2} and [] not in rounds, rounds
+
+
+# --- the counter itself ----------------------------------------------------------------------------------
+
+X = torch.arange(6.0).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "work"),
+    [
+        (1, lambda: X[0, 0].item()),
+        (1, lambda: bool(X.any())),
+        (1, lambda: int(X[0, 0])),
+        (1, lambda: [1, 2, 3][X.long()[0, 1]]),
+        (1, lambda: X.tolist()),
+        (1, lambda: X.cpu().numpy()),
+        (1, lambda: X.cpu().tolist()),
+        (1, lambda: np.asarray(X)),
+        (1, lambda: X[X > 2]),
+        (1, lambda: X.clone().__setitem__(X > 2, 0.0)),
+        (1, lambda: X[[0, 1]]),
+        (1, lambda: torch.nonzero(X)),
+        (1, lambda: torch.where(X > 2)),
+        (1, lambda: X.masked_select(X > 2)),
+        (1, lambda: torch.equal(X, X)),
+        (1, lambda: X.unique()),
+        (1, lambda: torch.tensor([1, 2])),
+        (0, lambda: device.upload([1, 2], X.device)),
+        (0, lambda: X[X.long().argmax(0) * 0]),
+        (0, lambda: torch.where(X > 2, X, 0.0)),
+        (0, lambda: X.masked_fill(X > 2, 0.0)),
+        (0, lambda: X.sort(-1).values.cumsum(-1).topk(2)),
+        (0, lambda: torch.nn.functional.one_hot(X.long(), 8)),
+        (0, lambda: [row.shape for row in X]),
+    ],
+)  # fmt: skip
+def test_what_waits(count: int, work: Callable[[], object]) -> None:
+    for mode in (nullcontext, torch.inference_mode):
+        with Waits() as waits, mode():
+            work()
+        assert len(waits.found) == count, waits.found
+
+
+# --- planted defects -------------------------------------------------------------------------------------
+
+EDITS: dict[str, tuple[Any, str, str]] = {
+    "a read of the verdict": (
+        engine.Engine.round,
+        "readings = read(",
+        "verdict.accepted.tolist()\n    readings = read(",
+    ),
+    "two reads": (
+        reading.read,
+        "verdicts, *more = _read(tensors)",
+        "verdicts, *more = [_read([tensor])[0] for tensor in [*tensors, tensors[0]]]",
+    ),
+    "an end looked for": (
+        accept._leading,
+        "columns = torch",
+        "int(keep.shape[1] and keep.sum())\n    columns = torch",
+    ),
+    "finite rows by a mask": (
+        sampling.law_of,
+        "probs, top = _transformed(logits, table)",
+        "probs, top = _transformed(logits, table)\n    top[top.isfinite()]",
+    ),
+    "an upload that waits": (
+        draft._catch_up,
+        "upload(padded, device, torch.int64)",
+        "torch.tensor(padded, device=device, dtype=torch.int64)",
+    ),
+    "a draft looked at step by step": (
+        draft_model.DraftModel.step,
+        "logits = forward.logits[:, 0]",
+        "logits = forward.logits[:, 0]\n    logits.argmax(-1).cpu()",
+    ),
+    "counts uploaded plainly": (
+        past.Past.of.__func__,  # type: ignore[attr-defined]
+        "upload([len(s.tokens) - len(s.prompt) for s in sequences], device)",
+        "torch.tensor([len(s.tokens) - len(s.prompt) for s in sequences])",
+    ),
+    "the last position read off": (
+        Runner.prefill,
+        "self.forwarded += len(tokens)",
+        "self.forwarded += len(tokens)\n    int(cache.data[0, 0, row, 0, start, 0])",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_defect_is_caught(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rounds, chunks = watch(llm, monkeypatch)
+
+    def check() -> None:
+        params = SamplingParams(
+            max_new_tokens=8, ignore_eos=True, speculation="draft-model", frequency_penalty=0.1
+        )
+        outputs = llm.generate(PROMPTS, params)
+        assert all(output.error is None for output in outputs)
+        assert {len(found) for found in rounds} == {1} and not any(chunks), (rounds, chunks)
+
+    assert_caught(Mutant(name, (EDITS[name],), check), monkeypatch)

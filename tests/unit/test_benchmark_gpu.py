@@ -1,0 +1,177 @@
+"""The GPU's benchmark, all of it, on the CPU at a tiny shape."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu
+import gpu_stages
+import peer
+import random_model
+import timing
+import workload
+
+from foredraft.model.runner.shapes import FALLBACK
+
+CPU = torch.device("cpu")
+TINY = random_model.SHAPES["tiny"]
+SMALL = (
+    "--shape tiny --device cpu --dtype float32 --new-tokens 12 --repeats 1 --prompts 1 --max-draft 3".split()
+)
+SMALL += "--copied 1048576 --backend eager --name small".split()
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(workload, "HERE", tmp_path)
+    return tmp_path / "results" / "small.json"
+
+
+def test_the_stages_and_their_result(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([*SMALL, "--stages", "forwards,plain,arranged-0.6,arranged-0.9"]) == 0
+    found: dict[str, Any] = json.loads(results.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    assert found["copy_bandwidth"]["bytes_moved"] == 2**20 and found["copy_bandwidth"]["bytes_per_second"] > 0
+    stages = found["stages"]
+    for costs in (stages["forwards"]["deterministic"], stages["forwards"]["not deterministic"]):
+        assert list(costs["v"]) == ["1", "2", "4", "8", "16", "32"] and costs["v"]["1"] == 1
+    contenders = stages["plain"]["contenders"]
+    ways = {f"transformers, {way}" for way in peer.WAYS}
+    assert set(contenders) == {"foredraft", "foredraft, not deterministic", *ways}
+    for name, figures in contenders.items():
+        assert "error" not in figures, figures
+        assert figures["differs_from_foredraft_at"] is None, "the weights are the same, and so is the text"
+        assert figures["tokens_per_second"]["median"] > 0 and 0 <= figures["repeated_4grams"] < 1
+        assert ("foredraft_is_faster" in figures) == (name in ways)
+    # 4 layers of 64x(64 + 2x32) + 64x64 + 3x64x96 and two norms, the last norm, the head; keys of 134 positions
+    assert stages["plain"]["bytes_per_step"] == 4 * (
+        4 * (64 * 128 + 64 * 64 + 3 * 64 * 96 + 128) + 64 + 512 * 64 + 2 * 4 * 2 * 16 * 134
+    )
+    for alpha in ("0.6", "0.9"):
+        figures = stages[f"arranged-{alpha}"]
+        assert figures["identical"] is True and 1 <= figures["max_draft"] <= 3
+        assert abs(figures["bisection"][-1][1] - float(alpha)) < 0.01
+        share = figures["speedup"]["median"] / figures["predicted"]
+        assert figures["measured_over_predicted"] == pytest.approx(share)
+
+
+def test_a_stage_that_fails_does_not_lose_the_others(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(bench: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setitem(gpu_stages.STAGES, "forwards", broken)
+    assert gpu.main([*SMALL, "--stages", "forwards,tests"]) == 1
+    stages = json.loads(results.read_text())["stages"]
+    assert (
+        stages["forwards"]["error"] == "RuntimeError: no memory"
+        and "broken" in stages["forwards"]["traceback"]
+    )
+    assert ("passed" if torch.cuda.is_available() else "skipped") in stages["tests"]["summary"]
+
+
+def test_a_model_of_one_exact_shape(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes take 8 columns and no more, whatever is asked for."""
+    monkeypatch.setattr("foredraft.model.runner.runner.find_shapes", lambda *_: FALLBACK)
+    options = [*SMALL, "--stages", "forwards,arranged-0.9", "--max-draft", "9"]
+    assert gpu.main(options) == 0
+    stages = json.loads(results.read_text())["stages"]
+    assert list(stages["forwards"]["deterministic"]["v"]) == ["1", "2", "4", "8"]
+    assert list(stages["forwards"]["not deterministic"]["v"]) == ["1", "2", "4", "8", "16", "32"]
+    assert stages["arranged-0.9"]["identical"] and stages["arranged-0.9"]["max_draft"] <= 7
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--stages", "forwards,heat"],
+            "--stages has 'heat'; give some of tests,forwards,plain,arranged-0.6,",
+        ),
+        (["--device", "cuda:99"], "device is 'cuda:99', but this PyTorch sees"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main([*SMALL, *options])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_contender_that_fails_is_out_and_the_others_go_on() -> None:
+    bench = object.__new__(gpu_stages.Bench)
+    bench.new_tokens, bench.repeats, bench.bandwidth = 10, 2, {"bytes_per_second": 100.0}
+    turns: list[str] = []
+
+    def run(name: str, seconds: float, ids: list[int], fails_at: int = 99) -> gpu_stages.Run:
+        def once() -> tuple[float, list[int]]:
+            turns.append(name)
+            if turns.count(name) == fails_at:
+                raise ValueError("gone")
+            return seconds, ids
+
+        return once
+
+    found = bench._compared(
+        {
+            "foredraft": run("f", 2.0, [1, 2, 3]),
+            "transformers, eager": run("e", 5.0, [1, 2, 4]),
+            "transformers, static": run("s", 1.0, [], fails_at=3),
+        },
+        bytes_per_step=4,
+    )["contenders"]
+    assert (
+        "".join(turns) == "sef" + "fes"[::1] + "sef" + "fe" or "".join(turns) == "sef" + "fes" + "sef" + "fe"
+    )
+    assert found["transformers, static"]["error"] == "ValueError: gone"
+    assert found["foredraft"]["tokens_per_second"]["median"] == 5
+    assert found["foredraft"]["fraction_of_bandwidth"] == 5 * 4 / 100
+    assert found["transformers, eager"]["foredraft_is_faster"]["median"] == 2.5
+    assert found["transformers, eager"]["differs_from_foredraft_at"] == 2
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.9])
+def test_the_arranged_acceptance_holds_in_the_engine(alpha: float) -> None:
+    """As measured on texts of the model's own, whatever random ones promised."""
+    factor, _ = random_model.arranged(TINY, CPU, torch.float32, alpha)
+    pair = random_model.Pair.of(TINY, CPU, torch.float32, factor)
+    draft = random_model.Runner(pair.draft, deterministic=False)
+    llm = random_model.make_llm(random_model.Runner(pair.target), draft, 400, longest=4)
+    accepted = rejected = 0
+    for prompt in random_model.random_prompts(4, 64, 512):
+        _, ids, stats = gpu_stages.decoded(llm, prompt, 128, "draft-model")
+        assert ids == gpu_stages.decoded(llm, prompt, 128, "none")[1]
+        assert gpu_stages.repeated(ids) < 0.1
+        accepted, rejected = accepted + stats.accepted, rejected + stats.rejections
+    assert abs(accepted / (accepted + rejected) - alpha) < 0.05
+
+
+def test_the_draft_is_the_target_where_the_later_layers_add_nothing() -> None:
+    for factor, share in ((0.0, 1.0), (1.0, 0.15)):
+        pair = random_model.Pair.of(TINY, CPU, torch.float32, factor)
+        assert abs(random_model.agreement(pair, 512) - share) < 0.1
+    again = random_model.Pair.of(TINY, CPU, torch.float32, 0.5)
+    for name, tensor in pair.tensors.items():  # functions of their names alone
+        later = name.endswith(random_model.LATER) and int(name.split(".")[2]) >= TINY.draft_layers
+        assert torch.allclose(again.tensors[name], tensor * (0.5 if later else 1.0))
+
+
+def test_works_take_turns() -> None:
+    turns: list[str] = []
+    seconds = timing.interleaved({n: lambda n=n: turns.append(n) for n in "abc"}, CPU, 2, warm=1)  # type: ignore[misc]
+    assert "".join(turns) == "abc" + "cba" + "abc"
+    assert {n: len(taken) for n, taken in seconds.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_predictions() -> None:
+    assert gpu_stages.expected(0.5, 2) == 1.75
+    assert gpu_stages.predicted(2.6, 2, [1.0, 1.1, 1.3], 0.25) == pytest.approx(2.6 / 1.8)
+    assert gpu_stages.predicted(2.6, 1.5, [1.0, 1.1, 1.3], 0.25) == pytest.approx(2.6 / (0.375 + 1.2))

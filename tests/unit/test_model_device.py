@@ -1,0 +1,76 @@
+"""Uploads never wait: what goes to a GPU goes out of pinned memory, and the host does not look back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.decode import constraint, draft
+from foredraft.model.device import upload
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is done to send a tensor to a GPU, in a place that has none."""
+    done: list[Any] = []
+
+    def pin(self: Tensor) -> Tensor:
+        done.append("pinned")
+        return self
+
+    def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        done.append((device.type, non_blocking))
+        return self
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "to", to)
+    return done
+
+
+def test_values_stay_where_the_host_is() -> None:
+    mask = torch.tensor([True, False])
+    assert upload(mask, CPU) is mask
+    assert upload([[1], [2]], CPU, torch.int32).tolist() == [[1], [2]]
+    assert upload([True], CPU).dtype == torch.bool
+
+
+@pytest.mark.parametrize("values", [[1, 2], torch.tensor([True, False])], ids=["numbers", "tensor"])
+def test_a_gpu_gets_them_without_waiting(sent: list[Any], values: Any) -> None:
+    upload(values, CUDA)
+    assert sent == ["pinned", ("cuda", True)]
+
+
+def test_what_is_no_longer_the_hosts_is_not_pinned(sent: list[Any]) -> None:
+    upload(torch.empty(2, device="meta"), CUDA)
+    assert sent == [("cuda", True)]
+
+
+class Even:
+    """A constraint of its own."""
+
+    length = 0
+
+    def mask(self) -> Tensor:
+        return torch.tensor([True, False, True])
+
+    def advance(self, token: int) -> int:
+        return self.length + 1
+
+    def rewind(self, length: int) -> None:
+        return None
+
+
+def test_masks_are_uploaded(sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: torch.full(shape, True))
+    constraint.masks_along(Even(), [0], 3, CUDA)  # type: ignore[arg-type]
+    assert sent == ["pinned", ("cuda", True)] * 2
+    sent.clear()
+    walk = SimpleNamespace(constraint=Even())
+    draft._masks_of([walk], SimpleNamespace(vocabulary=3, device=CUDA))  # type: ignore[list-item,arg-type]
+    assert sent == ["pinned", ("cuda", True)]

@@ -1,0 +1,149 @@
+"""Counts where the host would wait for a GPU, on a CPU: every read of a tensor's values, and every tensor that
+is made of values and was not uploaded without waiting.
+
+It sees what PyTorch's own check on a GPU sees (`torch.cuda.set_sync_debug_mode`), and what that does not:
+`tolist` of something small waits as well. A copy to the device itself cannot be told from one that is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foredraft.model.device import upload
+
+SOURCE = str(Path(upload.__code__.co_filename).parents[1])
+aten = torch.ops.aten
+# operators whose result, or its shape, the host must know
+WAITING = {
+    aten._local_scalar_dense,
+    aten.equal,
+    aten.masked_select,
+    aten.nonzero,
+    aten.bincount,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.repeat_interleave,
+}
+MASKED = {aten.index, aten.index_put, aten.index_put_}  # by booleans they look for what is true first
+READS = {Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.__array__}
+MAKES = {torch.tensor, torch.as_tensor, torch.from_numpy}
+# reads its input for a check that it leaves to the kernel on a GPU
+# (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/Onehot.cpp)
+EXCUSED = {torch.nn.functional.one_hot}
+
+
+class Waits:
+    """Within the block, `found` grows: what waits, and the line of the library that asked for it.
+
+    Inference mode hides reads of single values from whoever looks at operators, so it is `no_grad` here.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._modes = (_Functions(self), _Operators(self))
+        self._patch = pytest.MonkeyPatch()
+        self._host: list[Tensor] = []  # what a read gave: reading it again is free
+        self._excused = 0
+
+    def __enter__(self) -> Waits:
+        for name in ("__enter__", "__exit__"):
+            self._patch.setattr(torch.inference_mode, name, getattr(_NoGrad, name))
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+        self._patch.undo()
+
+    def note(self, what: str) -> None:
+        if not self._excused:
+            self.found.append(f"{what} at {_line()}")
+
+
+class _NoGrad:
+    """What `torch.inference_mode` does within the block."""
+
+    def __enter__(self) -> None:
+        self._inside = torch.no_grad()
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, waits: Waits) -> None:
+        self.waits = waits
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        waits, name = self.waits, getattr(function, "__name__", str(function))
+        if function in READS and not any(args[0] is known for known in waits._host):
+            waits.note(name)
+        elif function in MAKES and sys._getframe(1).f_code is not upload.__code__:
+            waits.note(f"{name} without upload")
+        elif function in (Tensor.__getitem__, Tensor.__setitem__) and _has_list(args[1]):
+            waits.note("an index of Python numbers")
+        waits._excused += function in EXCUSED
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            waits._excused -= function in EXCUSED
+        if function is Tensor.cpu:
+            waits._host.append(result)
+        return result
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        packet = operator.overloadpacket
+        if packet in WAITING:
+            self.waits.note(str(operator))
+        elif packet in MASKED and any(
+            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        ):
+            self.waits.note(f"{operator} by a mask")
+        return operator(*args, **(kwargs or {}))
+
+
+def _has_list(index: Any) -> bool:
+    return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+def _line() -> str:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
+        frame = frame.f_back
+    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def counted(function: Callable[..., Any], counts: list[list[str]]) -> Callable[..., Any]:
+    """The function; each call's waits are appended to `counts`."""
+
+    def calls(*args: Any, **kwargs: Any) -> Any:
+        with Waits() as waits:
+            result = function(*args, **kwargs)
+        counts.append(waits.found)
+        return result
+
+    return calls
