@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -56,18 +57,6 @@ def memory(device: torch.device) -> Iterator[dict[str, Any]]:
         used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
 
 
-def graphics(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "gpu": properties.name,
-        "gpu_memory_bytes": properties.total_memory,
-        "compute_capability": list(torch.cuda.get_device_capability(device)),
-        "cuda": torch.version.cuda,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--stages", default=",".join(STAGES), help="some of them, joined by commas")
@@ -78,8 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=3, help="of stage arranged")
     parser.add_argument("--max-draft", type=int, default=8, help="the longest draft that may turn out best")
-    parser.add_argument("--copied", type=int, default=2**31, help="bytes that a copy reads and writes")
     parser.add_argument("--backend", default="inductor", help="of torch.compile, for transformers")
+    parser.add_argument(
+        "--compile", action="store_true", help="own models are compiled: in stage plain one more of them"
+    )
     parser.add_argument("--name", default="gpu", help="of the result file")
     options = parser.parse_args(arguments)
     chosen = options.stages.split(",")
@@ -92,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(options)
     result: dict[str, Any] = {
         "what": vars(options),
-        "machine": machine() | graphics(bench.device),
-        "copy_bandwidth": bench.bandwidth,
+        "machine": machine(bench.device),
+        "bandwidth": bench.bandwidth and asdict(bench.bandwidth),
         "stages": {},
     }
     failed = False

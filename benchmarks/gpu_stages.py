@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,9 +17,14 @@ from typing import Any
 import peer
 import torch
 from random_model import SHAPES, Pair, Shape, arranged, make_llm, random_prompts
-from timing import copy_bandwidth, interleaved, spread
+from timing import interleaved, spread
 
 from foredraft import LLM, SamplingParams, Stats
+from foredraft.bench.costs import predicted
+from foredraft.bench.figures import divergence
+from foredraft.bench.machine import bandwidth
+from foredraft.bench.records import Cost, Costs, Spread
+from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.weights import weight_bytes
 from foredraft.ngrams import repeated
@@ -28,6 +34,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 ALPHAS = (0.6, 0.8, 0.9)
 PROMPT = 128  # tokens
 CONTEXT = 256  # positions before a bare forward
+DRAFT = "draft-model"
 WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
 TESTS_S = 400  # at most
 
@@ -43,8 +50,9 @@ class Bench:
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.new_tokens, self.repeats = options.new_tokens, options.repeats
         self.prompts, self.longest, self.backend = options.prompts, options.max_draft, options.backend
+        self.compile = options.compile
         self.positions = PROMPT + options.new_tokens + 64
-        self.bandwidth = copy_bandwidth(self.device, options.copied)
+        self.bandwidth = bandwidth(self.device)
 
     # --- stages -----------------------------------------------------------------------------------------
 
@@ -83,9 +91,8 @@ class Bench:
         pair = Pair.of(self.shape, self.device, self.dtype)
         results: dict[str, Any] = {}
         for deterministic in (True, False):
-            runner = Runner(pair.target, deterministic=deterministic)
-            costs = self._costs(runner, None, ROWS)
-            costs["shapes"] = repr(runner.shapes)
+            runner = Runner(pair.target, deterministic=deterministic, compile=self.compile)
+            costs = asdict(self._costs(runner, None, ROWS)) | {"shapes": repr(runner.shapes)}
             results["deterministic" if deterministic else "not deterministic"] = costs
         return results
 
@@ -93,13 +100,18 @@ class Bench:
         pair = Pair.of(self.shape, self.device, self.dtype)
         [prompt] = random_prompts(1, PROMPT, pair.target.spec.vocab_size)
         runs: dict[str, Run] = {}
-        for name, deterministic in (("foredraft", True), ("foredraft, not deterministic", False)):
-            llm = make_llm(Runner(pair.target, deterministic=deterministic), None, self.positions)
+        ours: dict[str, dict[str, Any]] = {
+            "foredraft": {},
+            "foredraft, not deterministic": {"deterministic": False},
+            **({"foredraft, compiled": {"compile": True}} if self.compile else {}),
+        }
+        for name, how in ours.items():
+            llm = make_llm(Runner(pair.target, **how), None, self.positions)
             runs[name] = lambda llm=llm: decoded(llm, prompt, self.new_tokens, "none")[:2]  # type: ignore[misc]
         theirs = peer.model_of(self.shape.config(self.dtype), pair.tensors, self.device)
         for way in peer.WAYS:
             runs[f"transformers, {way}"] = peer.contender(theirs, way, prompt, self.new_tokens, self.backend)
-        return self._compared(runs, self._bytes_per_step(pair))
+        return self._compared(runs, self._bytes_per_step(pair.target, PROMPT + self.new_tokens // 2))
 
     def arranged(self, alpha: float) -> dict[str, Any]:
         factor, tried = arranged(self.shape, self.device, self.dtype, alpha)
@@ -108,8 +120,8 @@ class Bench:
 
     # --- what they share --------------------------------------------------------------------------------
 
-    def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> dict[str, Any]:
-        """v by the rows of a forward, and c of a draft step, in plain steps of the target."""
+    def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> Costs:
+        """v by the rows of a forward, and c of a draft step among others, which nobody waits for."""
         cache = target.new_cache(1, self.positions + CONTEXT)
         rows = [n for n in rows if n <= target.max_queries]
         made = {n: torch.ones(1, n, dtype=torch.int64, device=self.device) for n in rows}
@@ -121,18 +133,19 @@ class Bench:
             own = draft.new_cache(1, self.positions + CONTEXT)
             at = torch.zeros(1, dtype=torch.int64, device=self.device)
 
-            def steps() -> None:  # as in a round, where nobody waits between them
+            def steps() -> None:
                 for position in range(CONTEXT, CONTEXT + self.longest):
                     draft.forward(own, made[1], [position - 1], at=at, exact=False)
 
-            works["draft"] = steps
+            works[DRAFT] = steps
         seconds = interleaved(works, self.device, 10 * self.repeats)
         step = median(seconds[1])
-        costs: dict[str, Any] = {"step_seconds": spread(seconds[1])}
-        costs["v"] = {n: median(seconds[n]) / step for n in rows}
-        if draft is not None:
-            costs["c"] = median(seconds["draft"]) / self.longest / step
-        return costs
+        spreads = {n: Spread.of(seconds[n]) for n in rows}
+        verifying = tuple(Cost(n, found.median / step, found) for n, found in spreads.items() if found)
+        drafting = {} if draft is None else {DRAFT: median(seconds[DRAFT]) / self.longest / step}
+        read = self._bytes_per_step(target.decoder, CONTEXT) / step
+        share = None if self.bandwidth is None else read / self.bandwidth.bytes_per_second
+        return Costs(1, CONTEXT, verifying, drafting, share)
 
     def _compared(self, runs: dict[str, Run], bytes_per_step: int) -> dict[str, Any]:
         """Contenders in turns, each warmed up first; one that fails is out, and says why."""
@@ -156,8 +169,9 @@ class Bench:
             speeds = [self.new_tokens / taken for taken in seconds[name]]
             results[name] = {
                 "tokens_per_second": spread(speeds),
-                "fraction_of_bandwidth": median(speeds) * bytes_per_step / self.bandwidth["bytes_per_second"],
-                "differs_from_foredraft_at": divergence(own, ids[name]),
+                "fraction_of_bandwidth": self.bandwidth
+                and median(speeds) * bytes_per_step / self.bandwidth.bytes_per_second,
+                "differs_from_foredraft_at": divergence(ids[name][: len(own)], own),
                 "repeated_4grams": repeated(ids[name]),
             }
             if "foredraft" in runs and name.startswith("transformers"):
@@ -168,25 +182,25 @@ class Bench:
     def _drafted(self, alpha: float, factor: float) -> dict[str, Any]:
         """Drafting against plain decoding, prompt by prompt, at the length that pays best at `alpha`."""
         pair = Pair.of(self.shape, self.device, self.dtype, factor)
-        target, draft = Runner(pair.target), Runner(pair.draft, deterministic=False)
+        target = Runner(pair.target, compile=self.compile)
+        draft = Runner(pair.draft, deterministic=False, compile=self.compile)
         longest = min(self.longest, target.max_queries - 1)
         costs = self._costs(target, draft, range(1, longest + 2))
-        v, c = list(costs["v"].values()), costs["c"]
-        length = max(range(1, longest + 1), key=lambda k: predicted(expected(alpha, k), k, v, c))
+        length = max(range(1, longest + 1), key=lambda k: predicted(costs, DRAFT, k, expected(alpha, k)))
         llm = make_llm(target, draft, self.positions, length)
         ratios, stats, shares, identical = [], [], [], True
         for prompt in random_prompts(self.prompts, PROMPT, pair.target.spec.vocab_size):
             for turn in range(-WARM, self.repeats):
-                order = ("none", "draft-model")[:: 1 if turn % 2 else -1]
+                order = ("none", DRAFT)[:: 1 if turn % 2 else -1]
                 both = {name: decoded(llm, prompt, self.new_tokens, name) for name in order}
-                identical = identical and both["none"][1] == both["draft-model"][1]
+                identical = identical and both["none"][1] == both[DRAFT][1]
                 if turn >= 0:
-                    ratios.append(both["none"][0] / both["draft-model"][0])
-            stats.append(both["draft-model"][2])
-            shares.append(repeated(both["draft-model"][1]))
+                    ratios.append(both["none"][0] / both[DRAFT][0])
+            stats.append(both[DRAFT][2])
+            shares.append(repeated(both[DRAFT][1]))
         whole = Stats.merge(stats)
         assert whole.mean_accepted_length is not None
-        promised = predicted(whole.mean_accepted_length, whole.drafted / whole.rounds, v, c)
+        promised = predicted(costs, DRAFT, whole.drafted / whole.rounds, whole.mean_accepted_length)
         return {
             "identical": identical,
             "repeated_4grams": shares,
@@ -194,18 +208,17 @@ class Bench:
             "acceptance_by_position": whole.acceptance_by_position,
             "max_draft": length,
             "mean_accepted_length": whole.mean_accepted_length,
-            "costs_in_plain_steps": costs,
+            "costs": asdict(costs),
             "speedup": spread(ratios),
             "predicted": promised,
             "measured_over_predicted": median(ratios) / promised,
         }
 
-    def _bytes_per_step(self, pair: Pair) -> int:
-        """Read by a plain step in the middle of the text."""
-        spec, width = pair.target.spec, self.dtype.itemsize
-        weights = weight_bytes(spec, self.device, self.dtype) - pair.target.embedding.numel() * width
-        keys = 2 * spec.layers * spec.kv_heads * spec.head_dim * (PROMPT + self.new_tokens // 2) * width
-        return weights + keys
+    def _bytes_per_step(self, decoder: Decoder, context: int) -> int:
+        """Read by a plain step after so many tokens."""
+        spec, width = decoder.spec, self.dtype.itemsize
+        weights = weight_bytes(spec, self.device, self.dtype) - decoder.embedding.numel() * width
+        return weights + 2 * spec.layers * spec.kv_heads * spec.head_dim * context * width
 
 
 def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple[float, list[int], Stats]:
@@ -220,18 +233,6 @@ def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple
 def expected(alpha: float, length: int) -> float:
     """tau at a constant alpha."""
     return sum(alpha**j for j in range(length + 1))
-
-
-def predicted(tau: float, length: float, v: Sequence[float], c: float) -> float:
-    """S at a mean draft length; v between two row counts lies on the line between their costs."""
-    below = min(int(length), len(v) - 1)
-    above = min(below + 1, len(v) - 1)
-    return tau / (length * c + v[below] + (length - below) * (v[above] - v[below]))
-
-
-def divergence(ours: list[int], theirs: list[int]) -> int | None:
-    """The first new token that differs."""
-    return next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
 
 
 def failure(error: Exception) -> dict[str, Any]:

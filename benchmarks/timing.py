@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import quantiles
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 
+from foredraft.bench.records import Spread
+from foredraft.bench.timing import synchronise
+
+__all__ = ["interleaved", "spread", "timed"]
+
 T = TypeVar("T")
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
@@ -40,16 +40,7 @@ def interleaved(
 
 
 def spread(figures: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles, which lie within the data."""
-    several = list(figures) if len(figures) > 1 else list(figures) * 2
-    low, middle, high = quantiles(several, n=4, method="inclusive")
-    return {"median": middle, "quartiles": [low, high], "runs": len(figures)}
-
-
-def copy_bandwidth(device: torch.device, size: int, repeats: int = 20) -> dict[str, Any]:
-    """Bytes read plus bytes written per second, `size` of them in a copy on the device, of the best copy."""
-    source = torch.randint(-128, 128, (size // 2,), dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    best = min(timed(lambda: target.copy_(source), device)[0] for _ in range(repeats))
-    moved = 2 * source.numel()
-    return {"bytes_per_second": moved / best, "bytes_moved": moved, "best_of": repeats}
+    """Median and quartiles, for JSON."""
+    found = Spread.of(figures)
+    assert found is not None
+    return asdict(found)

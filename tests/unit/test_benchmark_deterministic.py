@@ -36,7 +36,7 @@ def test_both_sides_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     for run in found["runs"]:
         assert run["equal_to_plain_alone"]["on"] == run["prompts"] == run["rows"]
-        assert run["on_over_off"]["runs"] == 2
+        assert run["on_over_off"]["count"] == 2
         on, off = (run["tokens_per_second"][side]["median"] for side in ("on", "off"))
         assert on > 0 and off > 0
     several = [side for side, count, drafter in turns if (count, drafter) == (3, "draft-model")]

@@ -19,6 +19,8 @@ import random_model
 import timing
 import workload
 
+from foredraft.bench import machine as bench_machine
+from foredraft.bench.records import Bandwidth
 from foredraft.model.runner.shapes import FALLBACK
 
 CPU = torch.device("cpu")
@@ -26,12 +28,13 @@ TINY = random_model.SHAPES["tiny"]
 SMALL = (
     "--shape tiny --device cpu --dtype float32 --new-tokens 12 --repeats 1 --prompts 1 --max-draft 3".split()
 )
-SMALL += "--copied 1048576 --backend eager --name small".split()
+SMALL += "--backend eager --name small".split()
 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(workload, "HERE", tmp_path)
+    monkeypatch.setattr(bench_machine, "BYTES", 2**20)
     return tmp_path / "results" / "small.json"
 
 
@@ -39,10 +42,11 @@ def test_the_stages_and_their_result(results: Path, capsys: pytest.CaptureFixtur
     assert gpu.main([*SMALL, "--stages", "forwards,plain,arranged-0.6,arranged-0.9"]) == 0
     found: dict[str, Any] = json.loads(results.read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
-    assert found["copy_bandwidth"]["bytes_moved"] == 2**20 and found["copy_bandwidth"]["bytes_per_second"] > 0
+    assert found["bandwidth"]["bytes_per_second"] > 0
     stages = found["stages"]
     for costs in (stages["forwards"]["deterministic"], stages["forwards"]["not deterministic"]):
-        assert list(costs["v"]) == ["1", "2", "4", "8", "16", "32"] and costs["v"]["1"] == 1
+        assert [cost["rows"] for cost in costs["verifying"]] == [1, 2, 4, 8, 16, 32]
+        assert costs["verifying"][0]["v"] == 1 and costs["bandwidth_share"] > 0
     contenders = stages["plain"]["contenders"]
     ways = {f"transformers, {way}" for way in peer.WAYS}
     assert set(contenders) == {"foredraft", "foredraft, not deterministic", *ways}
@@ -108,7 +112,7 @@ def test_a_mistake_is_told_before_anything_is_measured(
 
 def test_a_contender_that_fails_is_out_and_the_others_go_on() -> None:
     bench = object.__new__(gpu_stages.Bench)
-    bench.new_tokens, bench.repeats, bench.bandwidth = 10, 2, {"bytes_per_second": 100.0}
+    bench.new_tokens, bench.repeats, bench.bandwidth = 10, 2, Bandwidth(100.0, "")
     turns: list[str] = []
 
     def run(name: str, seconds: float, ids: list[int], fails_at: int = 99) -> gpu_stages.Run:
@@ -171,7 +175,5 @@ def test_works_take_turns() -> None:
     assert {n: len(taken) for n, taken in seconds.items()} == {"a": 2, "b": 2, "c": 2}
 
 
-def test_predictions() -> None:
+def test_the_length_of_a_draft_decides_what_is_expected_of_it() -> None:
     assert gpu_stages.expected(0.5, 2) == 1.75
-    assert gpu_stages.predicted(2.6, 2, [1.0, 1.1, 1.3], 0.25) == pytest.approx(2.6 / 1.8)
-    assert gpu_stages.predicted(2.6, 1.5, [1.0, 1.1, 1.3], 0.25) == pytest.approx(2.6 / (0.375 + 1.2))

@@ -48,11 +48,8 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     widths = {spec.hidden_size, spec.heads * spec.head_dim, spec.intermediate_size}
     odd = [width for width in sorted(widths) if not fits(dtype, width)]
     if odd or spec.head_dim > WIDEST_HEAD:
-        return (
-            f"they take no products of {odd[0]} columns"
-            if odd
-            else f"their heads end at {WIDEST_HEAD} channels"
-        )
+        most = f"heads of at most {WIDEST_HEAD} channels"
+        return f"they take no products of {odd[0]} columns" if odd else f"they take {most}"
     if library() is None:
         return unavailable_because()
     random, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
