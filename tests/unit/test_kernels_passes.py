@@ -70,7 +70,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorchs(family: str) -> None:
 def test_the_same_bits_at_every_shape(family: str, dtype: torch.dtype) -> None:
     runner = Runner(decoders(family, dtype)[0])
     whole = text(runner, (90,))
-    for widths in ((64, 1, 25), (33, 33, 24), (1,) * 20 + (70,)):
+    for widths in ((64, 1, 25), (33, 33, 24), (1,) * 20 + (50,) + (1,) * 20):
         assert torch.equal(text(runner, widths), whole), widths
     cache = runner.new_cache(8, 128)  # rows apart, each with other neighbours, at other places of the batch
     for row in (3, 0, 2, 1):
@@ -84,6 +84,20 @@ def test_the_same_bits_at_every_shape(family: str, dtype: torch.dtype) -> None:
     mixed = logits_of(runner, cache, stacked, starts)
     for row, start in enumerate(starts):
         assert torch.equal(mixed[row], whole[row, start : start + 2])
+
+
+def test_a_window_longer_than_a_block_of_keys() -> None:
+    folder = save_checkpoint(Path(tempfile.mkdtemp()), "mistral", sliding_window=70)
+    runner = Runner(load_decoder(folder, native=True))
+    tokens = torch.randint(3, 97, (1, 160), generator=torch.Generator().manual_seed(1))
+    seen = []
+    for widths in ((160,), (64, 65, *(1,) * 31)):
+        cache, parts, start = runner.new_cache(1, 200), [], 0
+        for width in widths:
+            parts.append(logits_of(runner, cache, tokens[:, start : start + width], [start]))
+            start += width
+        seen.append(torch.cat(parts, 1))
+    assert torch.equal(*seen)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,6 +231,11 @@ def test_a_wrong_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tm
         check_all()
 
 
+def check_bits() -> None:
+    test_the_same_bits_at_every_shape("mistral", torch.float32)
+    test_a_window_longer_than_a_block_of_keys()
+
+
 @pytest.mark.parametrize("name", BITS)
 def test_a_kernel_whose_bits_depend_on_the_shape_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -230,4 +249,4 @@ def test_a_kernel_whose_bits_depend_on_the_shape_is_caught(
         check.unserved_because.cache_clear()
     if not caught:
         with pytest.raises(AssertionError):
-            test_the_same_bits_at_every_shape("mistral", torch.float32)
+            check_bits()

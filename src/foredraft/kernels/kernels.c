@@ -19,7 +19,7 @@ typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
 
-enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, KEYS = 64, QUERIES = 8, WIDEST_HEAD = 512 };
+enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, KEYS = 64, QUERIES = 12, GROUP = 6, WIDEST_HEAD = 512 };
 #ifdef __AVX512F__
 enum { TILE = 12 };  // rows of a tile: two accumulators each, of 32 registers
 #else
@@ -61,9 +61,16 @@ static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 static inline V pick(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
 static inline V larger(V a, V b) { return pick(a > b, a, b); }
 
-// In the lanes' order: the same in every pass.
-static inline float total(V v) { float s = 0; for (int i = 0; i < LANES; i++) s += v[i]; return s; }
-static inline float largest(V v) { float s = v[0]; for (int i = 1; i < LANES; i++) s = v[i] > s ? v[i] : s; return s; }
+// Halves folded onto each other: in the same order in every pass.
+#define FOLD(v, with) \
+    v = with(v, __builtin_shuffle(v, ((I){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}))); \
+    v = with(v, __builtin_shuffle(v, ((I){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}))); \
+    v = with(v, __builtin_shuffle(v, ((I){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}))); \
+    v = with(v, __builtin_shuffle(v, ((I){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14})));
+
+static inline V plus(V a, V b) { return a + b; }
+static inline float total(V v) { FOLD(v, plus) return v[0]; }
+static inline float largest(V v) { FOLD(v, larger) return v[0]; }
 
 // e^x within 2 ulp; 0 below the smallest normal number; NaN stays.
 static inline V exponential(V x) {
