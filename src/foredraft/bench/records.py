@@ -87,7 +87,8 @@ class Costs:
     """Bare forwards over `batch` sequences with `context` tokens each.
 
     verifying: by rows, rising, from 1 on. drafting: c, a token's share of the longest draft, by drafter; 0.0
-    where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one row attains.
+    where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one row
+    attains.
     """
 
     batch: int
