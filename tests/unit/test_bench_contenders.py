@@ -332,6 +332,18 @@ def test_a_peer_that_cannot_load_this_model_leaves_the_others(
     assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
 
 
+def test_a_peer_whose_copy_of_the_weights_does_not_fit_is_not_loaded(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.bench.field.free_memory", lambda device: 2**10, raising=False)
+    monkeypatch.setattr(hugging_face, "Checkpoints", lambda setting: pytest.fail("it was loaded"))
+    found = Field()
+    found.enter(setting, ("plain", "transformers"), Memory(setting.device), 0, wanted=False)
+    assert [contender.name for contender in found.contenders] == ["plain"]
+    [note] = found.notes
+    assert note.startswith("left out: transformers needs 0.00") and "0.000 GiB are free on cpu" in note
+
+
 def test_memory_that_a_run_takes_is_seen_at_its_peak() -> None:
     memory = Memory(torch.device("cpu"))
     with memory.peak() as peak:
