@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,8 @@ def test_tokens_that_differ_are_told_and_fail(
         ({"batch": "4", "max-batch": "2"}, "--max-batch is 2, but batch asks for 4; leave it out"),
         ({"json": "nowhere/x.json"}, "--json is 'nowhere/x.json'; give a file in a folder that there is"),
         ({"html": "."}, "--html is '.'; give a file in a folder that there is"),
+        ({"json": "same", "html": "same"}, "--html is 'same', and so is --json; give each a file of its own"),
+        ({"json": "x" * 250}, "which cannot be written (File name too long)"),
         ({"json": "-"}, "--json is '-', but the last line of stdout is the document; give a file"),
         ({"methods": "retokenize"}, "retokenize needs a draft model with another tokenizer; give --draft"),
         ({"drafter": "lookup"}, "Unknown option: --drafter"),
@@ -177,6 +180,17 @@ def test_an_interrupt_shows_what_was_done(
     assert (
         document(told.out)["finished"] is document((tmp_path / "part.json").read_text())["finished"] is False
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_files_are_kept_where_stdout_is_lost(words: Words, tmp_path: Path) -> None:
+    command = words.command(json=str(tmp_path / "a.json"), html=str(tmp_path / "a.html"), prompts="1")
+    with open("/dev/full", "w") as full:
+        done = foredraft(*command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr == "foredraft: error: stdout cannot be written (No space left on device)\n"
+    assert document((tmp_path / "a.json").read_text())["finished"]
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
 
 def test_ctrl_c_before_the_first_row_leaves_nothing(

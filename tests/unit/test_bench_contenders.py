@@ -220,25 +220,28 @@ def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
 
 
 def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of our own: a target's forward takes 9 and 1 more a row, a draft's 2."""
-    now = 0.0
+    """On a clock of our own: a target's forward takes 9 and 1 more a row, a draft's 1, but 4 where the target
+    came before it, whose weights took the place of the draft's."""
+    now, last = 0.0, ""
     engine = setting.llm.engine
     drafter: Any = engine.drafters["draft-model"]
 
-    def slow(runner: Any, seconds: Any) -> Any:
+    def slow(name: str, runner: Any, seconds: Any) -> Any:
         forward = runner.forward
 
         def run(cache: Any, tokens: Any, *given: Any, **named: Any) -> Any:
-            nonlocal now
+            nonlocal now, last
             now += seconds(tokens.shape[1])
+            last = name
             return forward(cache, tokens, *given, **named)
 
         return run
 
-    monkeypatch.setattr(engine.target, "forward", slow(engine.target, lambda rows: 9.0 + rows))
-    monkeypatch.setattr(drafter.runner, "forward", slow(drafter.runner, lambda rows: 2.0))
+    monkeypatch.setattr(engine.target, "forward", slow("target", engine.target, lambda rows: 9.0 + rows))
+    drafts = slow("draft", drafter.runner, lambda rows: 4.0 if last == "target" else 1.0)
+    monkeypatch.setattr(drafter.runner, "forward", drafts)
     monkeypatch.setattr("foredraft.bench.costs.time.perf_counter", lambda: now)
-    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=3)
+    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=4)
     assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.2}
     assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]
     assert made.bandwidth_share == 0.1
@@ -327,6 +330,18 @@ def test_a_peer_that_cannot_load_this_model_leaves_the_others(
     field.enter(setting, chosen(None), Memory(setting.device), 0, wanted=False)
     assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
     assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
+
+
+def test_a_peer_whose_copy_of_the_weights_does_not_fit_is_not_loaded(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.bench.field.free_memory", lambda device: 2**10, raising=False)
+    monkeypatch.setattr(hugging_face, "Checkpoints", lambda setting: pytest.fail("it was loaded"))
+    found = Field()
+    found.enter(setting, ("plain", "transformers"), Memory(setting.device), 0, wanted=False)
+    assert [contender.name for contender in found.contenders] == ["plain"]
+    [note] = found.notes
+    assert note.startswith("left out: transformers needs 0.00") and "0.000 GiB are free on cpu" in note
 
 
 def test_memory_that_a_run_takes_is_seen_at_its_peak() -> None:

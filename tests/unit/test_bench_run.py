@@ -18,6 +18,7 @@ from foredraft.bench.options import Options
 from foredraft.bench.ours import Ours
 from foredraft.bench.records import Report
 from foredraft.bench.run import bench
+from foredraft.bench.timing import wrapped
 from foredraft.bench.workload import Workload
 
 OURS = ("plain", "lookup", "draft-model")
@@ -177,6 +178,28 @@ def test_an_interrupt_keeps_the_rows_that_are_done(pair: dict[str, Any], interru
 def test_options_are_checked_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options(**options)
+
+
+def test_as_many_are_decoded_side_by_side_as_it_says(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a CPU gets rows for unless asked."""
+    seen: list[int] = []
+    run = Ours.run
+
+    def looking(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+        round = self.llm.engine.round
+
+        def counted() -> Any:
+            seen.append(len(self.llm.engine.rows.sequences))
+            return round()
+
+        with wrapped(self.llm.engine, "round", counted):
+            return run(self, prompts, new_tokens)
+
+    monkeypatch.setattr(Ours, "run", looking)
+    report = bench([TEXTS], Options(methods=("plain",), new_tokens=16, repeats=1, batch=(12,)), **pair)
+    assert max(seen) == 12 and report.rows[0].batch == 12
 
 
 def test_what_does_not_fit_is_refused(pair: dict[str, Any], tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What bare forwards cost: v(n) of the target, c of the drafters, in plain steps.
 
 Contract: nothing but forwards through the runner, as the engine calls it, over caches of their own; medians
-of interleaved repeats after a warm-up. All host work of a round is missing here, which is what makes
-the predicted speed-up that of a round without any (docs/architecture.md, "Words").
+of interleaved repeats after a warm-up. c is a token's share of the longest draft. All host work of a round is
+missing here, which is what makes the predicted speed-up that of a round without any (docs/architecture.md,
+"Words").
 """
 
 from __future__ import annotations
@@ -37,16 +38,22 @@ def measure_costs(
     widths = list(range(1, longest + 2))
     if batch == 1:
         widths += [rows for rows in WIDE if longest + 1 < rows <= target.max_queries]
-    actions = [_forward(target, batch, context, width) for width in widths]
-    drafters = {name: _draft(drafter, batch, context) for name, drafter in llm.engine.drafters.items()}
-    actions += [draft for draft in drafters.values() if draft is not None]
-    taken = iter(_timed(actions, llm.engine.device, repeats))
-    spreads = [next(taken) for _ in widths]
-    step = spreads[0].median
+    forwards = [_forward(target, batch, context, width) for width in widths]
+    drafters = {
+        name: _draft(drafter, batch, context, longest) for name, drafter in llm.engine.drafters.items()
+    }
+    drafts = [draft for draft in drafters.values() if draft is not None]
+    # drafts in between: as in a round, the target's weights have just been where theirs were
+    first, *others = _timed([forwards[0], *drafts, *forwards[1:]], llm.engine.device, repeats)
+    taken, spreads = iter(others[: len(drafts)]), [first, *others[len(drafts) :]]
+    step = first.median
     verifying = tuple(
         Cost(width, spread.median / step, spread) for width, spread in zip(widths, spreads, strict=True)
     )
-    drafting = {name: 0.0 if draft is None else next(taken).median / step for name, draft in drafters.items()}
+    drafting = {
+        name: 0.0 if draft is None else next(taken).median / longest / step
+        for name, draft in drafters.items()
+    }
     share = None if bandwidth is None else step_bytes / step / bandwidth.bytes_per_second
     return Costs(batch, context, verifying, drafting, share)
 
@@ -72,15 +79,21 @@ def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], 
     return lambda: runner.forward(cache, tokens, starts)
 
 
-def _draft(drafter: Any, batch: int, context: int) -> Callable[[], object] | None:
-    """One token of each sequence, drafted; None where the drafter has no model."""
+def _draft(drafter: Any, batch: int, context: int, longest: int) -> Callable[[], object] | None:
+    """`longest` tokens of each sequence, drafted one after the other: only the first one's forward finds
+    the weights as the target left them. None where the drafter has no model."""
     runner = getattr(drafter, "runner", None)
     if runner is None:
         return None
-    cache = runner.new_cache(batch, context + 1)
+    cache = runner.new_cache(batch, context + longest)
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.data.device)
-    at, starts = torch.zeros(batch, dtype=torch.int64, device=tokens.device), [context - 1] * batch
-    return lambda: runner.forward(cache, tokens, starts, at=at, exact=False)
+    at = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
+
+    def draft() -> None:
+        for position in range(context, context + longest):
+            runner.forward(cache, tokens, [position - 1] * batch, at=at, exact=False)
+
+    return draft
 
 
 def _timed(actions: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[Spread]:

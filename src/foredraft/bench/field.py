@@ -9,7 +9,10 @@ from typing import Any
 from foredraft.bench.contender import Contender, Setting
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS
 from foredraft.bench.machine import Memory
+from foredraft.build.memory import free_memory
 from foredraft.errors import ConfigError, ForedraftError
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
 
 __all__ = ["Field"]
 
@@ -58,7 +61,20 @@ def _loaded(name: str, setting: Setting, memory: Memory) -> tuple[Any, int]:
     program = PROGRAMS[name]
     if program.missing is not None:
         raise ConfigError(f"{name}: {program.missing}")
+    _check_room(name, setting)
     return _grown(memory, lambda: _load(name, program.load, setting))
+
+
+def _check_room(name: str, setting: Setting) -> None:
+    """Every program has a copy of its own, and a process that takes more than there is gets killed. Only the
+    target's is looked at: not every program has a draft."""
+    spec = ModelSpec.from_folder(setting.target)
+    need, free = weight_bytes(spec, setting.device, setting.dtype), free_memory(setting.device)
+    if need > free:
+        raise ConfigError(
+            f"{name} needs {need / 2**30:.3f} GiB for its own copy of the weights, but {free / 2**30:.3f} GiB"
+            f" are free on {setting.device}; leave it out of the methods"
+        )
 
 
 def _load(name: str, load: Callable[[Setting], Any], setting: Setting) -> Any:

@@ -86,8 +86,9 @@ class Cost:
 class Costs:
     """Bare forwards over `batch` sequences with `context` tokens each.
 
-    verifying: by rows, rising, from 1 on. drafting: c, of one drafted token, by drafter; 0.0 where no forward
-    is needed. bandwidth_share: of the machine's read bandwidth that the forward over one row attains.
+    verifying: by rows, rising, from 1 on. drafting: c, a token's share of the longest draft, by drafter; 0.0
+    where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one row
+    attains.
     """
 
     batch: int

@@ -154,7 +154,8 @@ def _load(
         if stage != "prefill":  # whoever draws in the middle of a run slows it down
             progress(stage, done, total)
 
-    return foredraft.load(needs=needs, progress=loading_only, **loading)
+    rows = {"max_batch": loading.get("max_batch") or most}  # else a CPU has rows for a few, and others wait
+    return foredraft.load(needs=needs, progress=loading_only, **loading | rows)
 
 
 def _encoded(

@@ -119,7 +119,7 @@ def load(
     if compile:
         check_compiler(where)
     if compile and kernels:
-        raise ConfigError("compile and kernels are both on, and each takes the other's place; leave one out")
+        raise ConfigError("compile is on, and so are the kernels, whose place it takes; leave one out")
 
     report = progress or _silent
     folders = [resolve(str(path), revision, report)]

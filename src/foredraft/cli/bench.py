@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Report, Row, Spread
@@ -17,7 +16,7 @@ from foredraft.cli.options import BenchOptions, DraftingOptions, ModelOptions, l
 from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import STDIN, spelled_as_options
 from foredraft.errors import ConfigError
-from foredraft.files import write_whole
+from foredraft.files import check_place, write_whole
 
 if TYPE_CHECKING:
     from foredraft.bench.options import Options
@@ -39,8 +38,7 @@ def bench(
     is the median of those within the turns; prompts whose output repeats itself do not count.
     """
     options = options_of(benchmark, drafting)
-    for option in ("json", "html"):
-        check_file(option, getattr(benchmark, option))
+    check_files(benchmark)
     from foredraft.bench.workload import load_workloads
 
     workloads = load_workloads(tuple(benchmark.workload.split(",")), benchmark.prompts)
@@ -63,13 +61,19 @@ def bench(
     for note in report.notes:
         print(f"foredraft: {spelled_as_options(note)}", file=sys.stderr)
     document = json.dumps(report.as_dict(), allow_nan=False)
-    if sys.stdout.isatty():
-        print("\n".join([*lines(report), ""]))
-    print(document, flush=True)  # first: a disk that is full must not take it away
-    if benchmark.json is not None:
-        write_whole(benchmark.json, document + "\n", "json")
-    if benchmark.html is not None:
-        write_whole(benchmark.html, page(report), "html")
+    try:
+        if sys.stdout.isatty():
+            print("\n".join([*lines(report), ""]))
+        print(document, flush=True)  # first: a disk that is full must not take it away
+    except BrokenPipeError:  # the reader has gone: no failure
+        raise
+    except OSError as error:
+        raise ConfigError(f"stdout cannot be written ({error.strerror})") from error
+    finally:  # nor may a lost stdout take the files
+        if benchmark.json is not None:
+            write_whole(benchmark.json, document + "\n", "json")
+        if benchmark.html is not None:
+            write_whole(benchmark.html, page(report), "html")
     if not report.finished:
         print("foredraft: interrupted; the rows above were done", file=sys.stderr)
         return INTERRUPTED
@@ -96,14 +100,15 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
     )
 
 
-def check_file(option: str, file: Path | None) -> None:
+def check_files(benchmark: BenchOptions) -> None:
     """Before hours are spent on what cannot be written."""
-    if file is None:
-        return
-    if str(file) == STDIN:
-        raise ConfigError(f"--{option} is '-', but the last line of stdout is the document; give a file")
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ConfigError(f"--{option} is {str(file)!r}; give a file in a folder that there is")
+    for option, file in (("json", benchmark.json), ("html", benchmark.html)):
+        if str(file) == STDIN:
+            raise ConfigError(f"--{option} is '-', but the last line of stdout is the document; give a file")
+        if file is not None:
+            check_place(file, option)
+    if benchmark.json and benchmark.html and benchmark.json.resolve() == benchmark.html.resolve():
+        raise ConfigError(f"--html is {str(benchmark.html)!r}, and so is --json; give each a file of its own")
 
 
 def differing(report: Report) -> list[Row]:

@@ -25,6 +25,7 @@ from foredraft.cli.options import (
 from foredraft.cli.render import Painter, ProgressBars, document, last_line
 from foredraft.cli.spelling import STDIN
 from foredraft.errors import ConfigError
+from foredraft.files import check_place
 from foredraft.kinds import DRAFTERS, default_drafter
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ def check_request(
         if getattr(sampling, option) is not None and not output.json:
             flag = option.replace("_", "-")
             raise ConfigError(f"--{flag} has no use without --json; add --json, or leave it out")
-    if output.trace is not None and (output.trace.is_dir() or not output.trace.absolute().parent.is_dir()):
-        raise ConfigError(f"--trace is {str(output.trace)!r}; give a file in a folder that there is")
+    if output.trace is not None:
+        check_place(output.trace, "trace")
     if chat.system is not None and not chat.chat:
         raise ConfigError("--system has no use without --chat; add --chat, or leave it out")
     if chat.system is not None:

@@ -1,0 +1,55 @@
+"""Files that are whole or absent: what is written, what is kept, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from foredraft import ConfigError
+from foredraft.files import check_place, write_whole
+
+
+def test_a_file_is_replaced_as_a_whole_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report"
+    write_whole(file, "öne\n", "json")
+    assert file.read_bytes() == "öne\n".encode()
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(ConfigError, match=r"json is '.*report', which cannot be written \(No space left\)"):
+        write_whole(file, "two", "json")
+    assert file.read_bytes() == "öne\n".encode() and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_whole(tmp_path / "link", "text", "json")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    check_place(pipe, "json")
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_whole(pipe, "text", "json")
+    if pipe.is_fifo():
+        reader.join(10)
+    assert pipe.is_fifo() and read == ["text"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "no" / "file"):
+        with pytest.raises(ConfigError, match="html is .*; give a file in a folder that there is"):
+            check_place(file, "html")
+    for length in (250, 300):  # the name beside it is longer
+        with pytest.raises(
+            ConfigError, match=r"html is 'x+', which cannot be written \(File name too long\)"
+        ):
+            check_place(Path("x" * length), "html")
+    (tmp_path / "file").write_text("kept")
+    check_place(tmp_path / "file", "html")
+    assert (tmp_path / "file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
