@@ -83,7 +83,7 @@ def _load(command: list[str]) -> ctypes.CDLL:
 
 
 def _kept(command: list[str], path: Path) -> ctypes.CDLL:
-    """Those of the file, made if it is not there. Several processes may make it at once: it is whole or absent."""
+    """Those of the file, made if it is not there; several processes may make it at once."""
     if path.is_file():
         try:
             return ctypes.CDLL(str(path))
