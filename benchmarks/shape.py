@@ -57,7 +57,8 @@ def random_checkpoint(
         file = f"model-{number:05}.safetensors"
         save_file({name: _drawn(name, shapes[name], dtype) for name in names}, folder / file)
         listed |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}), encoding="utf-8")
+    index = {"metadata": {}, "weight_map": listed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 
 

@@ -188,7 +188,7 @@ MUTANTS = [
         "an ordinary weight in the buffer that the next one overwrites",
         (
             (
-                weights._build,
+                weights.build_decoder,
                 "tensors.lend(weights) if copies else tensors.take(weights)",
                 "tensors.lend(weights)",
             ),

@@ -87,8 +87,15 @@ def test_a_model_of_one_exact_shape(results: Path, monkeypatch: pytest.MonkeyPat
     options = [*SMALL, "--stages", "forwards,arranged-0.9", "--max-draft", "9"]
     assert gpu.main(options) == 0
     stages = json.loads(results.read_text())["stages"]
-    assert list(stages["forwards"]["deterministic"]["v"]) == ["1", "2", "4", "8"]
-    assert list(stages["forwards"]["not deterministic"]["v"]) == ["1", "2", "4", "8", "16", "32"]
+    assert [cost["rows"] for cost in stages["forwards"]["deterministic"]["verifying"]] == [1, 2, 4, 8]
+    assert [cost["rows"] for cost in stages["forwards"]["not deterministic"]["verifying"]] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
     assert stages["arranged-0.9"]["identical"] and stages["arranged-0.9"]["max_draft"] <= 7
 
 

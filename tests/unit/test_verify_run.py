@@ -51,6 +51,8 @@ def llm(folders: tuple[Path, Path]) -> LLM:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
+    """Where the definitions serve, for that is where the defects are."""
+    monkeypatch.setattr("foredraft.kernels.rows.loaded", lambda: None)
     Mutant("", edits, lambda: None).plant(monkeypatch)
 
 
@@ -200,7 +202,7 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         (accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),
         {("draft-model", "coupled")},
     ),
-    "plain sampling too": ((noise.Noise.pick, "race = weights.to", "race = weights.square().to"), ALL),
+    "plain sampling too": ((noise.Noise.pick, "times = weights.to", "times = weights.square().to"), ALL),
     "top-p ignored in p and q": (
         (sampling.SamplingTable.of.__func__, "top_p=column([1.0 if p.greedy", "top_p=column([1.0 if True"),
         set(),  # the exact law shares the transforms: theirs are other tests
@@ -229,7 +231,7 @@ def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: py
 
 
 def test_a_self_test_needs_sound_controls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (noise.Noise.pick, "race = weights.to", "race = weights.pow(8).to"))
+    planted(monkeypatch, (noise.Noise.pick, "times = weights.to", "times = weights.pow(8).to"))
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert not report.found_planted
 

@@ -22,7 +22,7 @@ typedef uint16_t H __attribute__((vector_size(32)));
 
 enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, KEYS = 64, QUERIES = 8, WIDEST_HEAD = 512 };
 #ifdef __AVX512F__
-enum { TILE = 8 };  // rows of a tile: two accumulators each, of 32 registers
+enum { TILE = 12 };  // rows of a tile: two accumulators each, of 32 registers
 #else
 enum { TILE = 2 };
 #endif
