@@ -137,8 +137,8 @@ def load(
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())
     models = list(zip(specs, dtypes, strict=True))
-    given, wanted = (max_batch, max_length), kernels is not False and not compile
-    rows, positions = rows_and_positions(models, where, given, needed, stretch, wanted)
+    given, native = (max_batch, max_length), kernels is not False and not compile
+    rows, positions = rows_and_positions(models, where, given, needed, stretch, native)
     for each in dict.fromkeys(dtypes):
         check_dtype(where, each)
     runners: list[Runner] = []
