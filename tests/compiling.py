@@ -1,4 +1,4 @@
-"""Kernels compiled with a defect: an edit of the C source, built and loaded in place of the real ones."""
+"""Kernels compiled with a defect or with other flags, loaded in place of the real ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     assert source.count(old) == 1, f"the kernels hold {old!r} more than once"
     holding[0].write_text(source.replace(old, new))
     monkeypatch.setattr(loading, "HERE", folder)
+    stand_in(monkeypatch, folder)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> None:
+    """Have kernels run that are compiled with further flags, too."""
     command = loading.compiler()
     assert command is not None
-    defective: ctypes.CDLL = loading._built(command, folder / "kernels.so")
+    monkeypatch.setattr(loading, "FLAGS", (*loading.FLAGS, *flags))
+    built: ctypes.CDLL = loading._built(command, folder / "kernels.so")
     for module in (check, linear, passes):
-        monkeypatch.setattr(module, "library", lambda: defective)
-    monkeypatch.setattr("foredraft.kernels.rows.loaded", lambda: defective)
+        monkeypatch.setattr(module, "library", lambda: built)
+    monkeypatch.setattr("foredraft.kernels.rows.loaded", lambda: built)

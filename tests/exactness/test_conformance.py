@@ -6,16 +6,20 @@ A new drafter or constraint is one line in `DRAFTERS` or `CONSTRAINTS` here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from harness import CPU, CheckedEngine, make_engine, request
-from parts import LateBan, NoRepeat
+from parts import LateBan, NoRepeat, StopUnsure
 from tabular import Table
+from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.draft import Draft, Guesser, RoundInputs, Stepper, propose
+from foredraft.decode.law import Law
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
@@ -200,3 +204,35 @@ def test_masks_along_a_draft_leave_no_trace(name: str) -> None:
             mask = other.mask()
             assert masks[place].tolist() == ([True] * V if mask is None else mask.tolist())
         assert state_of(constraint) == before
+
+
+@dataclass(frozen=True)
+class Hushed(StopUnsure):
+    """Stops drafting at some positions only; of the others it says nothing, or, `aloud`, that all go on."""
+
+    silent: tuple[int, ...] = ()
+    aloud: bool = False
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> Tensor | None:  # type: ignore[override]
+        if position not in self.silent:
+            return super().go_on(sequences, position, q)
+        return torch.ones(len(sequences), dtype=torch.bool) if self.aloud else None
+
+
+@pytest.mark.parametrize("silent", [(1,), (2,), (0, 2), (1, 2), (2, 3)])
+def test_to_say_nothing_is_to_go_on(silent: tuple[int, ...]) -> None:
+    """And a draft that stopped stays stopped."""
+    found = []
+    for aloud in (False, True):
+        engine = make_engine(TARGET, DRAFT, Hushed(5, 0.35, "hushed", silent, aloud), rows=3)
+        several = [
+            request([*PROMPT, n], "draft-model", seed=n, acceptance="speculative", max_new_tokens=60)
+            for n in range(3)
+        ]
+        for sequence in several:
+            engine.submit(sequence)
+        while any(sequence.state is not State.FINISHED for sequence in several):
+            engine.step()
+        found.append([(sequence.tokens, sequence.rounds) for sequence in several])
+    assert found[0] == found[1]
+    assert len({turn.drafted for _, turns in found[0] for turn in turns}) > 2

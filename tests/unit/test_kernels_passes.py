@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import save_checkpoint
-from compiling import plant
+from compiling import plant, stand_in
 from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
@@ -173,6 +174,44 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int]) -> None:
             assert torch.allclose(
                 product(x).double(), want, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_widest_head(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "llama", head_dim=512, num_key_value_heads=1, num_hidden_layers=1)
+    native, plain = (
+        Runner(load_decoder(folder, dtype=dtype, native=kernel), deterministic=False)
+        for kernel in (True, False)
+    )
+    got, want = text(native, (90,)), text(plain, (90,))
+    assert (got - want).abs().max() <= (2e-5 if dtype == torch.float32 else 5e-2) * want.abs().max()
+
+
+@pytest.mark.parametrize("key", [0, 1, 15, 63, 64, 87])
+def test_a_key_that_is_not_a_number_is_not_passed_over(key: int) -> None:
+    runner = Runner(decoders("llama", torch.float32)[0])
+    cache = runner.new_cache(4, 128)
+    logits_of(runner, cache, TOKENS[:, :88], [0] * 4)
+    cache.data[0, 0, 1, :, key] = float("nan")
+    logits = logits_of(runner, cache, TOKENS[:, 88:], [88] * 4)
+    assert logits[1].isnan().all()
+    assert logits[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+def test_without_wide_instructions(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What other CPUs compile."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("every CPU of this kind compiles the same")
+    stand_in(monkeypatch, tmp_path, "-march=x86-64")
+    test_what_pytorch_computes(family)
+    for dtype in DTYPES:
+        test_the_same_bits_at_every_shape(family, dtype)
+
+
+def test_states_of_another_dtype_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        arrange(torch.randn(40, 6), None)(torch.randn(2, 6).bfloat16())
 
 
 def test_an_arranged_weight_is_a_copy() -> None:

@@ -87,7 +87,8 @@ def load(
             seconds at loading and at the beginning of the first text. Meant for GPUs: on CPUs it takes the
             place of the kernels.
         kernels: Run whole layers, and what is decided over a vocabulary, by Foredraft's own kernels, which a
-            C compiler makes for this CPU once, in two seconds. None: where there is one, and they serve.
+            C compiler makes for this CPU once, in two seconds. None: where there is one, and they serve. As
+            soon as one model of the process has them, what is decided over a vocabulary goes by them for all.
         needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
             will be used; no more are made room for than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and prefilling.
@@ -136,7 +137,8 @@ def load(
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())
     models = list(zip(specs, dtypes, strict=True))
-    rows, positions = rows_and_positions(models, where, (max_batch, max_length), needed, stretch)
+    given, native = (max_batch, max_length), kernels is not False and not compile
+    rows, positions = rows_and_positions(models, where, given, needed, stretch, native)
     for each in dict.fromkeys(dtypes):
         check_dtype(where, each)
     runners: list[Runner] = []

@@ -36,9 +36,10 @@ def rows_and_positions(
     given: tuple[int | None, int | None],
     needed: tuple[int | None, int | None],
     stretch: int = 1,
+    kernels: bool = True,
 ) -> tuple[int, int]:
     """Rows and positions of the caches, within free memory; both arguments are pairs of these. stretch: of
-    the draft's positions, which are its model's at most.
+    the draft's positions, which are its model's at most. kernels: they may run the models.
 
     Raises ConfigError where the weights do not fit, or no cache does beside them.
     """
@@ -46,7 +47,7 @@ def rows_and_positions(
     most = models[0][0].max_positions
     if max_length is not None and max_length > most:
         raise ConfigError(f"max_length is {max_length}; the model was trained for {most} positions")
-    budget = int(_left_by_weights(models, device) * _SHARE[device.type])
+    budget = int(_left_by_weights(models, device, kernels) * _SHARE[device.type])
 
     def bytes_of(positions: int) -> int:
         lengths = (positions, stretch * positions)
@@ -76,24 +77,24 @@ def rows_and_positions(
     return rows, positions
 
 
-def _left_by_weights(models: Models, device: torch.device) -> int:
+def _left_by_weights(models: Models, device: torch.device, kernels: bool) -> int:
     """What is free beside the weights; ConfigError where they do not fit."""
     free = free_memory(device)
-    needs = [_bytes(model, device) for model in models]
+    needs = [_bytes(model, device, kernels) for model in models]
     if sum(needs) <= free:
         return free - sum(needs)
     sizes = [f"{_gib(need)} in {_name(dtype)}" for need, (_, dtype) in zip(needs, models, strict=True)]
     raise ConfigError(
         f"the weights need {', those of the draft '.join(sizes)}, but {_gib(free)} are free on {device};"
-        f" {_remedy(models, device, free)}"
+        f" {_remedy(models, device, free, kernels)}"
     )
 
 
-def _remedy(models: Models, device: torch.device, free: int) -> str:
+def _remedy(models: Models, device: torch.device, free: int, kernels: bool) -> str:
     """What would fit, of what the user can change."""
 
     def fit(models: Models, device: torch.device, free: int) -> bool:
-        return sum(_bytes(model, device) for model in models) <= free
+        return sum(_bytes(model, device, kernels) for model in models) <= free
 
     ways = []
     halves = [(spec, torch.bfloat16) for spec, _ in models]
@@ -108,10 +109,11 @@ def _remedy(models: Models, device: torch.device, free: int) -> str:
     return ", or ".join(ways) or "give a smaller model"
 
 
-def _bytes(model: tuple[ModelSpec, torch.dtype], device: torch.device) -> int:
+def _bytes(model: tuple[ModelSpec, torch.dtype], device: torch.device, kernels: bool) -> int:
     """Of a model's weights, as they will be laid out there."""
     spec, dtype = model
-    return weight_bytes(spec, device, dtype, native=unserved_because(spec, device, dtype) is None)
+    native = kernels and unserved_because(spec, device, dtype) is None
+    return weight_bytes(spec, device, dtype, native=native)
 
 
 def _gib(size: int) -> str:

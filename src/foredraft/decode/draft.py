@@ -235,7 +235,7 @@ def _step_through(
             break
         on = policy.go_on(sequences, j, q)
         if on is None and not walking:
-            active = [is_mine and b > j + 1 for is_mine, b in zip(mine, budgets, strict=True)]
+            active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
         else:  # the one [B]-sized read that a draft step may cost
             on = finite[:, 0] if on is None else on & finite[:, 0]
             if walking:
@@ -250,6 +250,8 @@ def _step_through(
         if walk is not None:
             walk.undo()
     wanted = wanted[:, : len(drawn)]
+    if going:  # where nobody looked, what was drawn goes on
+        going += possible[len(going) : len(drawn) - 1]
     reached = _reached(wanted, torch.cat(possible, 1), going)
     lengths = (reached & torch.cat(possible, 1)).sum(1)
     sick = (reached & ~torch.cat(sound, 1)).any(1)

@@ -4,6 +4,7 @@
 // Every sum is added in an order that depends on nothing but the position's own place: not on how many rows,
 // queries or keys share the pass, nor on the number of threads. So every shape gives a position the same bits.
 
+#include <float.h>
 #include <math.h>
 #include <omp.h>
 #include <stddef.h>
@@ -87,7 +88,7 @@ static inline V exponential(V x) {
     p = p * r + splat(0.5f);
     p = p * r + splat(1.0f);
     p = p * r + splat(1.0f);
-    const I power = ((I)shifted << 23) + (127 << 23);
+    const U power = ((U)shifted << 23) + (127u << 23);
     return pick(low, splat(0.0f), p * (V)power);
 }
 

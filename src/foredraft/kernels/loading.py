@@ -25,14 +25,17 @@ logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 SOURCES = ("kernels.c", "passes.inc", "rows.inc")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
-COMPILERS = ("cc", "gcc")
+COMPILERS = (["cc"], ["gcc"])
 SECONDS = 120  # that compiling may take; it takes two
 
 
-def compiler() -> str | None:
-    """The C compiler: $CC, or one by its usual name."""
-    named = os.environ.get("CC")
-    return next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+def compiler() -> list[str] | None:
+    """The C compiler, as the beginning of a command: $CC, or one by its usual name."""
+    named = os.environ.get("CC", "").split()
+    for program, *arguments in [named] if named else COMPILERS:
+        if (found := shutil.which(program)) is not None:
+            return [found, *arguments]
+    return None
 
 
 @functools.cache
@@ -40,12 +43,15 @@ def _found() -> ctypes.CDLL | str:
     """The kernels, or why there are none."""
     command = compiler()
     if command is None:
-        return "there is no C compiler (CC may name one)"
+        named = os.environ.get("CC")
+        return (
+            f"CC is {named!r}, which is no program" if named else "there is no C compiler (CC may name one)"
+        )
     try:
         return _load(command)
     except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "stderr", None) or str(error)
-        return f"they cannot be compiled ({_first_error(why)})"
+        told = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        return f"they cannot be compiled ({_first_error(told or str(error))})"
 
 
 def library() -> ctypes.CDLL | None:
@@ -65,46 +71,50 @@ def loaded() -> ctypes.CDLL | None:
     return library() if _found.cache_info().currsize else None
 
 
-def _load(command: str) -> ctypes.CDLL:
+def _load(command: list[str]) -> ctypes.CDLL:
     folder = cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory() as passing:  # once loaded, a file may go
-            return _built(command, Path(passing) / "kernels.so")
-    kept = folder / "kernels" / f"{_digest(command)}.so"
-    if kept.is_file():
+    if folder is not None:
         try:
-            return ctypes.CDLL(str(kept))
+            return _kept(command, folder / "kernels" / f"{_digest(command)}.so")
+        except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or nothing may run there
+            logger.debug("%s cannot hold the kernels (%s)", folder, error)
+    with tempfile.TemporaryDirectory() as passing:  # once loaded, a file may go
+        return _built(command, Path(passing) / "kernels.so")
+
+
+def _kept(command: list[str], path: Path) -> ctypes.CDLL:
+    """Those of the file, made if it is not there; several processes may make it at once."""
+    if path.is_file():
+        try:
+            return ctypes.CDLL(str(path))
         except OSError:  # broken: built anew
-            logger.debug("%s cannot be loaded", kept)
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as beside:
-            made = _built(command, Path(beside) / kept.name)
-            os.replace(Path(beside) / kept.name, kept)
-            return made
-    except PermissionError:  # a cache that cannot be written to
-        with tempfile.TemporaryDirectory() as passing:
-            return _built(command, Path(passing) / "kernels.so")
+            logger.debug("%s cannot be loaded", path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+        made = _built(command, Path(beside) / path.name)
+        os.replace(Path(beside) / path.name, path)
+        return made
 
 
-def _built(command: str, path: Path) -> ctypes.CDLL:
+def _built(command: list[str], path: Path) -> ctypes.CDLL:
     """Compiled and loaded. OpenMP is not linked: its functions are PyTorch's own, so that both use one team
     of threads."""
     made = path.with_suffix(".o")
-    for arguments in (
-        (*FLAGS, "-c", str(HERE / SOURCES[0]), "-o", str(made)),
-        ("-shared", str(made), "-o", str(path), "-lm"),
-    ):
-        subprocess.run([command, *arguments], check=True, capture_output=True, text=True, timeout=SECONDS)
+    _run(*command, *FLAGS, "-c", str(HERE / SOURCES[0]), "-o", str(made))
+    _run(*command, "-shared", str(made), "-o", str(path), "-lm")
     return ctypes.CDLL(str(path))
 
 
-def _digest(command: str) -> str:
-    version = subprocess.run(
-        [command, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS
-    ).stdout
-    parts = [version, *FLAGS, *describe_cpu(), *((HERE / name).read_text() for name in SOURCES)]
+def _digest(command: list[str]) -> str:
+    version = _run(*command, "--version")
+    parts = [version, *command[1:], *FLAGS, *describe_cpu(), *((HERE / name).read_text() for name in SOURCES)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=SECONDS
+    ).stdout
 
 
 def _first_error(text: str) -> str:

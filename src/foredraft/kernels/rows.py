@@ -35,7 +35,7 @@ def softmax(x: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor] | None:
     kernels = _serving(x)
     if kernels is None:
         return None
-    probs, tops = torch.empty_like(x), x.new_empty(x.shape[:-1])
+    probs, tops = x.new_empty(x.shape), x.new_empty(x.shape[:-1])
     _call(kernels.foredraft_softmax, x, (_alike(temperature, x),), probs, tops)
     return probs, tops
 
@@ -44,7 +44,7 @@ def trim(probs: Tensor, least: Tensor, cut: Tensor) -> bool:
     """In place: what is below `least` becomes 0, and rows [..., V] that are `cut` sum to one again; least and
     cut [...]. Whether that was done."""
     kernels = _serving(probs)
-    if kernels is None:
+    if kernels is None or not probs.is_contiguous():
         return False
     _call(kernels.foredraft_trim, probs, (_alike(least, probs), _alike(cut, probs)))
     return True
@@ -72,7 +72,7 @@ def race(weights: Tensor, keys: Tensor) -> Tensor | None:
 
 
 def _serving(x: Tensor) -> ctypes.CDLL | None:
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous():
+    if x.device.type != "cpu" or x.dtype != torch.float32:
         return None
     return loaded()
 
@@ -84,7 +84,7 @@ def _alike(values: Tensor, x: Tensor) -> Tensor:
 
 def _call(function: Any, x: Tensor, others: tuple[Tensor, ...], *outs: Tensor) -> None:
     """One of the kernels: x, what else it reads of each row, how many rows and columns, and the results."""
-    columns = x.shape[-1]
+    x, columns = x.contiguous(), x.shape[-1]  # rows may lie apart or not, by what shared their pass
     rows = x.numel() // max(columns, 1)
     if function.argtypes is None:
         function.argtypes = (

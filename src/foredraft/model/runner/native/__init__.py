@@ -1,8 +1,8 @@
 """Passes of a CPU by kernels of our own, compiled where they run (kernels.c, passes.inc)."""
 
-from foredraft.kernels.loading import compiler, library
+from foredraft.kernels.loading import library
 from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.runner.native.linear import NativeLinear, arrange, fits
 from foredraft.model.runner.native.passes import NativePasses
 
-__all__ = ["NativeLinear", "NativePasses", "arrange", "compiler", "fits", "library", "unserved_because"]
+__all__ = ["NativeLinear", "NativePasses", "arrange", "fits", "library", "unserved_because"]

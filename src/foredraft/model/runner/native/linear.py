@@ -40,6 +40,7 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        assert x.dtype == self.weight.dtype and x.shape[-1] == self.shape[1]
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         rows = x.numel() // self.shape[1]
         linear = self.view()

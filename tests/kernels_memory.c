@@ -1,0 +1,125 @@
+// The kernels over buffers that end where their contents do, for a compiler that watches memory (AddressSanitizer):
+// odd sizes, rows that end at the cache's end, groups of different lengths, sub-layers left out.
+
+#include "kernels.c"
+
+#include <stdio.h>
+
+static uint64_t state = 1;
+
+static float noise(void) {
+    state = mixed(state + 0x9E3779B97F4A7C15u);
+    return (float)(state >> 40) * 0x1p-23f - 1;
+}
+
+static void *room_for(int64_t values, int64_t size) { return malloc(values * size); }
+
+static float *floats(int64_t count) {
+    float *x = room_for(count, sizeof(float));
+    for (int64_t i = 0; i < count; i++) x[i] = noise();
+    return x;
+}
+
+static void *elements(int64_t count, int word) {
+    if (word == 1) return floats(count);
+    uint16_t *x = room_for(count, sizeof(uint16_t));
+    for (int64_t i = 0; i < count; i++) {
+        const float value = noise();
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        x[i] = bits >> 16;
+    }
+    return x;
+}
+
+static Linear linear(int64_t n, int64_t k, int word) {
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK, words = k / word;
+    uint32_t *weight = elements(n * k, word), *packed = room_for(blocks * words * BLOCK, sizeof(uint32_t));
+    foredraft_pack(weight, n, words, packed, 3);
+    free(weight);
+    return (Linear){packed, floats(blocks * BLOCK), n, k};
+}
+
+static Norm norm(int64_t n, int word, int offset) {
+    return (Norm){offset ? floats(n) : elements(n, word), 1e-6f, offset};
+}
+
+static void drop(Linear l) { free((void *)l.weight), free((void *)l.bias); }
+
+// A whole model of two layers, every kind of norm and cap, at the end of a cache that holds no position more.
+static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_t hidden, int64_t inner, int64_t window) {
+    enum { ROWS = 3, POSITIONS = 128, GROUPS = 3 };
+    const int64_t heads = kv_heads * each, width = (heads + 2 * kv_heads) * dim;
+    const int64_t first[GROUPS] = {0, 33, 34}, count[GROUPS] = {33, 1, 5}, start[GROUPS] = {POSITIONS - 33, 0, 62};
+    const int64_t row[GROUPS] = {2, 0, 1}, columns = 39;
+    Layer layer[2];
+    for (int i = 0; i < 2; i++)
+        layer[i] = (Layer){
+            norm(hidden, word, i), i ? norm(hidden, word, i) : (Norm){0}, norm(dim, word, i), norm(dim, word, i),
+            norm(hidden, word, i), i ? norm(hidden, word, i) : (Norm){0}, linear(width, hidden, word),
+            linear(hidden, heads * dim, word), linear(2 * inner, hidden, word), linear(hidden, inner, word),
+            i ? window : 0, 0};
+    const Model m = {2, hidden, heads, kv_heads, dim, inner, 1, 0.3f, 5, 7, norm(hidden, word, 0),
+                     linear(45, hidden, word), layer};
+    void *table = elements(POSITIONS * 2 * dim, word), *cache = elements(4 * ROWS * kv_heads * POSITIONS * dim, word);
+    const void *rotary[1] = {table};
+    const Pass p = {GROUPS, first, count, start, row, rotary, cache, ROWS, POSITIONS};
+    const int64_t a = width > 2 * inner ? width : 2 * inner, b = heads * dim > inner ? heads * dim : inner;
+    void *x = elements(columns * hidden, word), *room = elements(columns * (hidden + a + b), word);
+    float *logits = room_for(columns * 45, sizeof(float));
+    const uint8_t plans[3][2] = {{1, 1}, {0, 1}, {0, 0}};
+    for (int plan = 0; plan < 3; plan++)
+        for (int threads = 1; threads < 4; threads += 2) {
+            if (word == 1) {
+                foredraft_run_float32(&m, &p, x, columns, plans[plan], plans[2 - plan], 0, 2, room, threads);
+                foredraft_head_float32(&m, x, columns, logits, room, threads);
+            } else {
+                foredraft_run_bfloat16(&m, &p, x, columns, plans[plan], plans[2 - plan], 0, 2, room, threads);
+                foredraft_head_bfloat16(&m, x, columns, logits, room, threads);
+            }
+        }
+    for (int64_t i = 0; i < columns * 45; i++)
+        if (!isfinite(logits[i])) printf("not finite: %ld\n", (long)i), exit(1);
+    for (int i = 0; i < 2; i++) {
+        const Norm *norms[] = {&layer[i].before, &layer[i].after, &layer[i].q, &layer[i].k, &layer[i].mlp_before,
+                               &layer[i].mlp_after};
+        for (int n = 0; n < 6; n++) free((void *)norms[n]->weight);
+        drop(layer[i].qkv), drop(layer[i].output), drop(layer[i].gate_up), drop(layer[i].down);
+    }
+    free((void *)m.norm.weight), drop(m.head);
+    free(table), free(cache), free(x), free(room), free(logits);
+}
+
+static void rows(int64_t count, int64_t n) {
+    float *x = floats(count * n), *probs = room_for(count * n, sizeof(float)), *tops = floats(count);
+    float *temperature = room_for(count, sizeof(float)), *mass = room_for(count, sizeof(float));
+    int64_t *ids = room_for(count, sizeof(int64_t)), *keys = room_for(count, sizeof(int64_t));
+    uint8_t *cut = room_for(count, 1);
+    for (int64_t r = 0; r < count; r++)
+        temperature[r] = 0.5f + r, mass[r] = 0.3f * r, cut[r] = r % 2, keys[r] = (int64_t)mixed(r);
+    foredraft_best(x, count, n, ids, tops, 2);
+    foredraft_softmax(x, temperature, count, n, probs, tops, 2);
+    foredraft_nucleus(probs, mass, count, n, tops, 2);
+    foredraft_trim(probs, tops, cut, count, n, 2);
+    foredraft_race(probs, keys, count, n, ids, 2);
+    for (int64_t r = 0; r < count; r++)
+        if (ids[r] < 0 || ids[r] >= n) printf("no id: %ld\n", (long)ids[r]), exit(1);
+    x[n / 2] = NAN;
+    foredraft_softmax(x, temperature, count, n, probs, tops, 2);
+    foredraft_nucleus(probs, mass, count, n, tops, 2);
+    foredraft_race(probs, keys, count, n, ids, 2);
+    free(x), free(probs), free(tops), free(temperature), free(mass), free(ids), free(keys), free(cut);
+}
+
+int main(void) {
+    for (int word = 1; word < 3; word++) {
+        layers(word, 2, 1, 1, 2, 2, 0);
+        layers(word, 6, 2, 3, 10, 14, 7);
+        layers(word, 80, 1, 9, 34, 70, 64);
+        layers(word, 500, 1, 1, 16, 32, 1);
+        layers(word, 512, 1, 2, 16, 32, 40);
+    }
+    const int64_t widths[] = {1, 2, 15, 16, 17, 127, 129, 1000, 20011};
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) rows(1, widths[i]), rows(3, widths[i]);
+    return 0;
+}

@@ -1,0 +1,41 @@
+"""The kernels read and write nothing but their own: a program around their source, under the compiler's sanitisers."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from foredraft import kernels
+from foredraft.kernels import loading
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+
+PROGRAM = Path(__file__).parents[1] / "kernels_memory.c"
+WATCHED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = ("-O1", "-g", "-fopenmp", "-Wno-psabi", f"-I{loading.HERE}")
+CPUS = ("-march=native", "-march=x86-64")  # the widest tiles, and what other CPUs compile
+
+
+def compiled(source: Path, program: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [*(loading.compiler() or ()), *flags, str(source), "-o", str(program), "-lm"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_memory(cpu: str, tmp_path: Path) -> None:
+    if cpu == "-march=x86-64" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("every CPU of this kind compiles the same")
+    empty = tmp_path / "empty.c"
+    empty.write_text("int main(void) { return 0; }\n")
+    if compiled(empty, tmp_path / "empty", *WATCHED).returncode:
+        pytest.skip("the compiler has no sanitisers")
+    made = compiled(PROGRAM, tmp_path / "program", *WATCHED, *FLAGS, cpu)
+    assert made.returncode == 0, made.stderr
+    # what the threads' library keeps for its own is no leak of ours
+    ran = subprocess.run(
+        [tmp_path / "program"], capture_output=True, text=True, env={"ASAN_OPTIONS": "detect_leaks=0"}
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
