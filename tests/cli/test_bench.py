@@ -204,7 +204,11 @@ def test_ctrl_c_before_the_first_row_leaves_nothing(
         return ran(self, prompts, new_tokens)
 
     monkeypatch.setattr(Ours, "run", interrupted)
-    assert main(words.command(json=str(tmp_path / "x.json"))) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
+    try:
+        assert main(words.command(json=str(tmp_path / "x.json"))) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", "foredraft: interrupted\n")
     assert list(tmp_path.iterdir()) == []
