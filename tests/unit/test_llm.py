@@ -264,8 +264,12 @@ def test_an_interrupted_call_leaves_nothing_running(
         return step()
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert llm.engine.scheduler.idle
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
 

@@ -57,7 +57,7 @@ if defect == "twice":
         return kept[-1]
     weights._Tensors.view = keeping
 if defect == "late":
-    def probe_late(path, device, dtype, deterministic):
+    def probe_late(path, device, dtype, deterministic, *others):
         return build.Runner(weights.load_decoder(path, device, dtype), deterministic=deterministic)
     build._runner = probe_late
 gc.collect()
