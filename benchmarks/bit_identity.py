@@ -28,6 +28,7 @@ from workload import heldout, machine, write
 
 import foredraft
 from foredraft import LLM, SamplingParams
+from foredraft.bench.figures import divergence
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -69,12 +70,6 @@ def random_prompts(count: int) -> list[list[int]]:
         half = [dice.randrange(3, SIZES["vocab_size"]) for _ in range((length + 1) // 2)]
         prompts.append((half + half)[:length])
     return prompts
-
-
-def divergence(a: list[int], b: list[int]) -> int | None:
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def decode(llm: LLM, prompts: list[Any], speculation: list[str], tokens: int) -> list[list[int]]:

@@ -8,14 +8,13 @@ missing here, which is what makes the predicted speed-up that of a round without
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from foredraft.bench.records import Bandwidth, Cost, Costs, Spread
-from foredraft.bench.timing import synchronise
+from foredraft.bench.timing import interleaved
 from foredraft.llm import LLM
 
 __all__ = ["WIDE", "measure_costs", "predicted", "round_cost"]
@@ -44,7 +43,9 @@ def measure_costs(
     }
     drafts = [draft for draft in drafters.values() if draft is not None]
     # drafts in between: as in a round, the target's weights have just been where theirs were
-    first, *others = _timed([forwards[0], *drafts, *forwards[1:]], llm.engine.device, repeats)
+    actions = dict(enumerate([forwards[0], *drafts, *forwards[1:]]))
+    seconds = interleaved(actions, llm.engine.device, repeats, warm=1)
+    first, *others = filter(None, map(Spread.of, seconds.values()))
     taken, spreads = iter(others[: len(drafts)]), [first, *others[len(drafts) :]]
     step = first.median
     verifying = tuple(
@@ -94,19 +95,3 @@ def _draft(drafter: Any, batch: int, context: int, longest: int) -> Callable[[],
             runner.forward(cache, tokens, [position - 1] * batch, at=at, exact=False)
 
     return draft
-
-
-def _timed(actions: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[Spread]:
-    """Each action's durations; they take turns, in an order that flips every time."""
-    seconds: list[list[float]] = [[] for _ in actions]
-    for repeat in range(-1, repeats):  # the first one warms up
-        turns = list(zip(actions, seconds, strict=True))
-        for action, own in turns[:: -1 if repeat % 2 else 1]:
-            synchronise(device)
-            start = time.perf_counter()
-            action()
-            synchronise(device)
-            if repeat >= 0:
-                own.append(time.perf_counter() - start)
-    spreads = [Spread.of(own) for own in seconds]
-    return [spread for spread in spreads if spread is not None]

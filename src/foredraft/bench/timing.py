@@ -7,17 +7,19 @@ lasts, by functions that do the same and look at the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from foredraft.decode.draft import Stepper
 from foredraft.decode.engine import Engine
 
-__all__ = ["Clock", "Parts", "parted", "synchronise", "watched"]
+__all__ = ["Clock", "Parts", "interleaved", "parted", "synchronise", "timed", "watched"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -123,3 +125,26 @@ def synchronise(device: torch.device) -> None:
     """Wait for all that the device was told to do; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds until the device is done, and what came of it."""
+    synchronise(device)
+    start = time.perf_counter()
+    result = work()
+    synchronise(device)
+    return time.perf_counter() - start, result
+
+
+def interleaved(
+    works: Mapping[Any, Callable[[], object]], device: torch.device, repeats: int, warm: int = 4
+) -> dict[Any, list[float]]:
+    """Seconds of each, by its key, in their order: all once, then again in the opposite one, `repeats` times;
+    the first `warm` turns do not count."""
+    seconds: dict[Any, list[float]] = {name: [] for name in works}
+    for turn in range(-warm, repeats):
+        for name in list(works)[:: 1 if turn % 2 else -1]:
+            taken, _ = timed(works[name], device)
+            if turn >= 0:
+                seconds[name].append(taken)
+    return seconds
