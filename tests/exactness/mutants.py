@@ -331,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         "the round in the coupled key",
-        ((noise.NoiseKeys.bits, "if purpose != COUPLED:", "if True:"),),
+        ((noise.NoiseKeys.bits, "None if purpose == COUPLED else self.round", "self.round"),),
         seeded_text,
     ),
     Mutant(

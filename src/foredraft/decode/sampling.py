@@ -48,7 +48,7 @@ class SamplingTable:
     top_p: Tensor | None  # [B] float32
     min_p: Tensor | None  # [B] float32
     typical_p: Tensor | None  # [B] float32
-    cut: Tensor | None  # [B] bool: rows with a top_p, a min_p or a typical_p
+    cut: Tensor | None  # [B] bool: rows with a top_p or a min_p
     penalties: Tensor | None  # [3, B] float32: repetition, presence, frequency
     biased: Tensor | None  # [B, N] int64: ids, padded with 0
     bias: Tensor | None  # [B, N] float32, padded with 0
@@ -69,7 +69,7 @@ class SamplingTable:
         greedy = [p.greedy for p in params]
         # greedy rows need no cuts: argmax survives every one of them
         top_k = [0 if p.greedy else p.top_k for p in params]
-        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0 or p.typical_p < 1) for p in params]
+        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0) for p in params]
         penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         biases = [p.logit_bias or {} for p in params]
         barred = [
@@ -231,12 +231,11 @@ def _least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
 
 def _typical(probs: Tensor, mass: Tensor) -> Tensor:
     """Keep the tokens whose surprise is nearest to the law's entropy, up to the mass [B, 1, 1] below 1."""
-    p = probs / _total(probs)
-    surprise = -p.log()
-    entropy = _total((p * surprise).where(p > 0, 0.0))
-    distance = (surprise - entropy).abs().where(p > 0, math.inf)
+    surprise = -probs.log()
+    entropy = _total((probs * surprise).where(probs > 0, 0.0))
+    distance = (surprise - entropy).abs().where(probs > 0, math.inf)
     ordered, at = distance.sort(-1)
-    last = (_running(p.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
+    last = (_running(probs.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
     kept = probs.where(distance <= ordered.gather(-1, last), 0.0)
     return torch.where(mass < 1, kept / _total(kept), probs)
 
