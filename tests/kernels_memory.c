@@ -73,7 +73,8 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     for (int i = 0; i < 16; i++) keys[i] = (int64_t)mixed(i);
     const float temperature[4] = {1, 0.5f, 2, 1}, top_p[4] = {0.5f, 1, 1, 0.9f}, min_p[4] = {0, 0, 0.1f, 0.2f};
     const uint8_t cut[4] = {1, 0, 1, 1};
-    const Drawing ways[2] = {{0}, {temperature, top_p, min_p, cut}};
+    const int64_t top_k[4] = {0, 1, 44, 100};
+    const Drawing ways[2] = {{0}, {temperature, top_k, top_p, min_p, cut}};
     uint8_t *finite = room_for(4 * 4, 1);
     float *probs = room_for(4 * 4 * 45, sizeof(float)), *own = room_for(GROUPS * 45, sizeof(float));
     void *wide_room = elements(columns * (2 * hidden + a + b), word);
@@ -118,17 +119,17 @@ static void rows(int64_t count, int64_t n) {
     foredraft_best(x, count, n, ids, finite, 2);
     foredraft_residual(x, NULL, ids, cut, count, n, left);
     foredraft_residual(left, x, NULL, cut, count, n, left);
-    foredraft_law(x, temperature, mass, mass, cut, 1, count, n, probs, finite, 2);
+    foredraft_law(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
     foredraft_keys(keys, NULL, keys, NULL, 4, count, 1, ids);
     foredraft_units(ids, count, units);
-    foredraft_softmax(x, temperature, 1, count, n, probs, finite, 2);
+    foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_trim(probs, tops, cut, count, n, 2);
     foredraft_race(probs, keys, count, n, ids, 2);
     for (int64_t r = 0; r < count; r++)
         if (ids[r] < 0 || ids[r] >= n) printf("no id: %ld\n", (long)ids[r]), exit(1);
     x[n / 2] = NAN;
-    foredraft_softmax(x, temperature, 1, count, n, probs, finite, 2);
+    foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_race(probs, keys, count, n, ids, 2);
     free(finite), free(units), free(left);

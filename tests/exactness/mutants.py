@@ -559,7 +559,7 @@ MUTANTS = [
         "ties at a top-k cut dropped",
         (
             (
-                sampling._transformed,
+                sampling._law,
                 "(logits < largest.gather(-1, k - 1))",
                 "(logits.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
             ),

@@ -106,7 +106,8 @@ def _params(drawing: Drawing | None, row: int) -> SamplingParams:
         return SamplingParams(temperature=0)
     top_p = 1.0 if drawing.top_p is None else drawing.top_p[row].item()
     min_p = 0.0 if drawing.min_p is None else drawing.min_p[row].item()
-    return SamplingParams(temperature=drawing.temperature[row].item(), top_p=top_p, min_p=min_p)
+    top_k = 0 if drawing.top_k is None else int(drawing.top_k[row])
+    return SamplingParams(temperature=drawing.temperature[row].item(), top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 class Tabular:

@@ -42,7 +42,7 @@ def bans() -> None:
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
 
 
-EDITED, TRANSFORMED, TYPICAL = sampling._edited, sampling._transformed, sampling._typical
+EDITED, TYPICAL = sampling._edited, sampling._typical
 LEAST = "least = least.maximum(probs.amax(-1) * table.min_p[:, None])"
 UNSCALED = "((logits - top[..., None]).softmax(-1))"
 EARLY = f"own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * table.min_p[:, None, None], 0.0)"
@@ -80,7 +80,7 @@ MUTANTS = [
         "a tie at the top-k cut dropped",
         (
             (
-                TRANSFORMED,
+                sampling._law,
                 "(logits < largest.gather(-1, k - 1))",
                 "(logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
             ),
@@ -151,7 +151,7 @@ HARMLESS = Mutant(
     "top-k after temperature",
     (
         (
-            TRANSFORMED,
+            sampling._law,
             "cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))",
             "scaled = (logits - largest[..., :1]) / table.temperature[:, None, None]\n"
             "        cut = (table.top_k > 0)[:, None, None] & (scaled < scaled.topk(most).values.gather(-1, k - 1))",

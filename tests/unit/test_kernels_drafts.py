@@ -31,7 +31,7 @@ STARTS = [10, 0, 3, 17, 9]
 MOST = [4, 1, 6, 0, 3]
 PARAMS = (
     SamplingParams(temperature=0.7, top_p=0.8),
-    SamplingParams(temperature=1.3),
+    SamplingParams(temperature=1.3, top_k=5),
     SamplingParams(min_p=0.05),
     SamplingParams(top_p=0.9),
     SamplingParams(top_p=0.5, min_p=0.2),

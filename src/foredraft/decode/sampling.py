@@ -103,9 +103,9 @@ class SamplingTable:
     def drawing(self, keys: Tensor) -> Drawing | None:
         """All that a draw from these laws needs, with the noise of K of them [B, K]; None where logits are
         edited or cut in other ways too, or where some rows, not all, are greedy."""
-        if not self.plain or self.greedy is not None or self.top_k is not None or self.typical_p is not None:
+        if not self.plain or self.greedy is not None or self.typical_p is not None:
             return None
-        return Drawing(self.temperature, self.top_p, self.min_p, self.cut, keys.contiguous())
+        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.cut, keys.contiguous())
 
     @property
     def plain(self) -> bool:
@@ -189,20 +189,21 @@ def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Pa
 
 def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """[B, T, V] -> probabilities after temperature and cuts, and whether all logits are finite."""
-    if table.top_k is not None:  # before the temperature, which changes no order
-        most = min(table.top_k_most, logits.shape[-1])
-        largest = logits.topk(most, dim=-1).values  # [B, T, most]
-        k = table.top_k.clamp(1, most)[:, None, None].expand(-1, logits.shape[1], 1)
-        cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))
-        logits = logits.masked_fill(cut, -math.inf)
-    probs, finite = law(logits, table.temperature, table.top_p, table.min_p, table.cut) or _law(logits, table)
+    options = table.temperature, table.top_k, table.top_p, table.min_p, table.cut
+    probs, finite = law(logits, *options) or _law(logits, table)
     if table.typical_p is not None:
         probs = _typical(probs, table.typical_p[:, None, None])
     return probs, finite
 
 
 def _law(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    """Probabilities after temperature, top_p and min_p, and whether all logits are finite."""
+    """Probabilities after temperature, top_k, top_p and min_p, and whether all logits are finite."""
+    if table.top_k is not None:  # before the temperature, which changes no order
+        most = min(table.top_k_most, logits.shape[-1])
+        largest = logits.topk(most, dim=-1).values  # [B, T, most]
+        k = table.top_k.clamp(1, most)[:, None, None].expand(-1, logits.shape[1], 1)
+        cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))
+        logits = logits.masked_fill(cut, -math.inf)
     top = logits.amax(-1)
     # The largest logit is subtracted before the division: no temperature, however small, overflows.
     probs = ((logits - top[..., None]) / table.temperature[:, None, None]).softmax(-1)

@@ -154,9 +154,11 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
 }
 
 // How a token is drawn, of each row; no temperature: the likeliest. The others may be missing, or say nothing by 1
-// (top_p) or 0 (min_p). cut: whether they say anything.
+// (top_p) or 0 (top_k, min_p). cut: whether top_p or min_p says anything.
 typedef struct {
-    const float *temperature, *top_p, *min_p;
+    const float *temperature;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
     const uint8_t *cut;
 } Drawing;
 

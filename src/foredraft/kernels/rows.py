@@ -20,7 +20,7 @@ __all__ = ["best", "law", "noise_keys", "race", "residual", "units"]
 
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "best": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
-    "law": (*(c_void_p,) * 5, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
+    "law": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
     "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
     "race": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
@@ -41,17 +41,22 @@ def best(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def law(
-    x: Tensor, temperature: Tensor, top_p: Tensor | None, min_p: Tensor | None, cut: Tensor | None
+    x: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    cut: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """softmax(x / temperature) of every row [B, T, V], cut by top_p and min_p, and whether its largest value
-    is finite [B, T] bool; temperature, top_p, min_p and cut (whether anything is cut) [B]."""
+    """softmax(x / temperature) of every row [B, T, V], cut by top_k, top_p and min_p, and whether its largest
+    value is finite [B, T] bool; the parameters and cut (whether top_p or min_p cuts) [B]."""
     run = _serving("law", x)
     if run is None:
         return None
     x = x.contiguous()
     batch, columns, size = x.shape
     probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
-    options = map(_address, (temperature, top_p, min_p, cut))
+    options = map(_address, (temperature, top_k, top_p, min_p, cut))
     outs = probs.data_ptr(), finite.data_ptr()
     run(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
     return probs, finite

@@ -23,9 +23,10 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How tokens are drawn from logits, a row of parameters each: float32, None where nobody uses one."""
+    """How tokens are drawn from logits, a row of parameters each; None where nobody uses one."""
 
-    temperature: Tensor  # [B]
+    temperature: Tensor  # [B] float32, as the others but for
+    top_k: Tensor | None  # [B] int64
     top_p: Tensor | None  # [B]
     min_p: Tensor | None  # [B]
     cut: Tensor | None  # [B] bool: rows with a top_p or a min_p

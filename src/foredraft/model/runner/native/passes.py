@@ -70,8 +70,11 @@ class CPass(ctypes.Structure):
     )
 
 
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "cut")
+
+
 class CDrawing(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("temperature", "top_p", "min_p", "cut"))
+    _fields_ = tuple((name, c_void_p) for name in DRAWING)
 
 
 class NativePasses:
@@ -194,7 +197,7 @@ class NativePasses:
         logits = torch.empty(groups, spec.vocab_size)
         how = CDrawing()
         if drawing is not None:
-            how = CDrawing(*map(_address, (drawing.temperature, drawing.top_p, drawing.min_p, drawing.cut)))
+            how = CDrawing(*(_address(getattr(drawing, name)) for name in DRAWING))
         self._draft(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
