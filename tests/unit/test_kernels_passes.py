@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import tempfile
 from pathlib import Path
@@ -34,6 +35,12 @@ def decoders(family: str, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
     windowed = {} if family in ("llama", "qwen2", "qwen3") else {"sliding_window": 24}
     folder = save_checkpoint(Path(tempfile.mkdtemp()), family, num_key_value_heads=2, **windowed)
     return load_decoder(folder, dtype=dtype, native=True), load_decoder(folder, dtype=dtype)
+
+
+def dense(cache: KVCache) -> Tensor:
+    """[layers, k|v, R, H, P, D], a copy."""
+    layers = range(len(cache.memory))
+    return torch.stack([torch.stack(cache.read(layer, 0, cache.rows, cache.stored)) for layer in layers])
 
 
 def logits_of(runner: Runner, cache: KVCache, tokens: Tensor, starts: list[int], **more: object) -> Tensor:
@@ -120,16 +127,16 @@ def test_columns_that_are_not_real_are_not_computed(family: str) -> None:
     runner = Runner(decoders(family, torch.float32)[0])
     cache, whole = runner.new_cache(4, 128), text(runner, (90,))
     logits_of(runner, cache, TOKENS[:, :40], [0] * 4)
-    before = cache.data.clone()
+    before = dense(cache)
     counts, idle = [3, 1, 2, 3], [False, False, True, False]
     got = logits_of(runner, cache, TOKENS[:, 40:43], [40] * 4, counts=counts, idle=idle)
     assert got.isfinite().all()
     for row, (count, dummy) in enumerate(zip(counts, idle, strict=True)):
         real = 0 if dummy else count
         assert torch.equal(got[row, :real], whole[row, 40 : 40 + real])
-        assert torch.equal(cache.data[:, :, row, :, 40 + real :], before[:, :, row, :, 40 + real :])
+        assert torch.equal(dense(cache)[:, :, row, :, 40 + real :], before[:, :, row, :, 40 + real :])
         assert real == 0 or not torch.equal(
-            cache.data[:, :, row, :, 40 : 40 + real], before[:, :, row, :, 40 : 40 + real]
+            dense(cache)[:, :, row, :, 40 : 40 + real], before[:, :, row, :, 40 : 40 + real]
         )
 
 
@@ -192,7 +199,8 @@ def test_a_key_that_is_not_a_number_is_not_passed_over(key: int) -> None:
     runner = Runner(decoders("llama", torch.float32)[0])
     cache = runner.new_cache(4, 128)
     logits_of(runner, cache, TOKENS[:, :88], [0] * 4)
-    cache.data[0, 0, 1, :, key] = float("nan")
+    keys, values = cache.read(0, 1, 1, 128)
+    cache.write(0, 1, key, keys[0, :, key : key + 1] * math.nan, values[0, :, key : key + 1])
     logits = logits_of(runner, cache, TOKENS[:, 88:], [88] * 4)
     assert logits[1].isnan().all()
     assert logits[[0, 2, 3]].isfinite().all()

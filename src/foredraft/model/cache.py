@@ -5,6 +5,10 @@ Contract: rollback is setting a length, on models with sliding windows too, beca
 starts zeroed, and who sees values that are not finite wipes or zeroes the row. The owner of the sequences
 sets `lengths`, at commit only; nothing here or in a forward does.
 
+Values lie one position after the other. So do keys, for PyTorch's operators; the kernels want them in blocks of
+32 positions, each [words of D][32], a word being one float or two bfloat16. Only this module and the kernels
+know: everybody else reads, writes, copies and wipes positions.
+
 Past the `positions` that a row may use lie `slack` positions that the padding of its longest pass may
 overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write.
 """
@@ -12,14 +16,17 @@ overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from foredraft.kernels import pages
 from foredraft.model.spec import ModelSpec
 
 QUANTUM = 1024  # rows hold a multiple of this many positions: any attended length can be padded to its bucket
 SLACK = 256
+BLOCK = 32  # positions of a block of keys
 
 
 def _stored(positions: int, slack: int) -> int:
@@ -38,31 +45,87 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         slack: int = SLACK,
+        blocked: bool = False,
     ) -> None:
+        """blocked: keys lie as the kernels want them."""
         self.rows = rows
         self.positions = positions
         self.slack = slack
         self.scratch = positions + slack
         self.stored = _stored(positions, slack)
         self.lengths = [0] * rows
-        self.data = torch.zeros(
-            (spec.layers, 2, rows, spec.kv_heads, self.stored, spec.head_dim), device=device, dtype=dtype
-        )  # [layers, k|v, R, H, P, D]
+        self.device, self.dtype = device, dtype
+        self.blocked = blocked
+        shape = (spec.layers, 2, rows, spec.kv_heads, self.stored, spec.head_dim)
+        self._data = pages.zeros(shape, dtype, device)
+        self._keys, self._values = self._data.unbind(1)  # [layers, R, H, P, D] each
+        if blocked:
+            word = 4 // dtype.itemsize
+            blocks = (*shape[2:4], self.stored // BLOCK, spec.head_dim // word, BLOCK, word)
+            self._keys = self._keys.view(spec.layers, *blocks)  # [layers, R, H, P / 32, D / word, 32, word]
+
+    @property
+    def data(self) -> Tensor:
+        """[layers, k|v, R, H, P, D], where keys lie one position after the other."""
+        assert not self.blocked, "keys in blocks have no such view"
+        return self._data
+
+    @property
+    def memory(self) -> Tensor:
+        """All of it, opaque: for the kernels."""
+        return self._data
 
     def read(self, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `count` rows, views on the store: two times [B, H, L, D]."""
-        k, v = self.data[layer, :, first_row : first_row + count, :, :length].unbind(0)
-        return k, v
+        """Keys and values of `count` rows, two times [B, H, L, D]: views on the store, or copies of keys in
+        blocks."""
+        rows = slice(first_row, first_row + count)
+        keys, values = self._keys[layer, rows], self._values[layer, rows, :, :length]
+        if self.blocked:
+            blocks = keys[:, :, : math.ceil(length / BLOCK)]  # [B, H, L / 32, D / word, 32, word]
+            keys = blocks.transpose(3, 4).flatten(4).flatten(2, 3)
+        return keys[:, :, :length], values
+
+    def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [H, T, D] of the positions from `start` on."""
+        stop = start + keys.shape[1]
+        self._values[layer, row, :, start:stop] = values
+        if not self.blocked:
+            self._keys[layer, row, :, start:stop] = keys
+            return
+        positions = torch.arange(start, stop, device=self.device)
+        words = keys.to(self.dtype).transpose(0, 1).unflatten(-1, (-1, self._keys.shape[-1]))  # [T, H, W, word]
+        self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make `target` hold the first `length` positions of `source`."""
         if source != target:
-            self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+            held, copies = self._views(source, 0, length), self._views(target, 0, length)
+            for copy, original in zip(copies, held, strict=True):
+                copy.copy_(original)
         self.lengths[target] = length
 
     def wipe(self, row: int, length: int) -> None:
         """Zero what lies past the first `length` positions."""
-        self.data[:, :, row, :, length:] = 0
+        for view in self._views(row, length, self.stored):
+            view.zero_()
+
+    def _views(self, row: int, start: int, stop: int) -> Iterator[Tensor]:
+        """A row's values and keys of positions [start, stop): of a block's in part, of whole blocks', of a
+        block's in part."""
+        yield self._values[:, row, :, start:stop]
+        keys = self._keys[:, row]
+        if not self.blocked:
+            yield keys[:, :, start:stop]
+            return
+        first, last = math.ceil(start / BLOCK), stop // BLOCK  # whole blocks
+        if first > last:
+            yield keys[:, :, last, :, start % BLOCK : stop % BLOCK]
+            return
+        if start % BLOCK:
+            yield keys[:, :, first - 1, :, start % BLOCK :]
+        yield keys[:, :, first:last]
+        if stop % BLOCK:
+            yield keys[:, :, last, :, : stop % BLOCK]
 
     def zero_row(self, row: int) -> None:
         """Forget a row, its garbage too."""

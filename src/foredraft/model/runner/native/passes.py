@@ -182,7 +182,7 @@ def pass_over(cache: KVCache, columns: Columns, rotary: Sequence[int]) -> CPass:
         numbers(*starts),
         numbers(*rows),
         (c_void_p * len(rotary))(*rotary),
-        cache.data.data_ptr(),
+        cache.memory.data_ptr(),
         cache.rows,
         cache.stored,
     )
