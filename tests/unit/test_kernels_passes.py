@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from caches import dense
 from checkpoints import save_checkpoint
 from compiling import plant, stand_in
 from foredraft import kernels
@@ -35,12 +36,6 @@ def decoders(family: str, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
     windowed = {} if family in ("llama", "qwen2", "qwen3") else {"sliding_window": 24}
     folder = save_checkpoint(Path(tempfile.mkdtemp()), family, num_key_value_heads=2, **windowed)
     return load_decoder(folder, dtype=dtype, native=True), load_decoder(folder, dtype=dtype)
-
-
-def dense(cache: KVCache) -> Tensor:
-    """[layers, k|v, R, H, P, D], a copy."""
-    layers = range(len(cache.memory))
-    return torch.stack([torch.stack(cache.read(layer, 0, cache.rows, cache.stored)) for layer in layers])
 
 
 def logits_of(runner: Runner, cache: KVCache, tokens: Tensor, starts: list[int], **more: object) -> Tensor:
@@ -249,9 +244,12 @@ WRONG = {
     "the window's edge off by one": ("seen &= key > (int32_t)(at[r] - window)", "seen &= key >= (int32_t)(at[r] - window)"),
     "the caps of scores left out": ("if (m->softcap != 0)", "if (0)"),
     "a block's last channels forgotten": ("if (left <= 0) break;", "if (left <= LANES) break;"),
-    "keys stored before they turn": ("NAME(rotate)(x + h * dim, table, dim);", "if (h < m->heads) NAME(rotate)(x + h * dim, table, dim);"),
-    "attended length of the first row of the batch": ("at[r] = p->start[g] + t;", "at[r] = p->start[0] + t;"),
-    "the norms of keys left out": ("h < m->heads ? &l->q : &l->k", "&l->q"),
+    "keys stored before they turn": ("NAME(rotate)(head, table, dim);", "if (head != key) NAME(rotate)(head, table, dim);"),
+    "attended length of the first row of the batch": ("at[r] = p->start[piece.group] + t;", "at[r] = p->start[0] + t;"),
+    "a key in its neighbour's lane": ("words * BLOCK + position % BLOCK;", "words * BLOCK + (position ^ 1) % BLOCK;"),
+    "a block of keys written from its end": ("position / BLOCK * words * BLOCK + position % BLOCK", "position / BLOCK * words * BLOCK + (31 - position % BLOCK)"),
+    "the words of a key in another order": ("to + w * BLOCK, key + w * WORD", "to + (words - 1 - w) * BLOCK, key + w * WORD"),
+    "the norms of keys left out": ("head == key ? &l->k : &l->q", "&l->q"),
     "gate and value change places": ("activated(NAME(read_some)(row + i, n), m->gelu)", "activated(NAME(read_some)(row + inner + i, n), m->gelu)"),
 }  # fmt: skip
 BITS = {

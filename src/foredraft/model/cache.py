@@ -16,7 +16,6 @@ overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -57,8 +56,8 @@ class KVCache:
         self.device, self.dtype = device, dtype
         self.blocked = blocked
         shape = (spec.layers, 2, rows, spec.kv_heads, self.stored, spec.head_dim)
-        self._data = pages.zeros(shape, dtype, device)
-        self._keys, self._values = self._data.unbind(1)  # [layers, R, H, P, D] each
+        self.memory = pages.zeros(shape, dtype, device)  # all of it, for the kernels
+        self._keys, self._values = self.memory.unbind(1)  # [layers, R, H, P, D] each
         if blocked:
             word = 4 // dtype.itemsize
             blocks = (*shape[2:4], self.stored // BLOCK, spec.head_dim // word, BLOCK, word)
@@ -68,12 +67,7 @@ class KVCache:
     def data(self) -> Tensor:
         """[layers, k|v, R, H, P, D], where keys lie one position after the other."""
         assert not self.blocked, "keys in blocks have no such view"
-        return self._data
-
-    @property
-    def memory(self) -> Tensor:
-        """All of it, opaque: for the kernels."""
-        return self._data
+        return self.memory
 
     def read(self, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `count` rows, two times [B, H, L, D]: views on the store, or copies of keys in
@@ -93,39 +87,37 @@ class KVCache:
             self._keys[layer, row, :, start:stop] = keys
             return
         positions = torch.arange(start, stop, device=self.device)
-        words = keys.to(self.dtype).transpose(0, 1).unflatten(-1, (-1, self._keys.shape[-1]))  # [T, H, W, word]
+        words = (
+            keys.to(self.dtype).transpose(0, 1).unflatten(-1, (-1, self._keys.shape[-1]))
+        )  # [T, H, W, word]
         self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make `target` hold the first `length` positions of `source`."""
         if source != target:
-            held, copies = self._views(source, 0, length), self._views(target, 0, length)
-            for copy, original in zip(copies, held, strict=True):
-                copy.copy_(original)
+            for held, copy in zip(
+                self._parted(source, length)[0], self._parted(target, length)[0], strict=True
+            ):
+                copy.copy_(held)
         self.lengths[target] = length
 
     def wipe(self, row: int, length: int) -> None:
         """Zero what lies past the first `length` positions."""
-        for view in self._views(row, length, self.stored):
-            view.zero_()
+        for past in self._parted(row, length)[1]:
+            past.zero_()
 
-    def _views(self, row: int, start: int, stop: int) -> Iterator[Tensor]:
-        """A row's values and keys of positions [start, stop): of a block's in part, of whole blocks', of a
-        block's in part."""
-        yield self._values[:, row, :, start:stop]
-        keys = self._keys[:, row]
-        if not self.blocked:
-            yield keys[:, :, start:stop]
-            return
-        first, last = math.ceil(start / BLOCK), stop // BLOCK  # whole blocks
-        if first > last:
-            yield keys[:, :, last, :, start % BLOCK : stop % BLOCK]
-            return
-        if start % BLOCK:
-            yield keys[:, :, first - 1, :, start % BLOCK :]
-        yield keys[:, :, first:last]
-        if stop % BLOCK:
-            yield keys[:, :, last, :, : stop % BLOCK]
+    def _parted(self, row: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A row's keys and values, as views: of the first `length` positions, and of those past them."""
+        keys, values = self._keys[:, row], self._values[:, row]
+        held, past = [values[:, :, :length]], [values[:, :, length:]]
+        whole, some = divmod(length, BLOCK) if self.blocked else (length, 0)
+        if some:
+            parted = keys[:, :, whole]  # [layers, H, D / word, 32, word]
+            held.append(parted[:, :, :, :some])
+            past.append(parted[:, :, :, some:])
+        held.append(keys[:, :, :whole])
+        past.append(keys[:, :, whole + bool(some) :])
+        return held, past
 
     def zero_row(self, row: int) -> None:
         """Forget a row, its garbage too."""

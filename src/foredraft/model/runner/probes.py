@@ -94,9 +94,7 @@ class AttentionProbe:
         )  # [1, Hk, T * G, D], [1, Hk, P, D]
         self.v = v.to(like.device, like.dtype)
         self.noise = _normal((1, heads, 1024, dim), random).to(like.device, like.dtype)
-        self.cache = KVCache(
-            self.spec, 8, 3584, device=like.device, dtype=like.dtype, blocked=blocked
-        )
+        self.cache = KVCache(self.spec, 8, 3584, device=like.device, dtype=like.dtype, blocked=blocked)
 
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
         """[T, Hk, G, D] of the probed row, at `place` in a batch, with garbage of `scale` past its
