@@ -5,9 +5,9 @@ Contract: rollback is setting a length, on models with sliding windows too, beca
 starts zeroed, and who sees values that are not finite wipes or zeroes the row. The owner of the sequences
 sets `lengths`, at commit only; nothing here or in a forward does.
 
-Values lie one position after the other. So do keys, for PyTorch's operators; the kernels want them in blocks of
-32 positions, each [words of D][32], a word being one float or two bfloat16. Only this module and the kernels
-know: everybody else reads, writes, copies and wipes positions.
+Values lie one position after the other. So do keys, for PyTorch's operators; the kernels want them in blocks
+of 32 positions, [D / word, 32, word] each, where a word is one float or two bfloat16. Only this module and the
+kernels know: everybody else reads, writes, copies and wipes positions.
 
 Past the `positions` that a row may use lie `slack` positions that the padding of its longest pass may
 overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write.
@@ -87,18 +87,17 @@ class KVCache:
             self._keys[layer, row, :, start:stop] = keys
             return
         positions = torch.arange(start, stop, device=self.device)
-        words = (
-            keys.to(self.dtype).transpose(0, 1).unflatten(-1, (-1, self._keys.shape[-1]))
-        )  # [T, H, W, word]
-        self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words
+        words = keys.to(self.dtype).reshape(
+            *keys.shape[:2], -1, self._keys.shape[-1]
+        )  # [H, T, D / word, word]
+        self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make `target` hold the first `length` positions of `source`."""
         if source != target:
-            for held, copy in zip(
-                self._parted(source, length)[0], self._parted(target, length)[0], strict=True
-            ):
-                copy.copy_(held)
+            held, replaced = self._parted(source, length)[0], self._parted(target, length)[0]
+            for one, other in zip(held, replaced, strict=True):
+                other.copy_(one)
         self.lengths[target] = length
 
     def wipe(self, row: int, length: int) -> None:
