@@ -19,7 +19,7 @@ from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.runner import Resume, Runner, unserved_because
-from foredraft.model.runner.native import check
+from foredraft.model.runner.native import NativePasses, check
 from foredraft.model.runner.native.linear import NativeLinear, arrange
 from foredraft.model.weights import load_decoder
 
@@ -133,6 +133,25 @@ def test_columns_that_are_not_real_are_not_computed(family: str) -> None:
         assert real == 0 or not torch.equal(
             dense(cache)[:, :, row, :, 40 : 40 + real], before[:, :, row, :, 40 : 40 + real]
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_may_have_several_runs_of_columns(dtype: torch.dtype) -> None:
+    """Of lengths that begin and end within blocks of keys."""
+    decoder, _ = decoders("gemma2", dtype)
+    runner, whole = Runner(decoder), text(Runner(decoder), (90,))
+    for runs in ((90,), (20, 13, 57), (33, 1, 31, 25)):
+        cache, columns, start = runner.new_cache(4, 128), [], 0
+        for count in runs:
+            columns.append((2, start, count))
+            start += count
+        native = NativePasses.of(decoder)
+        assert native is not None
+        states = decoder.embed(TOKENS[2:3])[0].clone()
+        native.run(
+            states, cache, runner._tables, columns, Plan.full(decoder.spec.layers), 0, decoder.spec.layers
+        )
+        assert torch.equal(native.head(states), whole[2])
 
 
 def test_a_plan_skips_and_a_resumed_pass_joins() -> None:

@@ -6,7 +6,6 @@ no (https://docs.kernel.org/admin-guide/mm/transhuge.html), it is ordinary memor
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import sys
@@ -28,9 +27,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU
     size = values * dtype.itemsize
     if device.type != "cpu" or sys.platform != "linux" or size < HUGE:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    try:
+        pages = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them, or no memory, which PyTorch says better
+        return torch.zeros(shape, dtype=dtype)
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE
     return torch.frombuffer(pages, dtype=dtype, count=values, offset=start).view(shape)
 

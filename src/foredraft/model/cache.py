@@ -6,7 +6,7 @@ starts zeroed, and who sees values that are not finite wipes or zeroes the row. 
 sets `lengths`, at commit only; nothing here or in a forward does.
 
 Values lie one position after the other. So do keys, for PyTorch's operators; the kernels want them in blocks
-of 32 positions, [D / word, 32, word] each, where a word is one float or two bfloat16. Only this module and the
+of 32 positions, [D / word, 32, word] each, a word being one float or two bfloat16. Only this module and the
 kernels know: everybody else reads, writes, copies and wipes positions.
 
 Past the `positions` that a row may use lie `slack` positions that the padding of its longest pass may
@@ -87,9 +87,8 @@ class KVCache:
             self._keys[layer, row, :, start:stop] = keys
             return
         positions = torch.arange(start, stop, device=self.device)
-        words = keys.to(self.dtype).reshape(
-            *keys.shape[:2], -1, self._keys.shape[-1]
-        )  # [H, T, D / word, word]
+        word = self._keys.shape[-1]
+        words = keys.to(self.dtype).reshape(*keys.shape[:2], -1, word)  # [H, T, D / word, word]
         self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
