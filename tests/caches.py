@@ -12,8 +12,17 @@ from foredraft.model.cache import KVCache
 
 def dense(cache: KVCache) -> Tensor:
     """[layers, k|v, R, H, P, D], a copy."""
+    return _held(cache, 0, cache.rows, cache.stored)
+
+
+def held(cache: KVCache, row: int, length: int) -> Tensor:
+    """A row's first positions, [layers, k|v, H, length, D], a copy."""
+    return _held(cache, row, 1, length)[:, :, 0]
+
+
+def _held(cache: KVCache, first_row: int, count: int, length: int) -> Tensor:
     layers = range(len(cache.memory))
-    return torch.stack([torch.stack(cache.read(layer, 0, cache.rows, cache.stored)) for layer in layers])
+    return torch.stack([torch.stack(cache.read(layer, first_row, count, length)) for layer in layers])
 
 
 def poison(cache: KVCache, row: int, position: int) -> None:

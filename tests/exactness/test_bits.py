@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import foredraft
-from caches import dense
+from caches import held
 from checkpoints import FAMILIES, reference_model
 from foredraft import LLM, SamplingParams, build, demo
 from foredraft.decode.policy import Fixed, Heuristic
@@ -202,7 +202,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     """[layers, k|v, heads, length, D]"""
     cache = llm.engine.cache
     assert cache.lengths[sequence.row] == len(sequence.tokens) - 1
-    return dense(cache)[:, :, sequence.row, :, :length]
+    return held(cache, sequence.row, length)
 
 
 @pytest.mark.usefixtures("way")
