@@ -53,7 +53,7 @@ typedef struct {
     int64_t groups;  // runs of columns of one row, at successive positions
     const int64_t *first, *count, *start, *row;  // of each: first column, columns, first position, cache row
     const void *const *rotary;  // tables, [positions, cos|sin, dim] each
-    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], but keys in blocks (passes.inc, `keys`)
+    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], but keys in blocks (attention.inc)
     int64_t rows, positions;
 } Pass;
 
