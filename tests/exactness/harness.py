@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from forking import ForkingNoise
-from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model, mapped, retokenize
+from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model, looping, mapped, retokenize
 from tabular import Table, Tabular, TokenCache
 
 from foredraft.decode.draft import Draft, RoundInputs
@@ -21,7 +21,7 @@ from foredraft.drafters.retokenize import Retokenize
 from foredraft.model.runner import Forward
 
 CPU = torch.device("cpu")
-DRAFTERS = (None, "draft-model", "tapping", "script", "lookup", "mapped", "retokenize")
+DRAFTERS = (None, "draft-model", "looping", "tapping", "script", "lookup", "mapped", "retokenize")
 
 
 class CheckedEngine(Engine):
@@ -95,6 +95,7 @@ def make_engine(
     cache = model.new_cache(rows, positions)
     kinds = [
         draft_model(draft, rows, positions),
+        looping(draft, rows, positions),
         TappingStepper(model, cache, draft, forgetful=forgetful),
         ScriptedGuesser(script or arbitrary(model.vocabulary)),
         Lookup(2),

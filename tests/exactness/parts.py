@@ -30,6 +30,13 @@ def draft_model(table: Table, rows: int, positions: int) -> DraftModel:
     return DraftModel(Tabular(table), rows, positions)  # type: ignore[arg-type]
 
 
+def looping(table: Table, rows: int, positions: int) -> DraftModel:
+    """The same, but that a draft is one call."""
+    model = DraftModel(Tabular(table, loops=True), rows, positions)  # type: ignore[arg-type]
+    model.name = "looping"
+    return model
+
+
 def mapped(table: Table, rows: int, positions: int) -> DraftModel:
     """The same behind other ids: each is one further on, the target's last is lacking, and the first is extra."""
     size = table.vocabulary
@@ -287,6 +294,7 @@ class StopUnsure:
     max_draft: int
     least: float = 0.5
     name: str = "stop-unsure"
+    looks = True
 
     def start(self) -> None:
         return None
@@ -310,6 +318,7 @@ class RandomBudgets:
 
     max_draft: int
     name: str = "random"
+    looks = False
 
     def start(self) -> None:
         return None
@@ -331,6 +340,7 @@ class Fickle:
     """
 
     name = "fickle"
+    looks = True
 
     def __init__(self, max_draft: int, least: float = 0.6) -> None:
         self.max_draft, self.least = max_draft, least

@@ -314,7 +314,7 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         assert all(math.isfinite(x) for x in [*one.p, *one.q, one.next_p])
         assert one.discarded == (one.emitted == 0)
     wary = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
-    assert bool(wary) == (drafter in ("script", "draft-model", "tapping"))
+    assert bool(wary) == (drafter in ("script", "draft-model", "looping", "tapping"))
 
 
 def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:

@@ -53,12 +53,12 @@ MUTANTS = [
         ((EDITED, "over(table.bias))", "over(table.bias * table.temperature[:, None]))"),),
         definition,
     ),
-    Mutant("min-p before temperature", ((TRANSFORMED, LEAST, EARLY),), definition),
+    Mutant("min-p before temperature", ((sampling._law, LEAST, EARLY),), definition),
     Mutant(
         "typical-p before min-p",
         (
             (
-                TRANSFORMED,
+                sampling._law,
                 "if table.min_p is not None:",
                 "if table.typical_p is not None:\n        probs = _typical(probs, table.typical_p[:, None, None])\n"
                 "    if table.min_p is not None:",
@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "typical-p of a law that is not normalised after a cut",
-        ((TYPICAL, "probs / _total(probs)", "probs"),),
+        ((sampling._law, "kept / _total(kept), kept)", "kept, kept)"),),
         definition,
     ),
     Mutant(

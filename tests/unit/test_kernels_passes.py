@@ -259,6 +259,7 @@ def test_they_serve_neither_float16_nor_a_gpu() -> None:
 
 # what only other bits show is caught by the self-check or by the shapes; what is wrong, by PyTorch
 WRONG = {
+    "the embedding's scale left out": ("if (m->embedding_scale == 0)", "if (1)"),
     "a key past the position": ("I seen = key <= (int32_t)at[r];", "I seen = key <= (int32_t)at[r] + 1;"),
     "the window's edge off by one": ("seen &= key > (int32_t)(at[r] - window)", "seen &= key >= (int32_t)(at[r] - window)"),
     "the caps of scores left out": ("if (m->softcap != 0)", "if (0)"),

@@ -81,8 +81,8 @@ def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], 
 
 
 def _draft(drafter: Any, batch: int, context: int, longest: int) -> Callable[[], object] | None:
-    """`longest` tokens of each sequence, drafted one after the other: only the first one's forward finds
-    the weights as the target left them. None where the drafter has no model."""
+    """`longest` tokens of each sequence, one after the other, in one call where the engine would: only the
+    first one's forward finds the weights as the target left them. None where the drafter has no model."""
     runner = getattr(drafter, "runner", None)
     if runner is None:
         return None
@@ -91,6 +91,8 @@ def _draft(drafter: Any, batch: int, context: int, longest: int) -> Callable[[],
     at = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
 
     def draft() -> None:
+        if runner.draft(cache, [[0]] * batch, [context - 1] * batch, [longest] * batch) is not None:
+            return
         for position in range(context, context + longest):
             runner.forward(cache, tokens, [position - 1] * batch, at=at, exact=False)
 

@@ -1,5 +1,5 @@
 // The passes of a decoder on a CPU, for bfloat16 and float32 (passes.inc), and what is decided over a vocabulary
-// (rows.inc).
+// (rows.inc); stretches.inc puts both together.
 //
 // Every sum is added in an order that depends on nothing but the position's own place: not on how many rows,
 // queries or keys share the pass, nor on the number of threads. So every shape gives a position the same bits.
@@ -44,6 +44,8 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, inner, gelu;
     float scale, softcap, logit_softcap;  // 0: no cap
+    const void *embedding;  // [vocabulary, hidden]
+    float embedding_scale;  // 0: none
     Norm norm;
     Linear head;
     Layer *layer;
@@ -161,6 +163,17 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
     }
 }
 
+// How a token is drawn, of each row; no temperature: the likeliest. The others may be missing, or say nothing by 1
+// (top_p) or 0 (min_p). cut: whether they say anything.
+typedef struct {
+    const float *temperature, *top_p, *min_p;
+    const uint8_t *cut;
+} Drawing;
+
+static void draw(
+    const Drawing *how, int64_t row, const float *logits, int64_t n, const int64_t *key, int64_t *token,
+    uint8_t *finite, float *law, int threads);
+
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define NAME(x) JOIN(x, SUFFIX)
@@ -170,6 +183,7 @@ typedef float Float32;
 #define WORD 1
 #define SUFFIX _float32
 #include "passes.inc"
+#include "stretches.inc"
 #undef E
 #undef WORD
 #undef SUFFIX
@@ -179,6 +193,7 @@ typedef uint16_t BFloat16;
 #define WORD 2
 #define SUFFIX _bfloat16
 #include "passes.inc"
+#include "stretches.inc"
 #undef E
 #undef WORD
 #undef SUFFIX
