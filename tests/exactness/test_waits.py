@@ -194,7 +194,7 @@ EDITS: dict[str, tuple[Any, str, str]] = {
     "the last position read off": (
         Runner.prefill,
         "self.forwarded += len(tokens)",
-        "self.forwarded += len(tokens)\n    int(cache.data[0, 0, row, 0, start, 0])",
+        "self.forwarded += len(tokens)\n    int(cache.memory[0, 0, row, 0, start, 0])",
     ),
 }
 

@@ -75,7 +75,7 @@ def predicted(costs: Costs, drafter: str | None, length: float, tau: float) -> f
 
 def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], object]:
     cache = runner.new_cache(batch, context + width)
-    tokens = torch.zeros(batch, width, dtype=torch.int64, device=cache.data.device)
+    tokens = torch.zeros(batch, width, dtype=torch.int64, device=cache.device)
     starts = [context - 1] * batch
     return lambda: runner.forward(cache, tokens, starts)
 
@@ -87,7 +87,7 @@ def _draft(drafter: Any, batch: int, context: int, longest: int) -> Callable[[],
     if runner is None:
         return None
     cache = runner.new_cache(batch, context + longest)
-    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.data.device)
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.device)
     at = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
 
     def draft() -> None:

@@ -20,7 +20,8 @@ typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
 
-enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, KEYS = 64, QUERIES = 12, GROUP = 6, WIDEST_HEAD = 512 };
+enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, WIDEST_HEAD = 512, LINE = 64 };
+enum { KEYS = 128, QUERIES = 12, GROUP = 6 };  // of attention: keys and query rows at once, and those in registers
 #ifdef __AVX512F__
 enum { TILE = 12 };  // rows of a tile: two accumulators each, of 32 registers
 #else
@@ -54,7 +55,7 @@ typedef struct {
     int64_t groups;  // runs of columns of one row, at successive positions
     const int64_t *first, *count, *start, *row;  // of each: first column, columns, first position, cache row
     const void *const *rotary;  // tables, [positions, cos|sin, dim] each
-    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim]
+    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], but keys in blocks (attention.inc)
     int64_t rows, positions;
 } Pass;
 
@@ -130,6 +131,15 @@ typedef struct { int64_t from, to; } Share;
 static inline Share share(int64_t count) {
     const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
     return (Share){count * me / threads, count * (me + 1) / threads};
+}
+
+// The pieces that a group's attention is cut into.
+static inline int64_t pieces(const Model *m, const Pass *p, int64_t g) {
+    return (p->count[g] * (m->heads / m->kv_heads) + QUERIES - 1) / QUERIES * m->kv_heads;
+}
+
+static inline void bring(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)from + i);
 }
 
 // A weight [n, words] in blocks; what is missing of the last one is zero.

@@ -97,7 +97,13 @@ class Runner:
         """A zeroed cache for `rows` sequences of at most `positions` tokens."""
         decoder = self.decoder
         cache = KVCache(
-            decoder.spec, rows, positions, device=decoder.device, dtype=decoder.dtype, slack=CHUNK
+            decoder.spec,
+            rows,
+            positions,
+            device=decoder.device,
+            dtype=decoder.dtype,
+            slack=CHUNK,
+            blocked=self._native is not None,
         )
         self._reserve(cache.stored)
         return cache

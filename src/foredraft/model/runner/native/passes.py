@@ -266,7 +266,7 @@ def pass_over(cache: KVCache, columns: Columns, rotary: Sequence[int]) -> CPass:
         groups,
         *range(at, at + 32 * groups, 8 * groups),
         (c_void_p * len(rotary))(*rotary),
-        cache.data.data_ptr(),
+        cache.memory.data_ptr(),
         cache.rows,
         cache.stored,
     )
