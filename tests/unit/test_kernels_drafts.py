@@ -97,7 +97,7 @@ def same(family: str, dtype: torch.dtype, sampled: bool, plan: Plan | None = Non
         assert drafted.finite[row, :count].all()
         for step, law in enumerate(laws):
             assert not sampled or (drafted.probs is not None and torch.equal(drafted.probs[row, step], law))
-    assert torch.equal(cache.data, other.data)  # and nobody else's position was written
+    assert torch.equal(cache.memory, other.memory)  # and nobody else's position was written
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -115,7 +115,7 @@ def test_a_plan_skips() -> None:
 def test_what_is_not_finite_is_seen() -> None:
     runner = Runner(decoder("llama", torch.float32))
     cache = filled(runner)
-    cache.data[0, 1, 2, 0, 1] = float("nan")
+    cache.memory[0, 1, 2, 0, 1] = float("nan")
     for sampled in (False, True):
         drafted = at_once(runner, cache, sampled)
         assert not drafted.finite[2].any()

@@ -19,7 +19,7 @@ from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.runner import Resume, Runner, unserved_because
-from foredraft.model.runner.native import NativePasses, check
+from foredraft.model.runner.native import check
 from foredraft.model.runner.native.linear import NativeLinear, arrange
 from foredraft.model.weights import load_decoder
 
@@ -145,12 +145,10 @@ def test_one_row_may_have_several_runs_of_columns(dtype: torch.dtype) -> None:
         for count in runs:
             columns.append((2, start, count))
             start += count
-        native = NativePasses.of(decoder)
+        native = runner._native
         assert native is not None
         states = decoder.embed(TOKENS[2:3])[0].clone()
-        native.run(
-            states, cache, runner._tables, columns, Plan.full(decoder.spec.layers), 0, decoder.spec.layers
-        )
+        native.forward(None, states, cache, columns, Plan.full(decoder.spec.layers), 0, decoder.spec.layers)
         assert torch.equal(native.head(states), whole[2])
 
 
