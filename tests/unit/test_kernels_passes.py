@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import platform
 import tempfile
@@ -19,7 +20,7 @@ from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.runner import Resume, Runner, unserved_because
-from foredraft.model.runner.native import NativePasses, check
+from foredraft.model.runner.native import check
 from foredraft.model.runner.native.linear import NativeLinear, arrange
 from foredraft.model.weights import load_decoder
 
@@ -137,21 +138,19 @@ def test_columns_that_are_not_real_are_not_computed(family: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_row_may_have_several_runs_of_columns(dtype: torch.dtype) -> None:
-    """Of lengths that begin and end within blocks of keys."""
+    """They begin and end within blocks of keys, and the last positions come first."""
     decoder, _ = decoders("gemma2", dtype)
-    runner, whole = Runner(decoder), text(Runner(decoder), (90,))
-    for runs in ((90,), (20, 13, 57), (33, 1, 31, 25)):
-        cache, columns, start = runner.new_cache(4, 128), [], 0
-        for count in runs:
-            columns.append((2, start, count))
-            start += count
-        native = NativePasses.of(decoder)
-        assert native is not None
-        states = decoder.embed(TOKENS[2:3])[0].clone()
-        native.run(
-            states, cache, runner._tables, columns, Plan.full(decoder.spec.layers), 0, decoder.spec.layers
-        )
-        assert torch.equal(native.head(states), whole[2])
+    runner, whole = Runner(decoder), text(Runner(decoder), (90,))[2]
+    native = runner._native
+    assert native is not None
+    for edges in ((0, 90), (0, 20, 33, 90), (0, 33, 34, 65, 90)):
+        runs = list(itertools.pairwise(edges))[::-1]
+        order = torch.cat([torch.arange(*run) for run in runs])
+        states = decoder.embed(TOKENS[2:3, order])[0].clone()
+        columns = [(2, start, stop - start) for start, stop in runs]
+        cache, layers = runner.new_cache(4, 128), decoder.spec.layers
+        native.forward(None, states, cache, columns, Plan.full(layers), 0, layers)
+        assert torch.equal(native.head(states), whole[order])
 
 
 def test_a_plan_skips_and_a_resumed_pass_joins() -> None:
