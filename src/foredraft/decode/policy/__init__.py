@@ -5,6 +5,8 @@ it: it stops *after* a token, which is kept for verification (dropping a drawn t
 probability biases the output). So no policy can change the law of the text.
 """
 
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.gate import TargetConfidence
 from foredraft.decode.policy.lengths import Fixed, Heuristic
 from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers, Policy, Signal
@@ -14,8 +16,10 @@ __all__ = [
     "PLAIN",
     "AdaptiveExit",
     "Alone",
+    "Auto",
     "Choice",
     "Confidence",
+    "CostTable",
     "Fixed",
     "Heuristic",
     "Offers",
