@@ -56,7 +56,9 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
     """All rows to their end, side by side; clock: where the time is not what the policy's table says."""
     clock = clock or table
     sequences: list[Any] = [
-        SimpleNamespace(prompt=[0] * row.prompt, tokens=[0] * row.prompt, policy_state=policy.start(), read={})
+        SimpleNamespace(
+            prompt=[0] * row.prompt, tokens=[0] * row.prompt, policy_state=policy.start(), read={}
+        )
         for row in rows
     ]
     total, plain, rounds = 0.0, 0.0, []
