@@ -90,7 +90,17 @@ def test_tables_change_between_requests_only(
     assert made == [1, 4], "nobody drafts"
     llm.generate([[5, 6]], GREEDY)
     assert made == [1, 4, 1]
-    assert busy == [0, 0, 0]
+    clock[0] += FRESH + 1
+    step = llm.engine.round
+
+    def later() -> Any:
+        clock[0] += FRESH + 1  # every table is stale again
+        return step()
+
+    monkeypatch.setattr(llm.engine, "round", later)
+    llm.generate([[5, 6]] * 6, GREEDY)  # two of them wait for a row while others run
+    assert made == [1, 4, 1, 1, 4]
+    assert busy == [0] * 5
 
 
 @pytest.mark.parametrize("drafter", ["auto", "draft-model"])
