@@ -4,8 +4,8 @@ The demo target decodes held-out prompts at temperature 0. Drafters that misbeha
 with other words put into its mouth: it takes its time, and is then right or wrong as the case says. All take
 turns, warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
 earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
-and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, and the share of
-repeated 4-grams.
+and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, and the share
+of repeated 4-grams.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
