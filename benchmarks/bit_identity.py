@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     result: dict[str, Any] = {"what": vars(options), "machine": machine()}
-    load = {"dtype": options.dtype, "device": "cpu", "max_draft": options.max_draft}
+    load = {"dtype": options.dtype, "device": "cpu", "max_draft": options.max_draft, "policy": "fixed"}
     every = partial(check_all, tokens=options.new_tokens, processes=options.processes)
     with tempfile.TemporaryDirectory() as folder:
         for family in RANDOM:

@@ -76,7 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", default="deterministic")
     options = parser.parse_args(arguments)
     rows = [int(count) for count in options.rows.split(",")]
-    load = {"dtype": options.dtype, "device": options.device, "max_draft": options.max_draft}
+    load = {
+        "dtype": options.dtype,
+        "device": options.device,
+        "max_draft": options.max_draft,
+        "policy": "fixed",
+    }
     load["kernels"] = options.kernels
     llms = {
         side: foredraft.load(**load, deterministic=side, max_batch=max(rows), max_length=POSITIONS)

@@ -57,7 +57,13 @@ class Bench:
 
     def load(self, **options: Any) -> LLM:
         return foredraft.load(
-            self.target, device="cpu", max_batch=1, max_length=POSITIONS, kernels=self.kernels, **options
+            self.target,
+            device="cpu",
+            max_batch=1,
+            max_length=POSITIONS,
+            kernels=self.kernels,
+            policy="fixed",
+            **options,
         )
 
     def setting(self, llm: LLM) -> Setting:

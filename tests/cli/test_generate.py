@@ -118,7 +118,7 @@ def test_compare_times_plain_decoding_against_the_request(
         return outputs
 
     monkeypatch.setattr(LLM, "generate", noted)
-    assert main([*pair, "x", "--compare", "--max-new-tokens", "8"]) == 0
+    assert main([*pair, "x", "--compare", "--max-new-tokens", "8", "--policy", "fixed"]) == 0
     plain, fast = ("none", False), (None, True)
     assert ran == [plain, fast, *[plain, fast, fast, plain] * 2, plain, fast]
 
@@ -170,6 +170,18 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--draft", "nowhere", "--drafter", "lookup"], "--draft has no use"),
         (["--drafter", "draft-model"], "--drafter is 'draft-model'; give --draft, the folder"),
         (["--policy", "fixed"], "--policy has no use with drafter none"),
+        (["--policy-option", "threshold=1"], "--policy-option has no use with drafter none"),
+        (["--drafter", "lookup", "--policy-option", "threshold=1"], "--policy-option names 'threshold'"),
+        (
+            ["--drafter", "lookup", "--policy", "confidence", "--policy-option", "threshold=2"],
+            "--policy-option has threshold '2'; give a number from 0 to 1",
+        ),
+        (
+            ["--drafter", "lookup", "--policy", "target-confidence", "--policy-option", "by=mood"],
+            "--policy-option has by 'mood'; give one of probability, entropy, margin",
+        ),
+        (["--drafter", "lookup", "--policy-option", "threshold"], "--policy-option is 'threshold'"),
+        (["--drafter", "auto", "--policy", "fixed"], "cannot choose; give --policy auto"),
         (["--drafter", "none", "--max-draft", "5"], "--max-draft has no use with drafter none"),
         (
             ["--drafter", "none", "--draft-sampling", "sampled"],
@@ -400,7 +412,7 @@ def test_the_models_control_characters_do_not_reach_the_terminal(pair: list[str]
 
 def test_help_lists_every_option() -> None:
     text = foredraft("generate", "--help").stdout
-    options = """--model --draft --drafter --policy --max-draft --draft-sampling --max-new-tokens
+    options = """--model --draft --drafter --policy --max-draft --draft-sampling --policy-option --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --n --acceptance --ignore-eos --dtype --device
         --max-batch --max-length --truncate --no-deterministic --compile --compare --json --no-color --revision
         --draft-revision --chat --system --show-special"""
@@ -417,7 +429,7 @@ def test_defaults_are_those_of_the_library() -> None:
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
-        if name not in ("model", "truncate", "acceptance"):
+        if name not in ("model", "truncate", "acceptance", "policy_option"):
             assert value is None or loading[name].default == value, name
     assert requested(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
     own = set(asdict(package.SamplingParams())) - {"acceptance", "speculation"}
@@ -441,7 +453,7 @@ sys.exit(main())
     command = [sys.executable, "-c", script]
     told = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
     assert "oracle: the future drafts (not lossless)" in told
-    assert "[choices: none, lookup, draft-model, retokenize, oracle]" in told
+    assert "[choices: none, lookup, draft-model, retokenize, auto, oracle]" in told
     assert "bold: as long as can be" in told
     assert "and 3 with bold" in told
     ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]

@@ -44,6 +44,7 @@ def spelled_as_options(message: str) -> str:
     (draft, seed) is told by what stands around it.
     """
     line = " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
+    line = re.sub(r"\bpolicy_options\b", "policy_option", line)  # given one by one here
     line = re.sub(rf"\b({ANY_NAME})='([^']*)'((?: or '[^']*')*)", _assigned, line)
     line = re.sub(rf"\b({ANY_NAME})=(?!\w)", _named, line)
     line = re.sub(rf"(?<![\w/.-])({OWN_NAME})(?![\w/.-])", _named, line)

@@ -50,7 +50,7 @@ def verify(
     """
     check(model, drafting, OutputOptions())
     name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
-    if DRAFTERS[name].make is None:
+    if name == "none":
         raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
     prompts = read_prompts(texts, verifying.prompts, model.model)
     from foredraft.verify import Options
@@ -66,7 +66,7 @@ def verify(
 
         llm = foredraft.load(
             model.model,
-            **loading(model, drafting),
+            **{"policy": "fixed"} | loading(model, drafting),  # a cost model might never draft
             needs=lambda tokenizer, defaults: (SIBLINGS, longest(prompts, tokenizer) + options.longest),
             progress=lambda stage, done, total: bars.show(stage, done, total) if stage == "load" else None,
         )

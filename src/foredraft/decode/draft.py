@@ -34,6 +34,7 @@ __all__ = [
     "Looper",
     "RoundInputs",
     "Stepper",
+    "as_guesser",
     "as_stepper",
     "no_draft",
     "propose",
@@ -165,6 +166,10 @@ class Looper(Stepper, Protocol):
 
 @runtime_checkable
 class Guesser(Drafter, Protocol):
+    """free: to ask it takes no time and changes nothing, so that a policy may hear first what it has."""
+
+    free: bool
+
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Once a round, of all its rows that may draft, each with its budget: for each of them, in order, at
         most so many tokens that may come next; none is an answer too."""
@@ -179,6 +184,11 @@ def _has(kind: type, method: str) -> bool:
 
 def as_stepper(drafter: Drafter) -> Stepper | None:
     return cast(Stepper, drafter) if _has(type(drafter), "step") else None
+
+
+def as_guesser(drafter: Drafter) -> Guesser:
+    """One that is no stepper."""
+    return cast(Guesser, drafter)
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +215,7 @@ def propose(
         if (stepper := as_stepper(drafter)) is not None:
             parts.append((mine, _step_through(stepper, mine, inputs, policy, noise, greedy)))
         else:
-            parts.append((mine, _guess(cast(Guesser, drafter), mine, inputs)))
+            parts.append((mine, _guess(as_guesser(drafter), mine, inputs)))
     if not parts:
         return no_draft(len(inputs.sequences), inputs.device)
     return parts[0][1] if len(parts) == 1 else _merge(parts, inputs)
@@ -271,7 +281,7 @@ def _step_through(
         sound.append(finite if masks is None else logits.amax(-1).isfinite())
         if j + 1 == width:
             break
-        on = policy.go_on(sequences, j, q)
+        on = policy.go_on(sequences, j, q, logits) if policy.looks else None
         if on is None and not walking:
             active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
         else:  # the one [B]-sized read that a draft step may cost

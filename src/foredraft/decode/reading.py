@@ -15,6 +15,8 @@ from torch import Tensor
 from foredraft.decode.accept import Verdict
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
+from foredraft.decode.policy.gate import certainty
+from foredraft.decode.policy.protocol import Signal
 from foredraft.decode.scores import Integers, Score, bits, numbers, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.model.device import upload
@@ -24,7 +26,10 @@ __all__ = ["Reading", "read"]
 
 @dataclass(slots=True)
 class Reading:
-    """One row of it. p, q: what the laws gave the drafted tokens, next_p: the next; none unless traced."""
+    """One row of it. p, q: what the laws gave the drafted tokens, next_p: the next; none unless traced.
+
+    sure: how sure the target was of the next token, None unless a policy wants it.
+    """
 
     accepted: int
     next_token: int
@@ -36,6 +41,7 @@ class Reading:
     p: list[float]
     q: list[float]
     next_p: float
+    sure: float | None = None
 
     @property
     def new(self) -> list[int]:
@@ -44,9 +50,15 @@ class Reading:
 
 
 def read(
-    sequences: Seq[Sequence], draft: Draft, verdict: Verdict, p: Law, logits: Tensor, finite: Tensor
+    sequences: Seq[Sequence],
+    draft: Draft,
+    verdict: Verdict,
+    p: Law,
+    logits: Tensor,
+    finite: Tensor,
+    signal: Signal | None = None,
 ) -> list[Reading]:
-    """A Reading of every row; logits [B, K + 1, V] as the model gave them."""
+    """A Reading of every row; logits [B, K + 1, V] as the model gave them. signal: what a policy wants."""
     batch = len(sequences)
     figures = [verdict.accepted, verdict.next_token, draft.lengths]
     if draft.sick is not None:
@@ -65,20 +77,31 @@ def read(
         if traced:
             pair = [p.at(draft.tokens), draft.q.at(draft.tokens)]
             tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
+    if signal is not None:
+        last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
+        tensors.append(bits(certainty(last, verdict.next_token, signal)))
     verdicts, *more = _read(tensors)
     rows_read = verdicts.tolist()
     if draft.sick is None:
         rows_read = [[*row[:3], 0, *row[3:]] for row in rows_read]
     scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
     chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
+    sure = [None] * batch if signal is None else numbers(more.pop(0)).tolist()
     return [
-        _reading(row, sequence, scores.get(index), top, chances[index] if sequence.traced else [])
+        _reading(
+            row, sequence, scores.get(index), top, chances[index] if sequence.traced else [], sure[index]
+        )
         for index, (row, sequence) in enumerate(zip(rows_read, sequences, strict=True))
     ]
 
 
 def _reading(
-    row: list[int], sequence: Sequence, figures: Integers | None, top: int, chances: list[float]
+    row: list[int],
+    sequence: Sequence,
+    figures: Integers | None,
+    top: int,
+    chances: list[float],
+    sure: float | None,
 ) -> Reading:
     accepted, next_token, drafted, sick, *rest = row
     width = (len(rest) - 1) // 2
@@ -99,6 +122,7 @@ def _reading(
         p=p,
         q=q,
         next_p=next_p,
+        sure=sure,
     )
 
 

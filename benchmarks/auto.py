@@ -1,0 +1,190 @@
+"""What the cost model makes of good, bad and fickle drafters: `auto` beside plain decoding and fixed lengths.
+
+The demo target decodes held-out prompts at temperature 0. Drafters that misbehave are the demo's draft model
+with other words put into its mouth: it takes its time, and is then right or wrong as the case says. All take
+turns, warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
+earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
+and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, and the share
+of repeated 4-grams.
+
+    random      the draft model is never right
+    dear        the target drafts for itself: always right, and as slow
+    thirty      right for 30 tokens, then never
+    alternate   right at every other token
+    bad-row     eight rows, one of which has a draft model that is never right
+    pays        the draft model as it is; the best fixed length is the best of all that are timed
+    choice      lookup or the draft model, beside each of them alone
+
+    python benchmarks/auto.py --new-tokens 256 --repeats 5
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from timing import spread, timed
+from torch import Tensor
+from workload import heldout, machine, write
+
+import foredraft
+from foredraft import LLM, Output, SamplingParams
+from foredraft.decode.policy import Auto, Fixed, Policy
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.ngrams import repeated
+
+POSITIONS = 1024
+WARM = 1  # turns that do not count
+
+Right = Callable[[int, int], bool]  # of a row and a place in its output
+CASES: dict[str, tuple[int, Right | None]] = {
+    "random": (1, lambda row, place: False),
+    "dear": (1, None),
+    "thirty": (1, lambda row, place: place < 30),
+    "alternate": (1, lambda row, place: place % 2 == 0),
+    "bad-row": (8, lambda row, place: row > 0 and place % 5 > 0),
+    "pays": (1, None),
+    "choice": (1, None),
+}
+
+
+class Ventriloquist(DraftModel):
+    """The draft model, and then other words: the target's next token where it is to be right, else another.
+
+    truth: of each row, its output; the rows' sequences come from the engine.
+    """
+
+    def __init__(self, inner: DraftModel, rows: int, positions: int, llm: LLM, right: Right) -> None:
+        super().__init__(inner.runner, rows, positions)
+        self.llm, self.right = llm, right
+        self.truth: Mapping[tuple[int, ...], list[int]] = {}
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
+    ) -> Tensor:
+        logits = super().step(tokens, starts, counts, idle, at).zero_()
+        for row, sequence in enumerate(self.llm.engine.rows.sequences[: len(starts)]):
+            output = self.truth.get(tuple(sequence.prompt), [])
+            place = starts[row] + counts[row] - len(sequence.prompt)
+            token = output[place] if 0 <= place < len(output) else 0
+            # by its prompt's place among all, not by the row it happens to have
+            index = list(self.truth).index(tuple(sequence.prompt)) if output else 0
+            logits[row, token if self.right(index, place) else (token + 1) % logits.shape[1]] = 1.0
+        return logits
+
+
+def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
+    own = llm.engine.drafters["draft-model"]
+    assert isinstance(own, DraftModel)
+    right = CASES[case][1]
+    if right is not None:
+        return Ventriloquist(own, rows, POSITIONS, llm, right)
+    target: Any = llm.engine.target
+    return DraftModel(target, rows, POSITIONS) if case == "dear" else own
+
+
+def request(
+    llm: LLM, prompts: list[list[int]], speculation: str, new_tokens: int
+) -> tuple[float, list[Output]]:
+    """Seconds of the decoding, from the first round of any to the end of all; outputs."""
+    params = SamplingParams(
+        temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation=speculation
+    )
+    seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.engine.device)
+    return seconds, outputs
+
+
+def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A case: all contenders on every prompt in turns."""
+    batch = CASES[case][0]
+    llm = foredraft.load(
+        dtype=options.dtype,
+        device=options.device,
+        max_batch=batch,
+        max_length=POSITIONS,
+        max_draft=options.max_draft,
+    )
+    engine = llm.engine
+    prompts = llm.encode(heldout(options.prompts * batch))
+    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    drafter = engine.drafters["draft-model"] = drafter_of(case, llm, batch)
+    engine.rows.caches = list({id(c): c for c in (engine.cache, *drafter.caches)}.values())
+    known = engine.policy
+    assert isinstance(known, Auto)
+    # name -> (a policy for one request, who drafts); a fresh one knows the table, and no drafter
+    contenders: dict[str, tuple[Callable[[], Policy], str]] = {
+        "plain": (lambda: known, "none"),
+        "auto, first request": (lambda: Auto(known.max_draft, known.table), "draft-model"),
+        "auto": (lambda: known, "draft-model"),
+    }
+    if case == "choice":
+        contenders |= {
+            "auto": (lambda: known, "auto"),
+            "auto, first request": (lambda: Auto(known.max_draft, known.table), "auto"),
+            "auto, lookup": (lambda: known, "lookup"),
+            "auto, draft-model": (lambda: known, "draft-model"),
+        }
+    for gamma in map(int, options.lengths.split(",")):
+        contenders[f"fixed {gamma}"] = (lambda gamma=gamma: Fixed(gamma), "draft-model")  # type: ignore[misc]
+    runs: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[Output]] = {name: [] for name in contenders}
+    same: dict[str, bool] = dict.fromkeys(contenders, True)
+    for group in groups:
+        outputs = request(llm, group, "none", options.new_tokens)[1]
+        plain = [output.token_ids for output in outputs]
+        if isinstance(drafter, Ventriloquist):
+            drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
+        for turn in range(-WARM, options.repeats):
+            for name in list(contenders)[:: 1 if turn % 2 else -1]:
+                make, speculation = contenders[name]
+                engine.policy = make()
+                seconds, outputs = request(llm, group, speculation, options.new_tokens)
+                engine.policy = known
+                same[name] &= [output.token_ids for output in outputs] == plain
+                if turn >= 0:
+                    runs[name].append(seconds)
+                    found[name] += outputs
+    table = known.table
+    return {
+        "case": case,
+        "batch": batch,
+        "table": {"passes": table.passes, "drafts": table.drafts},
+        "contenders": [
+            {
+                "name": name,
+                "speedup": spread([one / other for one, other in zip(runs["plain"], own, strict=True)]),
+                "seconds": spread(own),
+                "identical_to_plain": same[name],
+                "mean_draft_length": sum(o.stats.drafted for o in found[name])
+                / sum(o.stats.rounds for o in found[name]),
+                "repeated_4grams": median(repeated(o.token_ids) for o in found[name]),
+            }
+            for name, own in runs.items()
+        ],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="joined by commas")
+    parser.add_argument("--lengths", default="1,2,3,4,5,6,8", help="fixed ones, joined by commas")
+    parser.add_argument("--prompts", type=int, default=4, help="of each case, or batches of them")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--max-draft", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="auto")
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {"what": vars(options), "machine": machine(), "cases": []}
+    with torch.inference_mode():
+        for case in options.cases.split(","):
+            result["cases"].append(compare(case, options))
+    write(options.name, result)
+
+
+if __name__ == "__main__":
+    main()
