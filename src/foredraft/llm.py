@@ -60,7 +60,7 @@ class Output:
         prompt_logprobs: Scores of the prompt's tokens, where asked for; None in the first one's place.
         trace: What happened in each round, where asked for.
         error: What happened, where the reason is "error".
-        lossless: The text has the model's own law.
+        lossless: The text has the model's own law; not where acceptance "bild" judged drafts.
         deterministic: And its bits do not depend on who drafts and who shares the batch.
     """
 
@@ -506,6 +506,7 @@ class LLM:
     def _output(self, sequence: Sequence) -> Output:
         assert sequence.finish is not None
         transcript, params = sequence.transcript, sequence.params
+        lossless = self._is_lossless(params)
         if transcript is not None:
             sequence.write_up()
             transcript.finish()
@@ -524,9 +525,15 @@ class LLM:
             prompt_tokens=len(sequence.prompt),
             stats=Stats.of(sequence.rounds, max(0.0, sequence.ended - sequence.started)),
             error=sequence.error,
-            lossless=self._lossless.get(self._drafter(sequence.params.speculation) or "none", True),
-            deterministic=self.deterministic,
+            lossless=lossless,
+            deterministic=self.deterministic and lossless,
         )
+
+    def _is_lossless(self, params: SamplingParams) -> bool:
+        drafter = self._drafter(params.speculation)
+        if drafter is None:
+            return True  # whatever the rule, there is nothing that it could let stand
+        return params.bound is None and self._lossless.get(drafter, True)
 
 
 @dataclass(slots=True, eq=False)

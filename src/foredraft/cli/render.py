@@ -152,7 +152,8 @@ def _told(output: Output) -> dict[str, Any]:
 
 
 def _scored(score: Score) -> dict[str, Any]:
-    """null where the model or the law gives the token no probability, which only a prompt's can have."""
+    """null where the model or the law gives the token no probability, which only a prompt's can have, or one
+    that a lossy rule let stand."""
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
 

@@ -22,11 +22,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Verdict, accept
+from foredraft.decode.accept import Rollback, Verdict, accept
 from foredraft.decode.constraint import masks_along
 from foredraft.decode.draft import Draft, Drafter, RoundInputs, Stepper, propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Noise, NoiseKeys
+from foredraft.decode.past import Past
 from foredraft.decode.policy import Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
@@ -70,6 +71,9 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...
 
 
+Rule = Callable[[Draft, Law, NoiseKeys | None, Noise, list[bool], Rollback | None], Verdict]
+
+
 class Engine:
     """Not thread-safe: one caller steps it at a time.
 
@@ -94,7 +98,7 @@ class Engine:
         self.vocabulary, self.device = vocabulary, device
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
-        self.accept: Callable[[Draft, Law, NoiseKeys | None, Noise, list[bool]], Verdict] = accept
+        self.accept: Rule = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
@@ -136,11 +140,14 @@ class Engine:
         forward = self._verify(inputs, draft)
         assert forward.logits is not None
         past = inputs.past and inputs.past.along(draft.tokens)
-        p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft), past)
+        masks = self._masks(inputs, draft)
+        p, finite = law_of(forward.logits, inputs.table, masks, past)
+        rollback = _rollback(inputs.table, p, forward.logits, masks, past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
-        verdict = self.accept(draft, p, keys, self.noise, coupled)
-        readings = read(inputs.sequences, draft, verdict, p, forward.logits, finite)
+        verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
+        judge = p if rollback is None else rollback.judge
+        readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite)
         return self._commit(inputs, readings, forward)
 
     def _inputs(self) -> RoundInputs:
@@ -315,6 +322,16 @@ class Engine:
         return () if sequence.drafter is None else self.drafters[sequence.drafter].taps
 
 
+def _rollback(
+    table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
+) -> Rollback | None:
+    """What the rows of the lossy rule go by, if there are any."""
+    if table.bound is None:
+        return None
+    judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
+    return Rollback(judge, table.bound, ~table.bound.isnan(), table.bounded)
+
+
 def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, budget: int) -> RoundTrace:
     """Of the round that began with so many tokens."""
     count = 0 if reading.broken else outcome.drafted  # what lies past the end of the text, nobody looked at
@@ -330,6 +347,7 @@ def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, b
         next_p=0.0 if reading.broken else reading.next_p,
         emitted=outcome.emitted,
         discarded=reading.broken,
+        rollback=sequence.params.bound,
     )
 
 

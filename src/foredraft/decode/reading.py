@@ -24,7 +24,8 @@ __all__ = ["Reading", "read"]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One row of it. p, q: what the laws gave the drafted tokens, next_p: the next; none unless traced."""
+    """One row of it. p, q: what the laws gave the drafted tokens, p by those that judged them; next_p: the
+    next one. None unless traced."""
 
     accepted: int
     next_token: int
@@ -44,9 +45,16 @@ class Reading:
 
 
 def read(
-    sequences: Seq[Sequence], draft: Draft, verdict: Verdict, p: Law, logits: Tensor, finite: Tensor
+    sequences: Seq[Sequence],
+    draft: Draft,
+    verdict: Verdict,
+    p: Law,
+    judge: Law,
+    logits: Tensor,
+    finite: Tensor,
 ) -> list[Reading]:
-    """A Reading of every row; logits [B, K + 1, V] as the model gave them."""
+    """A Reading of every row; logits [B, K + 1, V] as the model gave them. judge: the laws by which a draft
+    was accepted, which are p but under the lossy rule."""
     batch = len(sequences)
     figures = [verdict.accepted, verdict.next_token, draft.lengths]
     if draft.sick is not None:
@@ -63,7 +71,7 @@ def read(
             rows = upload(asking, logits.device)
             tensors.append(score(logits[rows], p.rows(rows), new[rows], top))
         if traced:
-            pair = [p.at(draft.tokens), draft.q.at(draft.tokens)]
+            pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
             tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
     verdicts, *more = _read(tensors)
     rows_read = [row if draft.sick is not None else [*row[:3], 0, *row[3:]] for row in verdicts.tolist()]
