@@ -358,7 +358,7 @@ MUTANTS = [
                 "if self.finish is not None:",
                 "if self.finish is not None and (index + 1 == len(tokens) or self.finish is not Finish.LENGTH):",
             ),
-            (Engine._budget, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
+            (Engine._offers, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
         ),
         limits,
     ),
@@ -441,7 +441,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row that its draft broke drafts again at once",
-        ((Engine._budget, "sequence.drafter is None or sequence.wary", "sequence.drafter is None"),),
+        ((Engine._offers, "if sequence.wary", "if False"),),
         broken_drafts,
     ),
     Mutant(

@@ -14,8 +14,8 @@ from tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
 from torch import Tensor
 
 from foredraft.decode.law import Law
+from foredraft.decode.policy import Alone
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.vocabulary import VocabularyMap
@@ -144,6 +144,7 @@ class TappingStepper:
 class ScriptedGuesser:
     """Proposes what a function of the text says, whatever that is."""
 
+    free = True
     taps: tuple[int, ...] = ()
     max_length: int | None = None
     caches: tuple[Any, ...] = ()
@@ -281,56 +282,44 @@ class LateBan:
 
 
 @dataclass(frozen=True)
-class StopUnsure:
+class StopUnsure(Alone):
     """Stops drafting after a position whose law had no token above `least`: from q alone, not from the draw."""
 
     max_draft: int
     least: float = 0.5
     name: str = "stop-unsure"
 
-    def start(self) -> None:
-        return None
+    looks = True
 
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> Tensor:
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
         if q.probs is None:
             assert q.ids is not None
             return q.ids[:, 0] % 2 == position % 2
         return q.probs[:, 0].amax(-1) > self.least
 
-    def learn(self, sequence: Sequence, outcome: Round) -> None:
-        return None
-
 
 @dataclass(frozen=True)
-class RandomBudgets:
+class RandomBudgets(Alone):
     """Any budget from 0 to `max_draft`: a function of the text and the round, so that it can be repeated."""
 
     max_draft: int
     name: str = "random"
 
-    def start(self) -> None:
-        return None
-
     def budget(self, sequence: Sequence) -> int:
         return random.Random(f"{sequence.tokens} {sequence.round_count}").randint(0, self.max_draft)
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> None:
-        return None
 
-    def learn(self, sequence: Sequence, outcome: Round) -> None:
-        return None
-
-
-class Fickle:
+class Fickle(Alone):
     """Drafts again if the last law but one of its draft was a sure one, and takes a plain step otherwise.
 
     What it saw depends on drafted tokens that were rejected: their noise, used again, would be biased.
     """
 
     name = "fickle"
+    looks = True
 
     def __init__(self, max_draft: int, least: float = 0.6) -> None:
         self.max_draft, self.least = max_draft, least
@@ -343,16 +332,13 @@ class Fickle:
         sequence.policy_state[0] = True
         return drafts
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> None:
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> None:
         if q.probs is None or position != self.max_draft - 2:
             return
         for sequence, top in zip(sequences, q.probs[:, 0].amax(-1).tolist(), strict=True):
             # only what it is told whatever the others do: a whole draft, of a row that is not idle
             if sequence.remaining > self.max_draft and top < 1:
                 sequence.policy_state[0] = top > self.least
-
-    def learn(self, sequence: Sequence, outcome: Round) -> None:
-        return None
 
 
 __all__ = [

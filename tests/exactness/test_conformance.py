@@ -213,9 +213,9 @@ class Hushed(StopUnsure):
     silent: tuple[int, ...] = ()
     aloud: bool = False
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law) -> Tensor | None:  # type: ignore[override]
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:  # type: ignore[override]
         if position not in self.silent:
-            return super().go_on(sequences, position, q)
+            return super().go_on(sequences, position, q, logits)
         return torch.ones(len(sequences), dtype=torch.bool) if self.aloud else None
 
 

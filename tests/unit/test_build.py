@@ -111,7 +111,7 @@ def test_every_policy_can_grow_to_its_longest_draft() -> None:
         budgets = []
         for _ in range(9):
             budgets.append(policy.budget(sequence))  # type: ignore[arg-type]
-            policy.learn(sequence, Round(budgets[-1], budgets[-1], budgets[-1] + 1))  # type: ignore[arg-type]
+            policy.learn(sequence, Round(budgets[-1], budgets[-1], budgets[-1] + 1), None)  # type: ignore[arg-type]
         lengths[name] = budgets[0], budgets[-1]
     assert lengths == {"fixed": (5, 5), "heuristic": (5, 10)}
 

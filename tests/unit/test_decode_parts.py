@@ -79,11 +79,11 @@ def test_the_heuristic_grows_and_shrinks() -> None:
     one = SimpleNamespace(policy_state=policy.start())
     seen = []
     for accepted, drafted in ((5, 5), (6, 6), (2, 6), (0, 5), (0, 0), (4, 4), (0, 6)):
-        policy.learn(one, Round(drafted, accepted, accepted + 1))  # type: ignore[arg-type]
+        policy.learn(one, Round(drafted, accepted, accepted + 1), None)  # type: ignore[arg-type]
         seen.append(policy.budget(one))  # type: ignore[arg-type]
     assert seen == [6, 6, 5, 4, 4, 6, 5]
     for _ in range(9):
-        policy.learn(one, Round(3, 0, 1))  # type: ignore[arg-type]
+        policy.learn(one, Round(3, 0, 1), None)  # type: ignore[arg-type]
     assert policy.budget(one) == 1  # type: ignore[arg-type]
     assert Heuristic(3).start() == [3]
 
@@ -92,7 +92,7 @@ def test_states_are_not_shared() -> None:
     policy = Heuristic(6)
     assert policy.start() is not policy.start()
     assert Fixed(4).budget(sequence()) == 4
-    assert Fixed(4).go_on([], 0, None) is None  # type: ignore[arg-type]
+    assert Fixed(4).go_on([], 0, None, None) is None  # type: ignore[arg-type]
 
 
 # --- sequences --------------------------------------------------------------------------------------

@@ -143,6 +143,10 @@ class Stepper(Drafter, Protocol):
 
 @runtime_checkable
 class Guesser(Drafter, Protocol):
+    """free: to ask it takes no time and changes nothing, so that a policy may hear first what it has."""
+
+    free: bool
+
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Once a round, of all its rows that may draft, each with its budget: for each of them, in order, at
         most so many tokens that may come next; none is an answer too."""
@@ -233,7 +237,7 @@ def _step_through(
         sound.append(finite if masks is None else logits.amax(-1).isfinite())
         if j + 1 == width:
             break
-        on = policy.go_on(sequences, j, q)
+        on = policy.go_on(sequences, j, q, logits) if policy.looks else None
         if on is None and not walking:
             active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
         else:  # the one [B]-sized read that a draft step may cost

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict, accept
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.draft import Draft, Drafter, RoundInputs, Stepper, propose
+from foredraft.decode.draft import Draft, Drafter, Guesser, RoundInputs, Stepper, propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Noise, NoiseKeys
 from foredraft.decode.past import Past
-from foredraft.decode.policy import Policy
+from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
 from foredraft.decode.rows import Rows
@@ -116,9 +116,9 @@ class Engine:
         several = list(self.rows.sequences)
         for sequence in several:  # all, before one moves: drafters know a sequence by its row
             sequence.proven = False
-            if sequence.drafter is not None:
-                self.drafters[sequence.drafter].leave(sequence)
-                sequence.drafter = None
+            for name in sequence.drafters:
+                self.drafters[name].leave(sequence)
+            sequence.drafters = ()
         for sequence in several:
             self._leave(sequence, Finish.ERROR, error)
 
@@ -147,28 +147,49 @@ class Engine:
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
         judge = p if rollback is None else rollback.judge
-        readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite)
+        signal = self.policy.wants
+        readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
         return self._commit(inputs, readings, forward)
 
     def _inputs(self) -> RoundInputs:
         sequences = list(self.rows.sequences)
         idle = [s.state is not State.RUNNING for s in sequences]
-        budgets = [0 if i else self._budget(s) for s, i in zip(sequences, idle, strict=True)]
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends)
-        return RoundInputs.of(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
+        table, budgets = self._table[1], self._budgets(sequences, idle)
+        return RoundInputs.of(sequences, idle, budgets, table, self.vocabulary, self.device)
 
-    def _budget(self, sequence: Sequence) -> int:
-        """The policy's, clipped: a round emits one more token than it drafts."""
-        if sequence.drafter is None or sequence.wary:
-            return 0
-        most = min(sequence.remaining, self.target.max_queries) - 1
-        limit = self.drafters[sequence.drafter].max_length
-        if limit is not None:
-            most = min(most, limit - len(sequence.tokens))
-        return max(0, min(self.policy.budget(sequence), most))
+    def _budgets(self, sequences: list[Sequence], idle: list[bool]) -> list[int]:
+        """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step."""
+        rows = [self._offers(s) for s, i in zip(sequences, idle, strict=True) if not i]
+        budgets = [0] * len(sequences)
+        for row, choice in zip(rows, self.policy.choose(rows), strict=True):
+            if choice.drafter in row.most and choice.budget > 0:
+                row.sequence.drafter = choice.drafter
+                budgets[row.sequence.row] = min(choice.budget, row.most[choice.drafter])
+        return budgets
+
+    def _offers(self, sequence: Sequence) -> Offers:
+        """A round emits one more token than it drafts, so no draft is longer than what may be emitted, but
+        for one."""
+        offers = Offers(sequence, {})
+        if sequence.wary:
+            return offers
+        room = min(sequence.remaining, self.target.max_queries) - 1
+        for name in sequence.drafters:
+            drafter, most = self.drafters[name], room
+            if drafter.max_length is not None:
+                most = min(most, drafter.max_length - len(sequence.tokens))
+            if self.policy.weighs and most > 0:
+                if isinstance(drafter, Stepper):
+                    offers.behind[name] = len(sequence.tokens) - 1 - drafter.length(sequence)
+                elif isinstance(drafter, Guesser) and drafter.free:
+                    most = len(drafter.propose([(sequence, most)])[0])
+            if most > 0:
+                offers.most[name] = most
+        return offers
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         """One forward over [pending, *draft] of every row."""
@@ -226,16 +247,17 @@ class Engine:
             if sequence.traced:
                 sequence.trace.append(_traced(sequence, reading, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            if sequence.drafter is not None:
-                drafter = self.drafters[sequence.drafter]
+            for name in sequence.drafters:
+                drafter = self.drafters[name]
                 if drafter.taps and outcome.emitted > 0:
                     row = sequence.row
                     states = {d: forward.taps[d][row, : outcome.emitted] for d in drafter.taps}
                     drafter.observe(sequence, base, states)
                 drafter.rewind(sequence)
-                self.policy.learn(sequence, outcome)
-                if reading.sick:
-                    self._cure(sequence, drafter)
+            if sequence.drafters:
+                self.policy.learn(sequence, outcome, reading.sure)
+            if reading.sick:
+                self._cure(sequence)
             if sequence.finish is not None:
                 over.append((sequence, sequence.finish, None))
         for sequence, finish, error in over:
@@ -253,8 +275,10 @@ class Engine:
             return Round(read, read, emitted)
         return Round(reading.drafted, reading.accepted, emitted)
 
-    def _cure(self, sequence: Sequence, drafter: Drafter) -> None:
+    def _cure(self, sequence: Sequence) -> None:
         """After logits of its drafter that are not finite: empty what only the drafter wrote, or give up."""
+        assert sequence.drafter is not None
+        drafter = self.drafters[sequence.drafter]
         for cache in drafter.caches:
             if cache is not self.cache:
                 cache.zero_row(sequence.row)
@@ -264,6 +288,7 @@ class Engine:
                 "request %d goes on without %s: its logits are not finite", sequence.id, drafter.name
             )
             drafter.leave(sequence)
+            sequence.drafters = tuple(name for name in sequence.drafters if name != drafter.name)
             sequence.drafter = None
 
     @torch.inference_mode()
@@ -276,12 +301,13 @@ class Engine:
         self.cache.lengths[sequence.row] = end
         if sequence.params.prompt_logprobs is not None and not self._score(sequence, forward.hidden, start):
             return
-        if sequence.drafter is not None:
-            drafter = self.drafters[sequence.drafter]
-            if taps:
-                drafter.observe(sequence, start, {d: forward.taps[d][0, : end - start] for d in taps})
+        for name in sequence.drafters:
+            drafter = self.drafters[name]
+            if drafter.taps:
+                drafter.observe(sequence, start, {d: forward.taps[d][0, : end - start] for d in drafter.taps})
             fits = drafter.max_length is None or stop <= drafter.max_length
-            if isinstance(drafter, Stepper) and fits:  # one that can never draft need not read either
+            # one that can never draft need not read, nor one that may never be chosen
+            if isinstance(drafter, Stepper) and fits and not self.policy.weighs:
                 drafter.read(sequence, start, end)
         if end == stop:
             sequence.state = State.RUNNING
@@ -304,22 +330,23 @@ class Engine:
             if sequence.remaining == 0:  # only its prompt was to be scored
                 self._leave(sequence, Finish.LENGTH)
                 continue
-            if sequence.drafter is not None:
-                self.drafters[sequence.drafter].join(sequence)
+            for name in sequence.drafters:
+                self.drafters[name].join(sequence)
 
     def _leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> None:
         if sequence.state is State.RUNNING:
             sequence.ended = time.perf_counter()
         if finish is Finish.ERROR:
             sequence.proven = False
-        if sequence.row >= 0 and sequence.drafter is not None:
-            self.drafters[sequence.drafter].leave(sequence)
+        if sequence.row >= 0:
+            for name in sequence.drafters:
+                self.drafters[name].leave(sequence)
         sibling = self.scheduler.leave(sequence, finish, error)
         if sibling is not None:
             self._start([sibling])
 
     def _taps(self, sequence: Sequence) -> tuple[int, ...]:
-        return () if sequence.drafter is None else self.drafters[sequence.drafter].taps
+        return tuple(depth for name in sequence.drafters for depth in self.drafters[name].taps)
 
 
 def _rollback(

@@ -15,6 +15,8 @@ from torch import Tensor
 from foredraft.decode.accept import Verdict
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
+from foredraft.decode.policy.gate import certainty
+from foredraft.decode.policy.protocol import Signal
 from foredraft.decode.scores import Integers, Score, bits, numbers, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.model.device import upload
@@ -25,7 +27,10 @@ __all__ = ["Reading", "read"]
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One row of it. p, q: what the laws gave the drafted tokens, p by those that judged them; next_p: the
-    next one. None unless traced."""
+    next one. None unless traced.
+
+    sure: how sure the target was of the next token, None unless a policy wants it.
+    """
 
     accepted: int
     next_token: int
@@ -37,6 +42,7 @@ class Reading:
     p: list[float]
     q: list[float]
     next_p: float
+    sure: float | None = None
 
     @property
     def new(self) -> list[int]:
@@ -52,9 +58,12 @@ def read(
     judge: Law,
     logits: Tensor,
     finite: Tensor,
+    signal: Signal | None = None,
 ) -> list[Reading]:
-    """A Reading of every row; logits [B, K + 1, V] as the model gave them. judge: the laws by which a draft
-    was accepted, which are p but under the lossy rule."""
+    """A Reading of every row; logits [B, K + 1, V] as the model gave them. signal: what a policy wants.
+
+    judge: the laws by which a draft was accepted, which are p but under the lossy rule.
+    """
     batch = len(sequences)
     figures = [verdict.accepted, verdict.next_token, draft.lengths]
     if draft.sick is not None:
@@ -73,18 +82,29 @@ def read(
         if traced:
             pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
             tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
+    if signal is not None:
+        last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
+        tensors.append(bits(certainty(last, verdict.next_token, signal)))
     verdicts, *more = _read(tensors)
     rows_read = [row if draft.sick is not None else [*row[:3], 0, *row[3:]] for row in verdicts.tolist()]
     scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
     chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
+    sure = [None] * batch if signal is None else numbers(more.pop(0)).tolist()
     return [
-        _reading(row, sequence, scores.get(index), top, chances[index] if sequence.traced else [])
+        _reading(
+            row, sequence, scores.get(index), top, chances[index] if sequence.traced else [], sure[index]
+        )
         for index, (row, sequence) in enumerate(zip(rows_read, sequences, strict=True))
     ]
 
 
 def _reading(
-    row: list[int], sequence: Sequence, figures: Integers | None, top: int, chances: list[float]
+    row: list[int],
+    sequence: Sequence,
+    figures: Integers | None,
+    top: int,
+    chances: list[float],
+    sure: float | None,
 ) -> Reading:
     accepted, next_token, drafted, sick, *rest = row
     width = (len(rest) - 1) // 2
@@ -105,6 +125,7 @@ def _reading(
         p=p,
         q=q,
         next_p=next_p,
+        sure=sure,
     )
 
 

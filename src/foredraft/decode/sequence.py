@@ -48,7 +48,8 @@ class Origin(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """prompt: ids; eos: ids that end it; drafter: name, or None to decode plainly.
+    """prompt: ids; eos: ids that end it; drafters: all that may draft for it, drafter: who does in this
+    round, or the only one that may; None to decode plainly.
 
     transcript: its text, needed where a stop string may end it. traced: rounds are recorded in `trace`.
     prompt_scores: of the prompt's tokens, where they are asked for; siblings share the list.
@@ -65,6 +66,7 @@ class Sequence:
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
     transcript: Transcript | None = None
     traced: bool = False
+    drafters: tuple[str, ...] = ()
     prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
@@ -88,6 +90,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        if self.drafter is not None and not self.drafters:
+            self.drafters = (self.drafter,)
         if self.params.penalised:
             self.tally = Tally(self.prompt)
 

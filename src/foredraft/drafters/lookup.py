@@ -67,6 +67,7 @@ class Lookup:
     """A Guesser over an index per sequence."""
 
     name = "lookup"
+    free = True
     taps: tuple[int, ...] = ()
     max_length: int | None = None
     caches: tuple[KVCache, ...] = ()

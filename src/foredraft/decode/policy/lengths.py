@@ -1,0 +1,47 @@
+"""Policies of the draft's length alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foredraft.decode.policy.protocol import Alone
+from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+
+__all__ = ["Fixed", "Heuristic"]
+
+
+@dataclass(frozen=True)
+class Fixed(Alone):
+    """Always drafts `max_draft` tokens (gamma of Leviathan et al. 2023)."""
+
+    max_draft: int
+    name: str = "fixed"
+
+    def budget(self, sequence: Sequence) -> int:
+        return self.max_draft
+
+
+@dataclass(frozen=True)
+class Heuristic(Alone):
+    """Two more after a draft accepted whole, one fewer otherwise, from 1 to `max_draft`.
+
+    The rule of `transformers`' assisted generation (num_assistant_tokens_schedule="heuristic").
+    """
+
+    max_draft: int
+    first: int = 5
+    name: str = "heuristic"
+
+    def start(self) -> list[int]:
+        return [min(self.first, self.max_draft)]
+
+    def budget(self, sequence: Sequence) -> int:
+        return int(sequence.policy_state[0])
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        if outcome.drafted == 0:
+            return
+        length = sequence.policy_state[0]
+        whole = outcome.accepted == outcome.drafted
+        sequence.policy_state[0] = min(length + 2, self.max_draft) if whole else max(length - 1, 1)

@@ -1,0 +1,109 @@
+"""What every policy is, and what those share that look at one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+from foredraft.decode.law import Law
+from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+
+__all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal"]
+
+# How sure the target was of the token that it gave last, from its own logits; 1 is certain.
+Signal: TypeAlias = Literal["probability", "entropy", "margin"]
+
+
+class Choice(NamedTuple):
+    """Who drafts for a row in this round, and how many tokens at most."""
+
+    drafter: str | None
+    budget: int
+
+
+PLAIN = Choice(None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What a row has at hand in this round.
+
+    most: who may draft -> tokens that it may draft at most, 1 or more; in the order of the request.
+    behind: tokens before the pending one that a stepper has not read yet; where the policy weighs costs.
+    """
+
+    sequence: Sequence
+    most: dict[str, int]
+    behind: dict[str, int] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """choose / go_on / learn.
+
+    looks: `go_on` is asked at all. wants: what of the target's law `learn` is told; None spares its making.
+    weighs: costs decide, so that a drafter reads a text only once it is chosen, and `Offers` tells what that
+    takes and how much a drafter that is free has to say.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def looks(self) -> bool: ...
+
+    @property
+    def wants(self) -> Signal | None: ...
+
+    @property
+    def weighs(self) -> bool: ...
+
+    def start(self) -> Any:
+        """State of a new sequence, kept by the sequence."""
+        ...
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        """Of every row that decodes, in order, jointly; a budget of 0 is a plain step."""
+        ...
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        """After the token at `position` of every draft was drawn from q [B, 1, V] (and kept): [B] bool,
+        True = draft another. logits [B, 1, V] float32: the drafter's own. None = always, which spares the
+        read of it on the host."""
+        ...
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        """Of every row that decodes and has drafters, after its commit; sure: what it `wants`."""
+        ...
+
+
+class Alone:
+    """A policy that looks at one sequence at a time and leaves its first drafter at it."""
+
+    looks: bool = False
+    wants: Signal | None = None
+    weighs: bool = False
+
+    def start(self) -> Any:
+        return None
+
+    def budget(self, sequence: Sequence) -> int:
+        """Tokens to draft at most."""
+        raise NotImplementedError
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        choices = []
+        for row in rows:
+            name = next(iter(row.most), None)
+            budget = 0 if name is None else min(self.budget(row.sequence), row.most[name])
+            choices.append(Choice(name, budget))
+        return choices
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        return None
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        return None
