@@ -106,6 +106,11 @@ POLICIES: dict[str, PolicyKind] = {
         lambda longest: _in("decode.policy").Heuristic(longest),
         max_draft=10,
     ),
+    "fallback": PolicyKind(
+        "until the drafter is unsure, and not the token that it is unsure of",
+        lambda longest: _in("decode.policy").Fallback(longest),
+        max_draft=10,
+    ),
 }
 
 

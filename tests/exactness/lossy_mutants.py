@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import test_bild as bild
+import test_enumeration as enumeration
 
-from foredraft.decode import accept, engine, params, sampling
+from foredraft.decode import accept, draft, engine, params, sampling
+from foredraft.decode.policy import Fallback
 from planting import Mutant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -26,6 +28,15 @@ def lossy_greedy_law() -> None:
 
 def rules_side_by_side() -> None:
     bild.test_rows_of_every_rule_share_a_batch()
+
+
+def fallback_law() -> None:
+    bild.assert_defined([bild.case("cold", 1.1), bild.case("greedy", 2.5, prompt=(1,))], 3, threshold=0.55)
+
+
+def strict_fallback_law() -> None:
+    cases = [enumeration.case("as it is", "draft-model")]
+    enumeration.enumerate_and_compare(cases, lambda: Fallback(2, threshold=0.55))
 
 
 def by_hand() -> None:
@@ -121,6 +132,27 @@ MUTANTS = [
             ),
         ),
         rules_side_by_side,
+    ),
+    Mutant(
+        "a token drafted where the drafter is unsure",
+        ((draft._step_through, "finite & draws[:, None]", "finite"),),
+        fallback_law,
+    ),
+    Mutant(
+        "unsure by the law after the transforms",
+        (
+            (
+                draft._step_through,
+                "policy.draws(sequences, j, logits)",
+                "policy.draws(sequences, j, q.weights(3).log())",
+            ),
+        ),
+        fallback_law,
+    ),
+    Mutant(
+        "handed over by what was drawn",
+        ((draft._step_through, "finite & draws[:, None]", "finite & (draws[:, None] | (token == 0))"),),
+        strict_fallback_law,
     ),
     Mutant(
         "no row is of the lossy rule",

@@ -288,7 +288,7 @@ MUTANTS = [
         (
             (
                 STEP_THROUGH,
-                "possible.append(finite)",
+                "possible.append(finite if draws is None else finite & draws[:, None])",
                 "possible.append(finite & (q.at(token) > 0.4))",
             ),
         ),

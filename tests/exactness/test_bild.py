@@ -14,7 +14,7 @@ from harness import make_engine, request, run
 from tabular import Table
 
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Fixed
+from foredraft.decode.policy import Fallback, Fixed, Policy
 
 V = 3
 TARGET, DRAFT = Table(V, 1), Table(V, 2)
@@ -36,9 +36,14 @@ END = frozenset({2})
 
 
 def defined(
-    params: SamplingParams, budget: int, prompt: list[int], eos: frozenset[int] = frozenset()
+    params: SamplingParams,
+    budget: int,
+    prompt: list[int],
+    eos: frozenset[int] = frozenset(),
+    threshold: float = 0.0,
 ) -> laws.Law:
-    """The probability of every output where rounds draft `budget` tokens, in plain Python and float64."""
+    """The probability of every output where rounds draft `budget` tokens, up to one that the drafter gives no
+    token a probability of `threshold` at, by its logits as they are. In plain Python and float64."""
     found: laws.Law = defaultdict(float)
     assert params.bound is not None
     uncut = SamplingParams(
@@ -64,7 +69,9 @@ def defined(
     def draft(new: list[int], left: int, chance: float) -> None:
         own = law(TARGET, new, params)
         rest = 1.0  # what falls to the target: the draft is over, or its token cut
-        if left:
+        sure = max(laws.transformed(DRAFT.after(prompt + new), SamplingParams()))
+        assert abs(sure - threshold) > laws.TOO_CLOSE
+        if left and sure > threshold:
             judge = law(TARGET, new, judging)
             for x, q in enumerate(law(DRAFT, new, params)):
                 if q > 0 and judge[x] > 0 and -math.log(judge[x]) <= params.bound:
@@ -84,12 +91,13 @@ def case(transform: str, bound: float, drafter: str | None = "draft-model", **mo
     return Case(f"{transform}, {bound}, {drafter}", params, drafter=drafter, **more)
 
 
-def assert_defined(cases: list[Case], budget: int, *others: Case) -> None:
+def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: float = 0.0) -> None:
+    policy: Policy = Fallback(budget, threshold) if threshold else Fixed(budget)
     found = outputs_of(
-        lambda noise: make_engine(TARGET, DRAFT, Fixed(budget), rows=24, noise=noise), [*cases, *others]
+        lambda noise: make_engine(TARGET, DRAFT, policy, rows=24, noise=noise), [*cases, *others]
     )
     for one, got in zip(cases, found, strict=False):
-        want = defined(one.params, budget if one.drafter else 0, list(one.prompt), one.eos)
+        want = defined(one.params, budget if one.drafter else 0, list(one.prompt), one.eos, threshold)
         assert sum(got.law.values()) == pytest.approx(1, abs=1e-9), one.name
         for output in want.keys() | got.law.keys():
             assert got.law.get(output, 0.0) == pytest.approx(want.get(output, 0.0), abs=1e-5), (
@@ -111,6 +119,14 @@ def test_the_law_of_the_output_is_the_defined_one(transform: str) -> None:
 @pytest.mark.parametrize("budget", [1, 3])
 def test_drafts_of_other_lengths(budget: int) -> None:
     assert_defined([case("as it is", 1.1, eos=END), case("greedy", 1.1), case("cold", 0.4)], budget)
+
+
+@pytest.mark.parametrize("transform", ["as it is", "cold", "greedy", "top-k"])
+def test_as_published_with_its_fallback_policy(transform: str) -> None:
+    """The threshold is of the logits as they are, at every temperature."""
+    for threshold in (0.55, 0.8):
+        cases = [case(transform, bound, prompt=prompt) for bound in (0.4, 2.5) for prompt in PROMPTS]
+        assert_defined(cases, 3, threshold=threshold)
 
 
 def test_rows_of_every_rule_share_a_batch() -> None:

@@ -5,6 +5,7 @@ it: it stops *after* a token, which is kept for verification (dropping a drawn t
 probability biases the output). So no policy can change the law of the text.
 """
 
+from foredraft.decode.policy.fallback import Fallback
 from foredraft.decode.policy.gate import TargetConfidence
 from foredraft.decode.policy.lengths import Fixed, Heuristic
 from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers, Policy, Signal
@@ -16,6 +17,7 @@ __all__ = [
     "Alone",
     "Choice",
     "Confidence",
+    "Fallback",
     "Fixed",
     "Heuristic",
     "Offers",
