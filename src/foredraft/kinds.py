@@ -1,4 +1,4 @@
-"""The tables of kinds: drafters and policies, by the names that users give.
+"""The tables of kinds: drafters, policies and acceptance rules, by the names that users give.
 
 Contract: a new kind is one file and one line here; `load`, the command line, its help and its checks read
 the tables. Nothing here imports PyTorch before something is made, so that `--help` is quick.
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from foredraft.model.runner import Runner
     from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["DRAFTERS", "POLICIES", "DrafterKind", "Parts", "PolicyKind", "default_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "POLICIES",
+    "RULES",
+    "DrafterKind",
+    "Parts",
+    "PolicyKind",
+    "RuleKind",
+    "default_drafter",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +66,23 @@ class DrafterKind:
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """A line of the policies' table. make: from the longest draft, which is max_draft unless given."""
+    """A line of the policies' table. make: from the longest draft, which is max_draft unless given.
+
+    confident: it asks how sure the drafter is, which only a stepper can tell.
+    """
 
     summary: str
     make: Callable[[int], Policy]
     max_draft: int
+    confident: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RuleKind:
+    """A line of the acceptance rules' table. lossless: the output has exactly the target's law."""
+
+    summary: str
+    lossless: bool = True
 
 
 def _in(module: str) -> Any:
@@ -110,7 +131,14 @@ POLICIES: dict[str, PolicyKind] = {
         "until the drafter is unsure, and not the token that it is unsure of",
         lambda longest: _in("decode.policy").Fallback(longest),
         max_draft=10,
+        confident=True,
     ),
+}
+
+RULES: dict[str, RuleKind] = {
+    "speculative": RuleKind("accepts more"),
+    "coupled": RuleKind("one text per seed, however it is drafted"),
+    "bild": RuleKind("lets a draft stand unless it surprises the target", lossless=False),
 }
 
 

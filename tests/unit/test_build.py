@@ -113,7 +113,7 @@ def test_every_policy_can_grow_to_its_longest_draft() -> None:
             budgets.append(policy.budget(sequence))  # type: ignore[arg-type]
             policy.learn(sequence, Round(budgets[-1], budgets[-1], budgets[-1] + 1), None)  # type: ignore[arg-type]
         lengths[name] = budgets[0], budgets[-1]
-    assert lengths == {"fixed": (5, 5), "heuristic": (5, 10)}
+    assert lengths == {"fixed": (5, 5), "heuristic": (5, 10), "fallback": (10, 10)}
 
 
 def test_the_default_draft_fits_the_verifying_pass(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

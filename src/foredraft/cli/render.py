@@ -85,7 +85,7 @@ def legend(*, color: bool) -> str:
     )
 
 
-def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool) -> str:
+def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool, lossless: bool) -> str:
     """All the figures; `compared` without a comparison means that it did not come to its end."""
     parts = [f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"]
     if stats.drafted:
@@ -97,6 +97,8 @@ def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool) ->
         parts.append(speedup(comparison))
     elif compared:
         parts.append("comparison not finished")
+    if not lossless:
+        parts.append("NOT LOSSLESS: the text need not be the target's")
     return ", ".join(parts)
 
 

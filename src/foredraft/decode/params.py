@@ -111,8 +111,8 @@ class SamplingParams:
             _within("rollback", self.rollback, fits, "0 nats or more, or None")
             if self.acceptance != "bild":
                 raise RequestError(
-                    f"rollback is {self.rollback!r}, but acceptance {self.acceptance!r} has no bound;"
-                    " give acceptance='bild', or leave it out"
+                    f"rollback is {self.rollback!r}, which only the lossy rule has a use for; give"
+                    " acceptance='bild', too, or leave it out"
                 )
         _within(
             "speculation", self.speculation, self.speculation is None or isinstance(self.speculation, str),
