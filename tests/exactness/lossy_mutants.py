@@ -43,6 +43,10 @@ def by_hand() -> None:
     accept_unit.test_a_drafted_token_stands_up_to_the_bound()
 
 
+def greedy_by_hand() -> None:
+    accept_unit.test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from()
+
+
 # --- the defects ------------------------------------------------------------------------------------
 
 STANDS = "(chance > 0) & (-chance.log() <= rollback.bound[:, None])"
@@ -62,6 +66,11 @@ MUTANTS = [
         by_hand,
     ),
     Mutant(
+        "what the target is certain of is cut",
+        ((accept.bild, "stands | (p.at(draft.tokens) == 1)", "stands"),),
+        greedy_by_hand,
+    ),
+    Mutant(
         "the draft's own law consulted",
         (
             (
@@ -77,7 +86,7 @@ MUTANTS = [
         (
             (
                 accept.bild,
-                "_leading(stands, draft.lengths)",
+                "_leading(stands | (p.at(draft.tokens) == 1), draft.lengths)",
                 "(_leading(stands, draft.lengths) + 1).minimum(draft.lengths)",
             ),
         ),

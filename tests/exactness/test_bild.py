@@ -74,7 +74,8 @@ def defined(
         if left and sure > threshold:
             judge = law(TARGET, new, judging)
             for x, q in enumerate(law(DRAFT, new, params)):
-                if q > 0 and judge[x] > 0 and -math.log(judge[x]) <= params.bound:
+                bearable = judge[x] > 0 and -math.log(judge[x]) <= params.bound
+                if q > 0 and (bearable or own[x] == 1):
                     say([*new, x], left - 1, chance * q)
                     rest -= q
         if rest > 1e-12:

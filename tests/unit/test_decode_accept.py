@@ -192,6 +192,8 @@ def test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from() -> Non
     assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([2], [2])
     verdict = bild(draft([[2, 0]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [1.62]))
     assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([1], [1])
+    own = bild(draft([[0, 1]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [0.0]))
+    assert own.accepted.tolist() == [2], "what it would say itself surprises it, and stands"
 
 
 def test_lossy_rows_and_lossless_ones_go_by_their_own_rules() -> None:

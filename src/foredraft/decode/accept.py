@@ -11,7 +11,8 @@ with probability at least (1 - TV) / (1 + TV) when the drafter draws with the sa
 
 `bild` (Kim et al. 2023, "Speculative Decoding with Big Little Decoder", arXiv 2302.07863) is *lossy*: a
 drafted token stands unless it surprises the target, -log p(x), by more than a bound; at the first that
-does the draft is cut, and the target's own token follows, drawn from p. What stands has not p's law.
+does the draft is cut, and the target's own token follows, drawn from p. What stands has not p's law. At
+temperature 0 the surprise is by the law of temperature 1, and what p is certain of always stands.
 
 Greedy decoding and deterministic drafters are one-hot laws, not other rules.
 """
@@ -92,7 +93,7 @@ def bild(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise, rollback: R
     """As `speculative`; neither q nor a residual is consulted. What the judge rules out never stands."""
     chance = rollback.judge.at(draft.tokens)  # [B, K]
     stands = (chance > 0) & (-chance.log() <= rollback.bound[:, None])
-    accepted = _leading(stands, draft.lengths)
+    accepted = _leading(stands | (p.at(draft.tokens) == 1), draft.lengths)
 
     def pick(weights: Tensor) -> Tensor:
         assert keys is not None
