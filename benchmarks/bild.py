@@ -176,8 +176,8 @@ def plot(rows: list[dict[str, Any]]) -> str:
                 axes.plot(*at, linestyle="none", fillstyle="none", **look(number), label=f"{label}, strict")
             axes.grid()
         panes[0].set_ylabel("loss, nats per token")
-        panes[1].set_ylabel("share up to the first other token")
-        panes[1].set_xlabel("tokens/s by those of plain decoding; a point's number is its rollback bound")
+        panes[1].set_ylabel("share before the first other token")
+        panes[1].set_xlabel("tokens/s by those of plain decoding; numbers are rollback bounds")
         legend(figure, *panes)
         return picture(figure, "bild")
 
