@@ -6,8 +6,8 @@ the tables. Nothing here imports PyTorch before something is made, so that `--he
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "Parts",
     "PolicyKind",
     "RuleKind",
+    "Setting",
     "default_drafter",
 ]
 
@@ -49,31 +50,52 @@ class Parts:
 class DrafterKind:
     """A line of the drafters' table.
 
-    make: None where nothing drafts. needs_draft: it is made of a draft model, which has the target's
-    tokenizer or, if the drafter `retokenizes`, another. stretch: positions of the draft's cache for each of
-    the target's. stepper: it gives logits, from which a draft is sampled or taken greedily. lossless: the
-    output has exactly the target's law.
+    make: None where nothing drafts of its own. needs_draft: it is made of a draft model, which has the
+    target's tokenizer or, if the drafter `retokenizes`, another. chooses: it stands for all that are loaded,
+    of whom the policy chooses. stretch: positions of the draft's cache for each of the target's. stepper: it
+    gives logits, from which a draft is sampled or taken greedily. lossless: the output has exactly the
+    target's law.
     """
 
     summary: str
     make: Callable[[Parts], Drafter] | None
     needs_draft: bool = False
     retokenizes: bool = False
+    chooses: bool = False
     stretch: int = 1
     stepper: bool = False
     lossless: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyKind:
-    """A line of the policies' table. make: from the longest draft, which is max_draft unless given.
+class Setting:
+    """A number that a policy can be given, from least to most, or one of some words."""
 
-    confident: it asks how sure the drafter is, which only a stepper can tell.
-    """
+    default: float | str
+    least: float = 0.0
+    most: float = 1.0
+    words: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        return (
+            f"one of {', '.join(self.words)}"
+            if self.words
+            else f"a number from {self.least:g} to {self.most:g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKind:
+    """A line of the policies' table. make: from the longest draft, which is max_draft unless given, and the
+    settings by name. weighs: costs decide, so that it can choose among drafters. confident: it asks how sure
+    the drafter is, which only a stepper can tell."""
 
     summary: str
-    make: Callable[[int], Policy]
+    make: Callable[..., Policy]
     max_draft: int
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    weighs: bool = False
     confident: bool = False
 
 
@@ -95,6 +117,9 @@ RETOKENIZED = 2
 
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind("plain decoding", None),
+    "auto": DrafterKind(
+        "of those that are loaded, the one that pays most, round by round", None, chooses=True
+    ),
     "lookup": DrafterKind(
         "the text so far drafts: what followed the latest match",
         lambda parts: _in("drafters.lookup").Lookup(),
@@ -119,6 +144,12 @@ DRAFTERS: dict[str, DrafterKind] = {
 }
 
 POLICIES: dict[str, PolicyKind] = {
+    "auto": PolicyKind(
+        "as long as one more token pays, by measured costs; no draft where none does",
+        lambda longest: _in("decode.policy").Auto(longest),
+        max_draft=10,
+        weighs=True,
+    ),
     "fixed": PolicyKind(
         "always the longest draft", lambda longest: _in("decode.policy").Fixed(longest), max_draft=5
     ),
@@ -127,10 +158,40 @@ POLICIES: dict[str, PolicyKind] = {
         lambda longest: _in("decode.policy").Heuristic(longest),
         max_draft=10,
     ),
+    "confidence": PolicyKind(
+        "until the drafter is less sure than a threshold",
+        lambda longest, **settings: _in("decode.policy").Confidence(longest, **settings),
+        max_draft=10,
+        settings={"threshold": Setting(0.6)},
+        confident=True,
+    ),
+    "adaptive-exit": PolicyKind(
+        "the same, and the threshold moves towards a share of drafted tokens that are kept",
+        lambda longest, **settings: _in("decode.policy").AdaptiveExit(longest, **settings),
+        max_draft=12,
+        settings={
+            "target": Setting(0.9),
+            "first": Setting(0.6),
+            "epsilon": Setting(0.01),
+            "beta1": Setting(0.5),
+            "beta2": Setting(0.9),
+        },
+        confident=True,
+    ),
+    "target-confidence": PolicyKind(
+        "none while the target was unsure of its last token, else the longest",
+        lambda longest, **settings: _in("decode.policy").TargetConfidence(longest, **settings),
+        max_draft=5,
+        settings={
+            "threshold": Setting(0.5),
+            "by": Setting("probability", words=("probability", "entropy", "margin")),
+        },
+    ),
     "fallback": PolicyKind(
         "until the drafter is unsure, and not the token that it is unsure of",
-        lambda longest: _in("decode.policy").Fallback(longest),
+        lambda longest, **settings: _in("decode.policy").Fallback(longest, **settings),
         max_draft=10,
+        settings={"threshold": Setting(0.6)},
         confident=True,
     ),
 }

@@ -350,9 +350,9 @@ class LLM:
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
         self._check(params, n)
         prompt = self.fitting(prompt, params.max_new_tokens, truncate)
-        drafter = self._drafter(params.speculation)
+        drafters = self._drafters(params.speculation)
         if params.max_new_tokens == 0:
-            drafter = None  # which need not read the prompt either
+            drafters = ()  # which need not read the prompt either
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self._ids) for _ in range(n)]
         group = ids[0] if n > 1 else None
@@ -366,10 +366,11 @@ class LLM:
                 seed,
                 sample,
                 eos,
-                drafter,
+                drafters[0] if len(drafters) == 1 else None,
                 group=group,
                 transcript=self._transcript(prompt, params, show_special),
                 traced=trace,
+                drafters=drafters,
                 prompt_scores=scores,
             )
             for sample, i in enumerate(ids)
@@ -422,15 +423,18 @@ class LLM:
             f" positions there is room for; {', or '.join(ways)}"
         )
 
-    def _drafter(self, speculation: str | None) -> str | None:
-        if speculation is None:
-            return self.default_drafter
-        if speculation == "none":
-            return None
-        if speculation not in self.engine.drafters:
-            known = ", ".join(["none", *self.engine.drafters])
-            raise RequestError(f"speculation names {speculation!r}, which is not loaded; loaded: {known}")
-        return speculation
+    def _drafters(self, speculation: str | None) -> tuple[str, ...]:
+        """All that may draft for a request: the policy chooses among several."""
+        name = speculation or self.default_drafter or "none"
+        loaded = self.engine.drafters
+        if name == "none":
+            return ()
+        if name == "auto" and self.engine.policy.weighs:
+            return tuple(loaded)
+        if name not in loaded:
+            known = ["none", *(["auto"] if self.engine.policy.weighs else []), *loaded]
+            raise RequestError(f"speculation names {name!r}, which is not loaded; loaded: {', '.join(known)}")
+        return (name,)
 
     def _tell(self, what: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
         """Have the engine told between two steps, whoever takes them."""
@@ -530,10 +534,10 @@ class LLM:
         )
 
     def _is_lossless(self, params: SamplingParams) -> bool:
-        drafter = self._drafter(params.speculation)
-        if drafter is None:
+        drafters = self._drafters(params.speculation)
+        if not drafters:
             return True  # whatever the rule, there is nothing that it could let stand
-        return params.bound is None and self._lossless.get(drafter, True)
+        return params.bound is None and all(self._lossless.get(name, True) for name in drafters)
 
 
 @dataclass(slots=True, eq=False)

@@ -76,7 +76,10 @@ PROGRAMS: dict[str, Program] = {
 
 
 def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:
-    if drafter != "none" and drafter not in setting.drafters:
+    if DRAFTERS[drafter].chooses:
+        if not llm.engine.policy.weighs:
+            raise ConfigError(f"{name} needs a policy that chooses; give policy='auto'")
+    elif drafter != "none" and drafter not in setting.drafters:
         has = "the target's" if drafter == "draft-model" else "another"
         raise ConfigError(f"{name} needs a draft model with {has} tokenizer; give draft=")
     made: Contender = _in("ours").Ours(
@@ -94,7 +97,7 @@ CONTENDERS: dict[str, ContenderKind] = {
     **{
         name: ContenderKind(DRAFTERS[drafter].summary, "foredraft", partial(_ours, drafter, name))
         for drafter in DRAFTERS
-        for name in (PLAIN if DRAFTERS[drafter].make is None else drafter,)
+        for name in (PLAIN if drafter == "none" else drafter,)
     },
     "transformers": ContenderKind(
         "generate of transformers",

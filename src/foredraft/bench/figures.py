@@ -90,6 +90,7 @@ def row_of(
     speeds = over(speed)
     peers_of = {other: over(lambda runs, other=other: runs.ratio(name, other)) for other in peers}  # type: ignore[misc]
     drafts = not contender.peer and name != PLAIN
+    foreseen = drafts and name in series.costs.drafting  # not where drafters take turns
     return Row(
         workload=series.workload,
         batch=series.batch,
@@ -103,11 +104,13 @@ def row_of(
         speedup_all=over(lambda runs: runs.ratio(name, PLAIN), series.runs),
         prefill_seconds=over(lambda runs: median(timing.prefill_seconds for timing in runs.timings[name])),
         drafting=_drafting(name, counted) if drafts else None,
-        predicted=over(lambda runs: _predicted(series, runs, name)) if drafts else None,
+        predicted=over(lambda runs: _predicted(series, runs, name)) if foreseen else None,
         measured_over_predicted=over(lambda runs: runs.ratio(name, PLAIN) / _predicted(series, runs, name))
-        if drafts
+        if foreseen
         else None,
-        overhead=None if contender.peer else over(lambda runs: _overhead(series, runs, name)),
+        overhead=None
+        if contender.peer or drafts != foreseen
+        else over(lambda runs: _overhead(series, runs, name)),
         round_time=round_time,
         repeated=Spread.of(_repeated(name, counted)),
         counted=len({prompt for runs in counted for prompt in runs.group.prompts}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,8 +20,11 @@ from foredraft.build.pairing import (
     tokenizer_of,
     vocabulary_map,
 )
+from foredraft.build.policies import check_settings, make_policy
+from foredraft.decode.calibration import Calibration
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Auto
 from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
 from foredraft.llm import LLM
@@ -50,7 +53,8 @@ def load(
     draft: str | Path | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
-    policy: str = "fixed",
+    policy: str = "auto",
+    policy_options: Mapping[str, float | str] | None = None,
     max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
     dtype: str | None = None,
@@ -67,13 +71,15 @@ def load(
 
     Args:
         path: A folder or a hub id; None is the demo pair, with its draft model.
-        drafter: Who drafts unless a request says otherwise: "none", "lookup", "draft-model" or "retokenize".
-            None means "none" without a draft, "draft-model" with one that has the target's tokenizer, and
-            "retokenize" with any other.
+        drafter: Who drafts unless a request says otherwise: "none", "lookup", "draft-model", "retokenize", or
+            "auto", whichever of those loaded pays most. None means "none" without a draft, "draft-model" with
+            one that has the target's tokenizer, and "retokenize" with any other.
         draft: The draft model's folder or hub id.
         revision: The branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: The same of the draft model.
-        policy: How long a draft is: "fixed", "heuristic" or "fallback".
+        policy: How long a draft is: "auto", "fixed", "heuristic", "confidence", "adaptive-exit",
+            "target-confidence" or "fallback".
+        policy_options: The policy's own numbers, by name (docs/guides/policies.md).
         max_draft: Tokens drafted in a round at most, by default the policy's own number.
         draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
         dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
@@ -99,6 +105,7 @@ def load(
     """
     _check_name("drafter", drafter, (None, *DRAFTERS))
     _check_name("policy", policy, POLICIES)
+    settings = check_settings(policy, policy_options or {})
     _check_name("draft_sampling", draft_sampling, ("sampled", "greedy"))
     _check_name("dtype", dtype, (None, *DTYPES))
     for option, value in (("max_draft", max_draft), ("max_batch", max_batch), ("max_length", max_length)):
@@ -114,6 +121,8 @@ def load(
         raise ConfigError(
             f"drafter is {drafter!r}; give draft=, the folder or hub id of the small model, too"
         )
+    if drafter is not None and DRAFTERS[drafter].chooses and not POLICIES[policy].weighs:
+        raise ConfigError(f"drafter is {drafter!r}, but policy {policy!r} cannot choose; give policy='auto'")
     if draft_sampling == "greedy" and draft is None:
         raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
     where = find_device(device)
@@ -150,7 +159,7 @@ def load(
         runners.append(_runner(folder, where, each, exact, compile, kernels))
     report("load", len(folders), len(folders))
     target = runners[0]
-    longest = _longest_draft(policy, max_draft, target)
+    made = make_policy(policy, settings, max_draft, target)
 
     vocabulary = None if other else vocabulary_map(runners, tokenizers, where)
     parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions, tokenizers, vocabulary)
@@ -158,17 +167,19 @@ def load(
     engine = Engine(
         target,
         target.new_cache(rows, positions),
-        POLICIES[policy].make(longest),
+        made,
         {name: kind.make(parts) for name, kind in kinds.items() if kind.make is not None},
         vocabulary=spec.vocab_size,
         device=where,
         greedy_drafts=draft_sampling == "greedy",
     )
+    if isinstance(made, Auto):
+        engine.calibrate = Calibration(made)
     return LLM(
         engine,
         spec,
         tokenizer,
-        default_drafter=None if DRAFTERS[drafter].make is None else drafter,
+        default_drafter=None if drafter == "none" else drafter,
         max_length=positions,
         default_params=default_params,
         lossless={name: kind.lossless for name, kind in DRAFTERS.items()},
@@ -221,12 +232,3 @@ def _default_params(folder: Path, spec: ModelSpec) -> SamplingParams:
         except RequestError as error:
             logger.warning("%s: %s; it is left out", folder / GENERATION, error)
     return params
-
-
-def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
-    most = target.max_queries - 1
-    if max_draft is None:
-        return min(POLICIES[policy].max_draft, most)
-    if max_draft > most:
-        raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
-    return max_draft

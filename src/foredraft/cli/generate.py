@@ -156,15 +156,15 @@ def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) ->
     """Refuse what could only be ignored: no request of this command names another drafter."""
     name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
     drafter = DRAFTERS[name]
-    if drafting.draft is not None and not drafter.needs_draft:
+    if drafting.draft is not None and not drafter.needs_draft and not drafter.chooses:
         raise ConfigError(f"--draft has no use with --drafter {name}; leave one out")
-    if output.compare and drafter.make is None:
+    if output.compare and name == "none":
         raise ConfigError("--compare finds only plain decoding; give --draft, or --drafter lookup")
-    inert = [] if drafter.stepper else ["draft_sampling"]
-    if drafter.make is None:
-        inert += ["policy", "max_draft"]
+    inert = [] if drafter.stepper or drafter.chooses else ["draft_sampling"]
+    if name == "none":
+        inert += ["policy", "policy_option", "max_draft"]
     for option in inert:
-        if getattr(drafting, option) is not None:
+        if getattr(drafting, option) not in (None, ()):
             raise ConfigError(f"--{option.replace('_', '-')} has no use with drafter {name}; leave it out")
     policy, rule = drafting.policy, drafting.acceptance
     if policy is not None and POLICIES[policy].confident and not drafter.stepper:

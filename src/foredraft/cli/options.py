@@ -61,6 +61,11 @@ def _described(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str
 
 DRAFTER_HELP, RULE_HELP = _described(DRAFTERS), _described(RULES)
 POLICY_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in POLICIES.items())
+SETTINGS_HELP = "; ".join(
+    f"{name}: {', '.join(f'{key}={value.default}' for key, value in kind.settings.items())}"
+    for name, kind in POLICIES.items()
+    if kind.settings
+)
 CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
 MAX_DRAFT_HELP = " and ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
 
@@ -106,6 +111,12 @@ class DraftingOptions:
         PolicyName | None,
         Parameter(help=f"How long a draft is. {POLICY_HELP}. Without it, {next(iter(POLICIES))}."),
     ] = None
+    policy_option: Annotated[
+        Several,
+        Parameter(
+            help=f"NAME=VALUE is a number of the policy's own; may be given several times. {SETTINGS_HELP}."
+        ),
+    ] = ()
     max_draft: Annotated[
         int | None, Parameter(help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}.")
     ] = None
@@ -262,7 +273,11 @@ OPTIONS = (*PROMPTED, BenchOptions)
 def loading(model: ModelOptions, drafting: DraftingOptions) -> dict[str, Any]:
     """What of them `foredraft.load` takes."""
     given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
-    return {name: given[name] for name in given.keys() - {"model", "truncate", "acceptance", "rollback"}}
+    elsewhere = {"model", "truncate", "acceptance", "rollback", "policy_option"}
+    options = {name: given[name] for name in given.keys() - elsewhere}
+    if drafting.policy_option:
+        options["policy_options"] = _settings(drafting.policy_option)
+    return options
 
 
 def requested(sampling: SamplingOptions, drafting: DraftingOptions) -> dict[str, Any]:
@@ -288,3 +303,16 @@ def _bias(word: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise ConfigError(f"logit_bias is {word!r}; give ID=BIAS, a token's id and a number") from None
+
+
+def _settings(words: tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE, each name once."""
+    settings: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"policy_option is {word!r}; give NAME=VALUE")
+        if name in settings:
+            raise ConfigError(f"policy_option is {' '.join(words)}; give each name once")
+        settings[name] = value
+    return settings

@@ -51,7 +51,7 @@ def verify(
     check(model, drafting, OutputOptions())
     refuse_lossy(drafting)
     name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
-    if DRAFTERS[name].make is None:
+    if name == "none":
         raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
     prompts = read_prompts(texts, verifying.prompts, model.model)
     from foredraft.verify import Options

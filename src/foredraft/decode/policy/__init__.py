@@ -5,6 +5,8 @@ it: it stops *after* a token, which is kept for verification (dropping a drawn t
 probability biases the output). So no policy can change the law of the text.
 """
 
+from foredraft.decode.policy.auto import Auto
+from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.fallback import Fallback
 from foredraft.decode.policy.gate import TargetConfidence
 from foredraft.decode.policy.lengths import Fixed, Heuristic
@@ -15,8 +17,10 @@ __all__ = [
     "PLAIN",
     "AdaptiveExit",
     "Alone",
+    "Auto",
     "Choice",
     "Confidence",
+    "CostTable",
     "Fallback",
     "Fixed",
     "Heuristic",

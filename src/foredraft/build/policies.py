@@ -1,0 +1,55 @@
+"""The policy that was asked for, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from foredraft.decode.policy import Policy
+from foredraft.errors import ConfigError
+from foredraft.kinds import POLICIES, Setting
+from foredraft.model.runner import Runner
+
+__all__ = ["check_settings", "longest_draft", "make_policy"]
+
+
+def check_settings(policy: str, given: Mapping[str, float | str]) -> dict[str, float | str]:
+    """As the policy takes them: numbers may come as words. Raises ConfigError that names what it cannot."""
+    known = POLICIES[policy].settings
+    settings: dict[str, float | str] = {}
+    for name, value in given.items():
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ConfigError(f"policy_options names {name!r}, which policy {policy!r} has not; {has}")
+        settings[name] = _read(name, value, known[name])
+    return settings
+
+
+def _read(name: str, value: float | str, setting: Setting) -> float | str:
+    wrong = ConfigError(f"policy_options has {name} {value!r}; give {setting.allowed}")
+    if setting.words:
+        if value not in setting.words:
+            raise wrong
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+    if not setting.least <= number <= setting.most:
+        raise wrong
+    return number
+
+
+def make_policy(
+    policy: str, settings: Mapping[str, float | str], max_draft: int | None, target: Runner
+) -> Policy:
+    """With the longest draft that was asked for, or its own, as far as the target's passes take it."""
+    return POLICIES[policy].make(longest_draft(policy, max_draft, target), **settings)
+
+
+def longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
+    most = target.max_queries - 1
+    if max_draft is None:
+        return min(POLICIES[policy].max_draft, most)
+    if max_draft > most:
+        raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
+    return max_draft

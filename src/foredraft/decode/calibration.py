@@ -1,0 +1,192 @@
+"""Calibration: what rounds take on this machine, by running some while nobody waits.
+
+Contract: rounds of an engine beside the given one, over its target, cache and drafters, which must hold no
+sequence; they are left as after requests that were cancelled. No clock runs in a round of a request. Times
+are whole rounds', host work included, and the least of several: what disturbs a round only ever adds to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from torch import Tensor
+
+from foredraft.decode.draft import Stepper
+from foredraft.decode.engine import Engine
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers
+from foredraft.decode.sequence import Sequence
+from foredraft.model.cache import KVCache
+
+__all__ = ["Calibration", "measure"]
+
+CONTEXT = 32  # tokens of the texts that rounds are timed on
+SECONDS = 0.05  # after which no further round is timed, once each was
+REPEATS = 5
+FRESH = 60.0  # seconds until a table is made anew, if nothing runs then
+FILLER = "filler"
+
+Trial = tuple[str | None, int]  # who drafts how many tokens
+
+
+class Calibration:
+    """Keeps the table of an engine's `Auto` policy: called before the first of some requests gets a row.
+
+    Tables are by batch size, powers of two up to the cache's rows, as they are met.
+    """
+
+    def __init__(self, policy: Auto) -> None:
+        self.policy = policy
+        self._measured: dict[int, tuple[float, CostTable]] = {}
+
+    def __call__(self, engine: Engine, waiting: int) -> None:
+        batch = 1
+        while batch < min(waiting, engine.cache.rows):
+            batch *= 2
+        sizes = {1, min(batch, engine.cache.rows)}
+        now = time.monotonic()
+        stale = [
+            size
+            for size in sorted(sizes)
+            if size not in self._measured or now - self._measured[size][0] > FRESH
+        ]
+        for size in stale:
+            table = measure(engine, size, self.policy.max_draft)
+            if table is not None:
+                self._measured[size] = now, table
+        if stale and self._measured:
+            self.policy.table = CostTable.joined(table for _, table in self._measured.values())
+
+
+def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
+    """Rounds of `batch` rows with drafts of up to `longest` tokens; None where there is no room for them."""
+    longest = min(longest, engine.target.max_queries - 1)
+    bench = _Bench(engine, batch, longest)
+    if bench.context < 1:
+        return None
+    trials: list[Trial] = [(None, 0), (FILLER, longest)]
+    timed = {
+        name: drafter for name, drafter in engine.drafters.items() if not getattr(drafter, "free", False)
+    }
+    trials += [(name, longest) for name in timed]
+    trials += [(name, 1) for name in (*timed, FILLER)]
+    trials += [(FILLER, length) for length in (2, 4) if length < longest]
+    best = bench.least(trials)
+    passes = {batch * (1 + length): ms for (name, length), ms in best.items() if name in (None, FILLER)}
+    drafts: dict[str, Mapping[int, tuple[float, float]]] = {}
+    for name in engine.drafters:
+        first = further = 0.0
+        if name in timed:
+            first = max(0.0, best[name, 1] - best[FILLER, 1])
+            further = max(0.0, best[name, longest] - best[FILLER, longest] - first) / max(1, longest - 1)
+        drafts[name] = {batch: (first, further)}
+    return CostTable({batch: passes}, drafts)
+
+
+class _Bench:
+    """Rounds beside an engine, of `batch` texts that mean nothing."""
+
+    def __init__(self, engine: Engine, batch: int, longest: int) -> None:
+        assert not engine.rows.sequences
+        self.policy = _Told()
+        drafters: dict[str, Any] = {**engine.drafters, FILLER: _Filler()}
+        self.engine = Engine(
+            engine.target,
+            engine.cache,
+            self.policy,
+            drafters,
+            vocabulary=engine.vocabulary,
+            device=engine.device,
+            greedy_drafts=engine.greedy_drafts,
+        )
+        self.batch, self.longest = batch, longest
+        limits = [drafter.max_length for drafter in drafters.values()]
+        self.most = min([engine.cache.positions, *(limit for limit in limits if limit is not None)])
+        self.context = min(CONTEXT, self.most - 4 * (longest + 1))
+
+    def least(self, trials: list[Trial]) -> dict[Trial, float]:
+        """Of each, the least ms; all of them once, which is not counted if there is time for more."""
+        started = time.perf_counter()
+        best: dict[Trial, float] = {}
+        try:
+            for repeat in range(REPEATS + 1):
+                for trial in trials:
+                    if repeat and time.perf_counter() - started > SECONDS:
+                        return best
+                    taken = self._round(trial)
+                    best[trial] = taken if repeat < 2 else min(best[trial], taken)
+        finally:
+            self._clear()
+        return best
+
+    def _round(self, trial: Trial) -> float:
+        """ms of a round in which all rows draft so; drafters that are behind catch up in one before."""
+        self._seat()
+        self.policy.trial = trial
+        drafter = self.engine.drafters.get(trial[0] or "")
+        if isinstance(drafter, Stepper) and any(
+            len(s.tokens) - drafter.length(s) > 2 for s in self.engine.rows.sequences
+        ):
+            self.engine.round()
+        start = time.perf_counter()
+        self.engine.round()
+        return 1e3 * (time.perf_counter() - start)
+
+    def _seat(self) -> None:
+        """Rows with room for two rounds more."""
+        rows = self.engine.rows.sequences
+        if rows and all(s.remaining > 2 * (self.longest + 1) for s in rows):
+            return
+        self._clear()
+        for row in range(self.batch):
+            prompt = [(1 + row + place) % self.engine.vocabulary for place in range(self.context)]
+            params = SamplingParams(temperature=0, max_new_tokens=self.most - self.context, ignore_eos=True)
+            self.engine.submit(Sequence(row, prompt, params, 0, drafters=tuple(self.engine.drafters)))
+        self.policy.trial = None, 0
+        scheduler = self.engine.scheduler
+        while scheduler.waiting or scheduler.prefilling is not None:
+            self.engine.step()
+
+    def _clear(self) -> None:
+        for sequence in list(self.engine.rows.sequences):
+            self.engine.cancel(sequence)
+
+
+class _Told(Alone):
+    """Drafts as it is told."""
+
+    name = "told"
+
+    def __init__(self) -> None:
+        self.trial: Trial = None, 0
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        return [Choice(*self.trial) for _ in rows]
+
+
+class _Filler:
+    """A Guesser that takes no time: what its drafts cost is what verifying them does."""
+
+    name = FILLER
+    free = True
+    taps: tuple[int, ...] = ()
+    max_length: int | None = None
+    caches: tuple[KVCache, ...] = ()
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [[0] * budget for _, budget in requests]
+
+    def join(self, sequence: Sequence) -> None:
+        return None
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        return None
+
+    def rewind(self, sequence: Sequence) -> None:
+        return None
+
+    def leave(self, sequence: Sequence) -> None:
+        return None

@@ -1,0 +1,208 @@
+"""The cost model: drafts by whoever pays most, as far as one more token pays, down to no draft at all.
+
+What a round takes comes from a `CostTable`, which nothing changes while a request runs, and how likely drafts
+survive from what became of earlier ones (`Track`): of this request, and of others where it knows little. So
+choices are a function of the table and of the outcomes. `budgets` has the equations.
+
+Guesses cost, and a ledger bounds what they may. A request's loss is the time of its rounds, whoever drafted
+in them, less a plain step for each token that they gave it. Nobody drafts unless the loss of every request in
+the batch is at most `SHARE` of its time so far, and one round more: the largest that it has had where it is
+alone, and a plain step otherwise and where a drafter is only tried again. So no request is held up much by
+drafts, its own or those of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
+from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers
+from foredraft.decode.policy.survival import Track
+from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+
+__all__ = ["Auto"]
+
+SHARE = 0.015  # of its time that a request may lose by drafting, one round aside
+FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
+PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
+KNOWN = 8.0  # rounds after which a drafter is trusted to pay for the reading of a text
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A drafter, as one request knows it. waited: rounds since it drafted, of `patience`."""
+
+    track: Track
+    waited: int = 0
+    patience: int = PATIENCE[0]
+
+
+@dataclass(slots=True)
+class _State:
+    """A request's. spent, lost: ms of its rounds so far, and beyond what plain steps would have taken.
+    largest: ms of a round, reading aside. plain, round: ms of the round that is running, without drafts and
+    with them. trial: it is a drafter's turn that was not chosen; silent: nobody would draft otherwise."""
+
+    candidates: dict[str, _Candidate] = field(default_factory=dict)
+    best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # until it learns more
+    choice: Choice = PLAIN
+    trial: bool = False
+    silent: bool = False
+    spent: float = 0.0
+    lost: float = 0.0
+    largest: float = 0.0
+    plain: float = 0.0
+    round: float = 0.0
+
+
+class Auto(Alone):
+    """max_draft: tokens at most. table: replaced while nothing runs, by whoever measures."""
+
+    name = "auto"
+    weighs = True
+
+    def __init__(self, max_draft: int, table: CostTable | None = None) -> None:
+        self.max_draft = max_draft
+        self.table = table or CostTable.assumed()
+        self._shared: dict[str, Track] = {}
+
+    def start(self) -> _State:
+        return _State()
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        plain = self.table.verifying(len(rows), len(rows))
+        states: list[_State] = [row.sequence.policy_state for row in rows]
+        choices = [PLAIN] * len(rows)
+        credits = [state.largest if len(rows) == 1 else plain for state in states]
+        if all(s.lost <= SHARE * s.spent + credit for s, credit in zip(states, credits, strict=True)):
+            choices = self._paying(rows, plain)
+        for state in states:
+            state.trial = False
+        if all(state.lost <= SHARE * state.spent + plain for state in states):
+            choices = self._turns(rows, choices, plain)
+        drafts = any(choice.budget for choice in choices)
+        ms = round_ms(self.table, choices) if drafts else plain
+        reading = sum(self._reading(row, choice.drafter) for row, choice in zip(rows, choices, strict=True))
+        for state, choice in zip(states, choices, strict=True):
+            state.largest = max(state.largest, ms)
+            state.choice, state.plain, state.round = choice, plain, ms + reading
+        return choices
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        state: _State = sequence.policy_state
+        state.spent += state.round
+        state.lost += state.round - state.plain * (1 + outcome.accepted)
+        for candidate in state.candidates.values():
+            candidate.waited += 1
+        name = state.choice.drafter
+        if name is None:
+            return
+        drafted = max(outcome.drafted, 1)  # one that had nothing to say was asked in vain
+        candidate = state.candidates[name]
+        candidate.track.learn(drafted, outcome.accepted)
+        self._shared[name].learn(drafted, outcome.accepted)
+        candidate.waited = 0
+        candidate.patience = min(2 * candidate.patience, PATIENCE[1]) if state.trial else PATIENCE[0]
+        if state.trial and state.silent and outcome.accepted:
+            candidate.waited = candidate.patience  # what came back is looked at again at once
+        state.best.clear()
+
+    def _paying(self, rows: Seq[Offers], plain: float) -> list[Choice]:
+        """For each row the drafter that pays most, and the budgets at which all of them together do."""
+        names: list[str | None] = []
+        reading = 0.0
+        for row in rows:
+            names.append(self._best(row, plain, len(rows), reading))
+            reading += self._reading(row, names[-1])
+        if len(rows) == 1:
+            budgets = [0 if names[0] is None else self._length(rows[0], names[0], 1)[1]]
+        else:
+            pairs = zip(rows, names, strict=True)
+            prospects = [None if name is None else self._prospect(row, name) for row, name in pairs]
+            budgets = best_budgets(self.table, prospects)
+        return [Choice(*pair) if pair[1] else PLAIN for pair in zip(names, budgets, strict=True)]
+
+    def _best(self, row: Offers, plain: float, batch: int, reading: float) -> str | None:
+        """reading: ms that the rows before this one need already."""
+        best, chosen = batch / plain, None
+        for name in row.most:
+            rate, length = self._length(row, name, batch)
+            gain = 1 - batch / (plain * rate)
+            if length and rate > best and self._may_read(row, name, plain, reading, gain):
+                best, chosen = rate, name
+        return chosen
+
+    def _turns(self, rows: Seq[Offers], choices: list[Choice], plain: float) -> list[Choice]:
+        """The choices, or instead of a row's a drafter that has waited long enough and might pay."""
+        reading = sum(self._reading(row, choice.drafter) for row, choice in zip(rows, choices, strict=True))
+        turns = []
+        for row, choice in zip(rows, choices, strict=True):
+            state: _State = row.sequence.policy_state
+            name = self._waiting(row, choice, plain, reading)
+            state.trial, state.silent = name is not None, not choice.budget
+            if name is not None:
+                choice = Choice(name, max(1, self._length(row, name, 1)[1]))
+                reading += self._reading(row, name)
+            turns.append(choice)
+        return turns
+
+    def _waiting(self, row: Offers, choice: Choice, plain: float, reading: float) -> str | None:
+        for name, most in row.most.items():
+            candidate = self._candidate(row, name)
+            if name == choice.drafter or candidate.waited < candidate.patience:
+                continue
+            perfect = Prospect(name, (1.0,) * min(most, self.max_draft))
+            if best_length(self.table, 1, perfect)[1] and self._may_read(row, name, plain, reading):
+                return name
+        return None
+
+    def _reading(self, row: Offers, name: str | None) -> float:
+        """ms until it has read what it has not."""
+        return 0.0 if name is None else self.table.reading(name, row.behind.get(name, 0))
+
+    def _may_read(
+        self, row: Offers, name: str, plain: float, others: float, gain: float | None = None
+    ) -> bool:
+        """Whether it may read what it has not, for the share of a plain step that its drafts then save.
+
+        That must be saved again in the rest of the text; and while the drafter is not known well, the ledger
+        must allow it, as it will be when the text has all the tokens that were asked for, and rows do not all
+        read at once. others: ms that they need in this round.
+        """
+        reading = self._reading(row, name)
+        if not reading:
+            return True
+        sequence = row.sequence
+        state: _State = sequence.policy_state
+        ahead = plain * sequence.remaining
+        if gain is not None:
+            if reading > gain * ahead:
+                return False
+            if self._shared[name].seen >= KNOWN:
+                return True
+        if others and others + reading > plain:
+            return False
+        prompt = self.table.verifying(1, len(sequence.prompt))
+        return state.lost + reading <= SHARE * (prompt + state.spent + ahead) + plain
+
+    def _candidate(self, row: Offers, name: str) -> _Candidate:
+        state: _State = row.sequence.policy_state
+        if name not in state.candidates:
+            shared = self._shared.setdefault(name, Track(self.max_draft, FADES[1]))
+            state.candidates[name] = _Candidate(Track(self.max_draft, FADES[0], shared))
+        return state.candidates[name]
+
+    def _prospect(self, row: Offers, name: str) -> Prospect:
+        most = min(row.most[name], self.max_draft)
+        return Prospect(name, self._candidate(row, name).track.survives(most))
+
+    def _length(self, row: Offers, name: str, batch: int) -> tuple[float, int]:
+        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length."""
+        state: _State = row.sequence.policy_state
+        key = name, row.most[name], batch
+        if key not in state.best:
+            state.best[key] = best_length(self.table, batch, self._prospect(row, name))
+        return state.best[key]

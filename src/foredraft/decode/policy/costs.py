@@ -1,0 +1,88 @@
+"""What a round takes on this machine, by what is in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+__all__ = ["CostTable"]
+
+ASSUMED = 0.25  # of a plain step: a drafter's step, while nothing was measured
+
+
+class CostTable:
+    """Milliseconds, of what was measured and what lies between; never changed once made.
+
+    passes: batch -> columns in all -> of a round that verifies them and drafts nothing. drafts: drafter ->
+    batch -> of the first step of its drafts, and of each further one.
+    """
+
+    def __init__(
+        self,
+        passes: Mapping[int, Mapping[int, float]],
+        drafts: Mapping[str, Mapping[int, tuple[float, float]]],
+    ) -> None:
+        # fewer columns never take more: what was measured otherwise was disturbed
+        self.passes = {
+            batch: [(n, min(by[m] for m in by if m >= n)) for n in sorted(by)] for batch, by in passes.items()
+        }
+        self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
+        self._verifying: dict[tuple[int, int], float] = {}
+
+    @classmethod
+    def assumed(cls) -> CostTable:
+        """Before anything was measured: columns are free."""
+        return cls({1: {1: 1.0}}, {})
+
+    @classmethod
+    def joined(cls, tables: Iterable[CostTable]) -> CostTable:
+        """Of several batch sizes."""
+        joined = cls({}, {})
+        for table in tables:
+            joined.passes |= table.passes
+            for drafter, by in table.drafts.items():
+                joined.drafts[drafter] = joined.drafts.get(drafter, {}) | by
+        return joined
+
+    def verifying(self, batch: int, columns: int) -> float:
+        """Of a round over so many columns of `batch` rows in all, drafting left out.
+
+        Between measured widths it lies on the line between them, beyond on the last one's. A batch that was
+        not measured is like the nearest one that was, drafted columns added.
+        """
+        found = self._verifying.get((batch, columns))
+        if found is None:
+            near = _nearest(self.passes, batch)
+            found = self._verifying[batch, columns] = _on_line(self.passes[near], near + columns - batch)
+        return found
+
+    def drafting(self, drafter: str, batch: int, depth: int) -> float:
+        """Of `depth` steps of a drafter for any of the rows."""
+        if depth == 0:
+            return 0.0
+        by = self.drafts.get(drafter)
+        if not by:
+            return ASSUMED * depth * self.verifying(batch, batch)
+        first, further = by[_nearest(by, batch)]
+        return first + (depth - 1) * further
+
+    def reading(self, drafter: str, tokens: int) -> float:
+        """Of a text that the drafter has to read before its first step: a pass of its own, which takes as
+        many of its steps as the target's of that width takes of the target's."""
+        if tokens < 2:  # a step reads one more
+            return 0.0
+        return self.drafting(drafter, 1, 1) * self.verifying(1, tokens) / self.verifying(1, 1)
+
+
+def _nearest(by: Mapping[int, object], batch: int) -> int:
+    """The batch that was measured and differs least, by ratio."""
+    return min(by, key=lambda other: (max(other, batch) / min(other, batch), other))
+
+
+def _on_line(points: list[tuple[int, float]], x: int) -> float:
+    if len(points) == 1 or x <= points[0][0]:
+        return points[0][1]
+    at = min(bisect_left(points, (x,)), len(points) - 1)
+    (x0, y0), (x1, y1) = list(pairwise(points))[at - 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
