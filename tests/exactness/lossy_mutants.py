@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import test_bild as bild
 import test_enumeration as enumeration
+import test_lossy as lossy
 
 from foredraft.decode import accept, draft, engine, params, sampling
 from foredraft.decode.policy import Fallback
@@ -19,19 +19,19 @@ import test_decode_accept as accept_unit
 
 
 def lossy_law() -> None:
-    bild.assert_defined([bild.case("as it is", 1.1), bild.case("top-k", 2.5)], 2)
+    lossy.assert_defined([lossy.case("as it is", 1.1), lossy.case("top-k", 2.5)], 2)
 
 
 def lossy_greedy_law() -> None:
-    bild.assert_defined([bild.case("greedy", bound, prompt=(1, 1)) for bound in (0.4, 2.5)], 2)
+    lossy.assert_defined([lossy.case("greedy", bound, prompt=(1, 1)) for bound in (0.4, 2.5)], 2)
 
 
 def rules_side_by_side() -> None:
-    bild.test_rows_of_every_rule_share_a_batch()
+    lossy.test_rows_of_every_rule_share_a_batch()
 
 
 def fallback_law() -> None:
-    bild.assert_defined([bild.case("cold", 1.1), bild.case("greedy", 2.5, prompt=(1,))], 3, threshold=0.55)
+    lossy.assert_defined([lossy.case("cold", 1.1), lossy.case("greedy", 2.5, prompt=(1,))], 3, threshold=0.55)
 
 
 def strict_fallback_law() -> None:

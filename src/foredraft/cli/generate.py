@@ -169,7 +169,7 @@ def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) ->
     policy, rule = drafting.policy, drafting.acceptance
     if policy is not None and POLICIES[policy].confident and not drafter.stepper:
         raise ConfigError(f"--policy {policy} has no use with drafter {name}; give another")
-    if rule is not None and not RULES[rule].lossless and drafter.make is None:
+    if rule is not None and not RULES[rule].lossless and name == "none":
         raise ConfigError(f"--acceptance {rule} has no use with drafter {name}; leave it out")
 
 
