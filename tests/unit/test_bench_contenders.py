@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
 from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
-from foredraft.bench.ours import Ours
+from foredraft.bench.ours import BigLittle, Ours
 from foredraft.bench.records import Bandwidth
 from foredraft.bench.timing import parted
 from foredraft.bench.weights import weigh
@@ -68,6 +69,27 @@ def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation:
         assert timing.stats.rounds / len(prompts) <= timing.passes <= timing.stats.rounds
         assert timing.passes == PASSES[len(prompts)] or speculation != "none"
         assert timing.stats.drafted > 0 or speculation != "draft-model"
+
+
+def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: Setting, texts: Any) -> None:
+    """By its defaults, and with an endless bound, where everything drafted stands."""
+    policy = setting.llm.engine.policy
+    bild = BigLittle(setting.llm)
+    assert (bild.name, bild.lossless, bild.policy.threshold, bild.policy.max_draft) == (
+        "bild",
+        False,
+        0.6,
+        10,
+    )
+    assert bild._params([1], 3).bound == 5.0
+    bild.policy = replace(bild.policy, threshold=0.0)
+    timing = bild.run(PROMPTS, TOKENS)
+    assert timing.stats is not None and timing.stats.drafted_at[3:], (
+        "longer drafts than the engine's policy has"
+    )
+    assert timing.tokens != texts
+    assert setting.llm.engine.policy is policy
+    assert Ours("draft-model", setting.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
 
 
 def test_clocks_run_while_prompts_are_read_and_rounds_last(
