@@ -117,9 +117,6 @@ RETOKENIZED = 2
 
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind("plain decoding", None),
-    "auto": DrafterKind(
-        "of those that are loaded, the one that pays most, round by round", None, chooses=True
-    ),
     "lookup": DrafterKind(
         "the text so far drafts: what followed the latest match",
         lambda parts: _in("drafters.lookup").Lookup(),
@@ -140,6 +137,9 @@ DRAFTERS: dict[str, DrafterKind] = {
         needs_draft=True,
         retokenizes=True,
         stretch=RETOKENIZED,
+    ),
+    "auto": DrafterKind(
+        "of those that are loaded, the one that pays most, round by round", None, chooses=True
     ),
 }
 

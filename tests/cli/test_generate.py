@@ -400,7 +400,7 @@ def test_the_models_control_characters_do_not_reach_the_terminal(pair: list[str]
 
 def test_help_lists_every_option() -> None:
     text = foredraft("generate", "--help").stdout
-    options = """--model --draft --drafter --policy --max-draft --draft-sampling --max-new-tokens
+    options = """--model --draft --drafter --policy --max-draft --draft-sampling --policy-option --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --n --acceptance --rollback --ignore-eos --dtype --device
         --max-batch --max-length --truncate --no-deterministic --compile --compare --json --no-color --revision
         --draft-revision --chat --system --show-special"""
@@ -417,7 +417,7 @@ def test_defaults_are_those_of_the_library() -> None:
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
-        if name not in ("model", "truncate", "acceptance", "rollback"):
+        if name not in ("model", "truncate", "acceptance", "rollback", "policy_option"):
             assert value is None or loading[name].default == value, name
     assert requested(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
     own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "speculation"}
@@ -441,7 +441,7 @@ sys.exit(main())
     command = [sys.executable, "-c", script]
     told = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
     assert "oracle: the future drafts (not lossless)" in told
-    assert "[choices: none, lookup, draft-model, retokenize, oracle]" in told
+    assert "[choices: none, lookup, draft-model, retokenize, auto, oracle]" in told
     assert "bold: as long as can be" in told
     assert "and 3 with bold" in told
     ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]

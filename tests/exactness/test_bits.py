@@ -64,7 +64,9 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def load_pair(target: Path, draft: Path, dtype: str) -> LLM:
-    return foredraft.load(target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
+    return foredraft.load(
+        target, draft=draft, dtype=dtype, device="cpu", max_batch=ROWS, max_length=512, policy="fixed"
+    )
 
 
 def prompts_of(count: int, vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
@@ -246,7 +248,7 @@ def test_two_hundred_prompts(llm: LLM) -> None:
 def test_two_hundred_prompts_of_the_demo(dtype: str) -> None:
     if not demo.target_path().is_dir():
         pytest.skip("the demo pair is not in this tree")
-    llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512)
+    llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512, policy="fixed")
     prompts = prompts_of(200, llm.spec.vocab_size, seed=2)
     want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, speculation="none"))]
     for gamma in GAMMAS:

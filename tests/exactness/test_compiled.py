@@ -57,7 +57,14 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     family, dtype = request.param
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)
     return foredraft.load(
-        target, draft=draft, dtype=dtype, device="cpu", max_batch=8, max_length=512, compile=True
+        target,
+        draft=draft,
+        dtype=dtype,
+        device="cpu",
+        max_batch=8,
+        max_length=512,
+        compile=True,
+        policy="fixed",
     )
 
 

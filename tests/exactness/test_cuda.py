@@ -32,7 +32,9 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 def load(folder: Path, dtype: str) -> foredraft.LLM:
     target, draft = save_variant(folder / "target", "llama"), save_variant(folder / "draft", "llama")
-    return foredraft.load(target, draft=draft, dtype=dtype, device="cuda", max_batch=8, max_length=512)
+    return foredraft.load(
+        target, draft=draft, dtype=dtype, device="cuda", max_batch=8, max_length=512, policy="fixed"
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

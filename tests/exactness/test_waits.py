@@ -51,7 +51,9 @@ def llm(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> foredraft.LL
 
 def load(folder: Path) -> foredraft.LLM:
     pair = checkpoints.save_pair(folder)
-    return foredraft.load(pair / "big", draft=pair / "small", device="cpu", max_batch=4, max_length=512)
+    return foredraft.load(
+        pair / "big", draft=pair / "small", device="cpu", max_batch=4, max_length=512, policy="fixed"
+    )
 
 
 @pytest.fixture
@@ -105,7 +107,9 @@ def test_once_more_for_a_draft_in_another_tokenizer(tmp_path: Path, monkeypatch:
     """However many tokens it has: it drafts greedily, and is read at the end."""
     for name, size in (("big", 384), ("small", 300)):
         checkpoints.save_checkpoint(tmp_path / name, tokenizer=True, vocab_size=size, eos_token_id=None)
-    llm = foredraft.load(tmp_path / "big", draft=tmp_path / "small", device="cpu", max_length=256)
+    llm = foredraft.load(
+        tmp_path / "big", draft=tmp_path / "small", device="cpu", max_length=256, policy="fixed"
+    )
     rounds, _ = watch(llm, monkeypatch)
     outputs = llm.generate(["the target checks", "a b c"], SamplingParams(temperature=0, max_new_tokens=16))
     assert all(output.stats.drafted for output in outputs)

@@ -110,7 +110,7 @@ def test_drafts_past_the_trained_length(tmp_path: Path, family: str) -> None:
     pair = Pair(save_variant(tmp_path, f"{family}-dynamic"))
     prompts = [pair.tokens[:, :20], pair.tokens[:, 30:33]]
     expected = [greedy(pair, prompt, 110) for prompt in prompts]
-    llm = foredraft.load(tmp_path, draft=tmp_path, device="cpu", max_batch=4)
+    llm = foredraft.load(tmp_path, draft=tmp_path, device="cpu", max_batch=4, policy="fixed")
     assert llm.max_length == 144
     for speculation in ("none", "lookup", "draft-model"):
         params = SamplingParams(temperature=0, max_new_tokens=110, ignore_eos=True, speculation=speculation)

@@ -39,7 +39,9 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         base / "target", tokenizer=True, seed=1, eos_token_id=list(range(0, 384, 3))
     )
     draft = checkpoints.save_checkpoint(base / "draft", tokenizer=True, seed=2, num_hidden_layers=1)
-    llm = foredraft.load(target, draft=draft, device="cpu", max_batch=3, max_length=128, max_draft=3)
+    llm = foredraft.load(
+        target, draft=draft, device="cpu", max_batch=3, max_length=128, max_draft=3, policy="fixed"
+    )
     return Setting(llm, target, draft, torch.float32, torch.device("cpu"), 64)
 
 
@@ -322,7 +324,8 @@ def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
     field.enter(setting, chosen(None), Memory(setting.device), 7, wanted=False)
     assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
     assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(field.notes) == 5
+    assert len(field.notes) == 6
+    assert "left out: auto needs a policy that chooses; give policy='auto'" in field.notes
     assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 
 
@@ -336,7 +339,7 @@ def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.Monkey
     field = Field()
     field.enter(without, chosen(None), Memory(setting.device), 0, wanted=False)
     assert [one.name for one in field.contenders] == [
-        "plain", "lookup", "transformers", "transformers-lookup"
+        "plain", "lookup", "auto", "transformers", "transformers-lookup"
     ]  # fmt: skip
 
 

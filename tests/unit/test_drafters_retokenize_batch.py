@@ -153,7 +153,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder / name, seed=3, num_hidden_layers=2, vocab_size=inner.get_vocab_size()
         )
         alphabets.save(inner, made)
-    llm: Any = foredraft.load(folder / "target", draft=folder / "draft", device="cpu", dtype="float32")
+    llm: Any = foredraft.load(
+        folder / "target", draft=folder / "draft", device="cpu", dtype="float32", policy="fixed"
+    )
     return llm.engine.drafters["retokenize"].runner
 
 

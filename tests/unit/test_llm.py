@@ -29,7 +29,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def llm(folders: tuple[Path, Path]) -> foredraft.LLM:
     target, draft = folders
-    return foredraft.load(target, draft=draft, dtype="float32", device="cpu", max_batch=3, max_length=512)
+    return foredraft.load(
+        target, draft=draft, dtype="float32", device="cpu", max_batch=3, max_length=512, policy="fixed"
+    )
 
 
 def test_every_form_of_prompt(llm: foredraft.LLM) -> None:
@@ -145,7 +147,9 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(
 ) -> None:
     """Siblings come in waves of `max_batch` rows; each forwards its own rounds, none the prompt."""
     target, draft = folders
-    llm = foredraft.load(target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512)
+    llm = foredraft.load(
+        target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512, policy="fixed"
+    )
     prompt = [5 + i % 90 for i in range(301)]
     drafter: Any = llm.engine.drafters["draft-model"]
     runners: list[Any] = [llm.engine.target, drafter.runner]
@@ -345,7 +349,9 @@ def test_load_refuses_what_it_cannot_honour(folders: tuple[Path, Path], tmp_path
 def test_logits_that_are_not_finite_fail_that_request_alone(folders: tuple[Path, Path]) -> None:
     """A token whose embedding is NaN poisons its own row; its neighbours and its row's heirs are well."""
     target, draft = folders
-    llm = foredraft.load(target, draft=draft, dtype="float32", device="cpu", max_batch=2, max_length=256)
+    llm = foredraft.load(
+        target, draft=draft, dtype="float32", device="cpu", max_batch=2, max_length=256, policy="fixed"
+    )
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     well = [llm.generate([i, 9, 9], params)[0].token_ids for i in (10, 11, 12)]
     llm.engine.target.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ LONG = "The drafter guesses a few tokens ahead; the target checks all of them. "
 @pytest.fixture(scope="module")
 def llm() -> foredraft.LLM:
     """The demo pair: its drafts are accepted often, and its text is worth looking at."""
-    return foredraft.load(dtype="float32", device="cpu", max_batch=3, max_length=1024)
+    return foredraft.load(dtype="float32", device="cpu", max_batch=3, max_length=1024, policy="fixed")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_every_id_that_ends_a_text_does_but_not_too_early(tmp_path: Path) -> Non
     ends = [ids[9], ids[4]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     draft = checkpoints.save_checkpoint(tmp_path / "draft", seed=1, tokenizer=True, num_hidden_layers=1)
-    llm = foredraft.load(folder, draft=draft, dtype="float32", device="cpu", max_length=256)
+    llm = foredraft.load(folder, draft=draft, dtype="float32", device="cpu", max_length=256, policy="fixed")
     for drafter in DRAFTERS:
         found = greedy(llm, speculation=drafter)
         assert found.token_ids == ids[: 1 + min(map(ids.index, ends))]

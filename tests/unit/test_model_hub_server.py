@@ -36,7 +36,7 @@ print(json.dumps([*told, reports]))
 LOAD = """
 import json, sys
 import foredraft
-llm = foredraft.load("owner/big", draft="owner/small@v1", revision=sys.argv[1], device="cpu", max_length=64)
+llm = foredraft.load("owner/big", draft="owner/small@v1", revision=sys.argv[1], device="cpu", max_length=64, policy="fixed")
 [output] = llm.generate("x", foredraft.SamplingParams(temperature=0, max_new_tokens=4))
 print(json.dumps([output.token_ids, output.stats.drafted]))
 """

@@ -388,7 +388,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(build, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
-    llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512)
+    llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512, policy="fixed")
     assert probed == [torch.device("cpu")]
     assert llm.engine.target.shapes.found
     foredraft.load(folder, device="cpu", max_batch=1, max_length=512, deterministic=False)

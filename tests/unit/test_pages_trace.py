@@ -19,7 +19,7 @@ PROMPT = "def close(self):\n    </script><script>alert(1)</script><b>&amp;"
 
 @pytest.fixture(scope="module")
 def llm() -> foredraft.LLM:
-    return foredraft.load(device="cpu", max_length=256)
+    return foredraft.load(device="cpu", max_length=256, policy="fixed")
 
 
 def page(llm: foredraft.LLM, file: Path, **options: Any) -> list[foredraft.Output]:

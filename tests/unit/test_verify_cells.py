@@ -28,7 +28,7 @@ SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = save_checkpoint(tmp_path_factory.mktemp("tiny") / "big", vocab_size=VOCABULARY)
-    return foredraft.load(folder, drafter="lookup", device="cpu", max_batch=2, max_length=300)
+    return foredraft.load(folder, drafter="lookup", device="cpu", max_batch=2, max_length=300, policy="fixed")
 
 
 @pytest.fixture

@@ -41,7 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def loaded(folders: tuple[Path, Path], **options: Any) -> LLM:
     target, small = folders
     return foredraft.load(
-        target, **{"draft": small, "device": "cpu", "max_batch": 32, "max_length": 64} | options
+        target,
+        **{"draft": small, "device": "cpu", "max_batch": 32, "max_length": 64, "policy": "fixed"} | options,
     )
 
 

@@ -67,7 +67,7 @@ def verify(
 
         llm = foredraft.load(
             model.model,
-            **loading(model, drafting),
+            **{"policy": "fixed"} | loading(model, drafting),  # a cost model might never draft
             needs=lambda tokenizer, defaults: (SIBLINGS, longest(prompts, tokenizer) + options.longest),
             progress=lambda stage, done, total: bars.show(stage, done, total) if stage == "load" else None,
         )
