@@ -322,8 +322,8 @@ def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
         chosen(("transformers-lookup",))
     field = Field()
     field.enter(setting, chosen(None), Memory(setting.device), 7, wanted=False)
-    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
-    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model", "bild"]
+    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7, "bild": 7}
     assert len(field.notes) == 6
     assert "left out: auto needs a policy that chooses; give policy='auto'" in field.notes
     assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
@@ -333,7 +333,7 @@ def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.Monkey
     absent(monkeypatch, "llama-cpp-python")
     alone = foredraft.load(setting.target, device="cpu", max_batch=1, max_length=64)
     without = Setting(alone, setting.target, None, torch.float32, torch.device("cpu"), 64)
-    for name in ("draft-model", "retokenize", "transformers-assisted"):
+    for name in ("draft-model", "retokenize", "bild", "transformers-assisted"):
         with pytest.raises(ConfigError, match=f"{name} needs a draft model"):
             Field().enter(without, (name,), Memory(setting.device), 0, wanted=True)
     field = Field()
@@ -353,7 +353,7 @@ def test_a_peer_that_cannot_load_this_model_leaves_the_others(
     absent(monkeypatch, "llama-cpp-python")
     field = Field()
     field.enter(setting, chosen(None), Memory(setting.device), 0, wanted=False)
-    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model", "bild"]
     assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
 
 
