@@ -118,7 +118,7 @@ def test_compare_times_plain_decoding_against_the_request(
         return outputs
 
     monkeypatch.setattr(LLM, "generate", noted)
-    assert main([*pair, "x", "--compare", "--max-new-tokens", "8"]) == 0
+    assert main([*pair, "x", "--compare", "--max-new-tokens", "8", "--policy", "fixed"]) == 0
     plain, fast = ("none", False), (None, True)
     assert ran == [plain, fast, *[plain, fast, fast, plain] * 2, plain, fast]
 
@@ -170,6 +170,18 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--draft", "nowhere", "--drafter", "lookup"], "--draft has no use"),
         (["--drafter", "draft-model"], "--drafter is 'draft-model'; give --draft, the folder"),
         (["--policy", "fixed"], "--policy has no use with drafter none"),
+        (["--policy-option", "threshold=1"], "--policy-option has no use with drafter none"),
+        (["--drafter", "lookup", "--policy-option", "threshold=1"], "--policy-option names 'threshold'"),
+        (
+            ["--drafter", "lookup", "--policy", "confidence", "--policy-option", "threshold=2"],
+            "--policy-option has threshold '2'; give a number from 0 to 1",
+        ),
+        (
+            ["--drafter", "lookup", "--policy", "target-confidence", "--policy-option", "by=mood"],
+            "--policy-option has by 'mood'; give one of probability, entropy, margin",
+        ),
+        (["--drafter", "lookup", "--policy-option", "threshold"], "--policy-option is 'threshold'"),
+        (["--drafter", "auto", "--policy", "fixed"], "cannot choose; give --policy auto"),
         (["--drafter", "none", "--max-draft", "5"], "--max-draft has no use with drafter none"),
         (
             ["--drafter", "none", "--draft-sampling", "sampled"],

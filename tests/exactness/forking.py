@@ -133,6 +133,7 @@ class Case:
     params: SamplingParams
     prompt: tuple[int, ...] = (0,)
     drafter: str | None = None
+    drafters: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     constraint: Callable[[], Any] = lambda: None
 
@@ -169,6 +170,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
                 seed=number,
                 eos=case.eos,
                 drafter=case.drafter,
+                drafters=case.drafters,
                 constraint=case.constraint(),
                 group=index,
             )

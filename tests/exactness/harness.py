@@ -54,8 +54,8 @@ class CheckedEngine(Engine):
             _check_row(self.cache, row, sequence.tokens[:length])
             if sequence.constraint is not None:
                 assert sequence.constraint.length == len(sequence.new_ids)
-            if sequence.drafter is not None:
-                drafter = self.drafters[sequence.drafter]
+            for name in sequence.drafters:
+                drafter = self.drafters[name]
                 vocabulary = getattr(drafter, "vocabulary", None)
                 for cache in drafter.caches:
                     assert cache.lengths[row] <= length
@@ -120,7 +120,7 @@ def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options:
     """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
     own = {
         name: options.pop(name)
-        for name in ("seed", "sample", "eos", "constraint", "group")
+        for name in ("seed", "sample", "eos", "constraint", "group", "drafters")
         if name in options
     }
     seed = own.pop("seed", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,10 @@ from tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
 from torch import Tensor
 
 from foredraft.decode.law import Law
-from foredraft.decode.policy import Alone
+from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers, Signal
+from foredraft.decode.policy.survival import Track
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.vocabulary import VocabularyMap
@@ -341,7 +343,60 @@ class Fickle(Alone):
                 sequence.policy_state[0] = top > self.least
 
 
+class Whims(Alone):
+    """Any drafter and any budget, in or out of proportion, and stops anywhere: by all that a policy may see,
+    which is the text, the laws and the logits of the draft, and how sure the target was."""
+
+    name = "whims"
+    looks = True
+
+    def __init__(self, max_draft: int, seed: int, wants: Signal | None = None, weighs: bool = False) -> None:
+        self.max_draft, self.seed, self.wants, self.weighs = max_draft, seed, wants, weighs
+
+    def start(self) -> list[float]:
+        return [0.5]
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        choices = []
+        for row in rows:
+            sequence = row.sequence
+            sure = round(sequence.policy_state[0], 3)
+            dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count} {sure}")
+            names = [None, *row.most]
+            choices.append(Choice(dice.choice(names), dice.randint(0, self.max_draft)))
+        return choices
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        if random.Random(f"{self.seed} {position}").random() < 0.3:
+            return None
+        seen = q.weights(logits.shape[-1])[:, 0] + logits[:, 0].softmax(-1)
+        draws = [
+            random.Random(f"{self.seed} {position} {[round(x, 3) for x in row]}").random()
+            for row in seen.tolist()
+        ]
+        return torch.tensor(draws) < 0.6
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        sequence.policy_state[0] = 0.5 if sure is None else sure
+
+
+class Deaf(Track):
+    """Of other requests, whose outcomes would make a policy's choices depend on them."""
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        return None
+
+
+def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
+    """The cost model, for which drafts cost little, so that it makes them; it hears of one request alone."""
+    table = CostTable({1: {1: 1.0, 8: 1.1}}, {name: {1: (0.05, 0.02)} for name in drafters})
+    policy = Auto(max_draft, table)
+    policy._shared = {name: Deaf(max_draft, 1.0) for name in drafters}
+    return policy
+
+
 __all__ = [
+    "Deaf",
     "Fickle",
     "LateBan",
     "NoRepeat",
@@ -349,9 +404,11 @@ __all__ = [
     "ScriptedGuesser",
     "StopUnsure",
     "TappingStepper",
+    "Whims",
     "arbitrary",
     "draft_model",
     "foreseeing",
     "mapped",
     "retokenize",
+    "solitary",
 ]

@@ -6,15 +6,25 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.strategies as st
 import laws
 import pytest
 from forking import Case, Found, outputs_of
 from harness import DRAFTERS, make_engine
-from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
+from hypothesis import given, settings
+from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, solitary
 from tabular import Table
 
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Fallback, Fixed, Heuristic, Policy
+from foredraft.decode.policy import (
+    AdaptiveExit,
+    Confidence,
+    Fallback,
+    Fixed,
+    Heuristic,
+    Policy,
+    TargetConfidence,
+)
 
 V = 3
 TOLERANCE = 1e-5
@@ -28,6 +38,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "stop-unsure": lambda: StopUnsure(3),
     "random": lambda: RandomBudgets(3),
     "fickle": lambda: Fickle(2),
+    "confidence": lambda: Confidence(3, threshold=0.5),
+    "adaptive-exit": lambda: AdaptiveExit(3, target=0.7, first=0.5, epsilon=0.9),
+    "target-confidence": lambda: TargetConfidence(3, threshold=0.5),
+    "target-entropy": lambda: TargetConfidence(2, threshold=0.3, by="entropy"),
+    "target-margin": lambda: TargetConfidence(2, threshold=0.3, by="margin"),
 }
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -117,6 +132,36 @@ def test_every_drafter_under_every_policy(policy: str) -> None:
     for one, got in zip(cases, found, strict=True):
         assert (got.drafted > 0) == (one.drafter is not None)
         assert (got.rejections > 0) == (one.drafter is not None), "a weak drafter is rejected sometimes"
+
+
+SEVERAL = ("lookup", "draft-model", "tapping", "script")
+
+
+def choosing(transform: str, constraint: str = "free", **more: Any) -> Case:
+    """A request that several may draft for."""
+    return case(transform, None, constraint, drafters=SEVERAL, **more)
+
+
+@pytest.mark.parametrize("transform", ["as it is", "cold top-k", "greedy"])
+def test_the_cost_model_chooses_among_drafters(transform: str) -> None:
+    """One row at a time, for what others do would change its choices."""
+    (found,) = enumerate_and_compare([choosing(transform)], lambda: solitary(2, SEVERAL), rows=1)
+    assert found.drafted > 0
+    cases = [case(transform, drafter) for drafter in ("draft-model", "lookup")]
+    enumerate_and_compare(cases, lambda: solitary(3, SEVERAL), rows=1)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    wants=st.sampled_from([None, "probability", "entropy", "margin"]),
+    weighs=st.booleans(),
+    transform=st.sampled_from(["as it is", "hot top-p", "top-k", "repetition"]),
+)
+def test_no_policy_changes_the_law(seed: int, wants: Any, weighs: bool, transform: str) -> None:
+    """Whatever it makes of all that it may see: who drafts, how much, and where a draft stops."""
+    cases = [choosing(transform), case(transform, "draft-model", "late ban"), choosing("cold", "no repeat")]
+    enumerate_and_compare(cases, lambda: Whims(3, seed, wants, weighs))
 
 
 @pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])

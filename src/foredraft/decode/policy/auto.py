@@ -6,9 +6,8 @@ choices are a function of the table and of the outcomes. `budgets` has the equat
 
 Guesses cost, and a ledger bounds what they may. A request's loss is the time of its rounds, whoever drafted
 in them, less a plain step for each token that they gave it. Nobody drafts unless the loss of every request in
-the batch is at most `SHARE` of its time so far, and one round more: the largest that it has had where it is
-alone, and a plain step otherwise and where a drafter is only tried again. So no request is held up much by
-drafts, its own or those of others.
+the batch is at most `SHARE` of its time so far, and one round more: the largest that it has had, or a plain
+step where a drafter is only tried again. So no request is held up much by drafts, its own or those of others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ __all__ = ["Auto"]
 SHARE = 0.015  # of its time that a request may lose by drafting, one round aside
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-KNOWN = 8.0  # rounds after which a drafter is trusted to pay for the reading of a text
+CONTENT = 6  # times as many, while another one pays
+MET, KNOWN = 2.0, 8.0  # rounds after which a drafter is not new any more, and is taken for what it seems
 
 
 @dataclass(slots=True)
@@ -42,9 +42,10 @@ class _Candidate:
 
 @dataclass(slots=True)
 class _State:
-    """A request's. spent, lost: ms of its rounds so far, and beyond what plain steps would have taken.
-    largest: ms of a round, reading aside. plain, round: ms of the round that is running, without drafts and
-    with them. trial: it is a drafter's turn that was not chosen; silent: nobody would draft otherwise."""
+    """A request's, in ms. spent, lost: of its rounds so far, and beyond what plain steps would have taken; of
+    that, the first reading of texts is apart (`read`), since having read is no reason not to draft.
+    largest: of a round. plain, round, reading: of the round that is running, without drafts, with them, and
+    beside it. trial: it is a drafter's turn that was not chosen; silent: nobody would draft otherwise."""
 
     candidates: dict[str, _Candidate] = field(default_factory=dict)
     best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # until it learns more
@@ -53,9 +54,15 @@ class _State:
     silent: bool = False
     spent: float = 0.0
     lost: float = 0.0
+    read: float = 0.0
     largest: float = 0.0
     plain: float = 0.0
     round: float = 0.0
+    reading: float = 0.0
+
+    def allows(self, credit: float, more: float = 0.0) -> bool:
+        """Whether the ledger allows drafts that may lose so much more, beside the credit of one round."""
+        return self.lost + more <= SHARE * self.spent + credit
 
 
 class Auto(Alone):
@@ -76,24 +83,26 @@ class Auto(Alone):
         plain = self.table.verifying(len(rows), len(rows))
         states: list[_State] = [row.sequence.policy_state for row in rows]
         choices = [PLAIN] * len(rows)
-        credits = [state.largest if len(rows) == 1 else plain for state in states]
-        if all(s.lost <= SHARE * s.spent + credit for s, credit in zip(states, credits, strict=True)):
-            choices = self._paying(rows, plain)
         for state in states:
             state.trial = False
-        if all(state.lost <= SHARE * state.spent + plain for state in states):
+        if all(state.allows(state.largest) for state in states):
+            choices = self._paying(rows, plain)
+            again = self._readings(rows, choices)[1]
+            if not all(state.allows(state.largest, again) for state in states):
+                choices = [PLAIN] * len(rows)
+        if all(state.allows(plain, state.read) for state in states):
             choices = self._turns(rows, choices, plain)
-        drafts = any(choice.budget for choice in choices)
-        ms = round_ms(self.table, choices) if drafts else plain
-        reading = sum(self._reading(row, choice.drafter) for row, choice in zip(rows, choices, strict=True))
+        ms = round_ms(self.table, choices) if any(choice.budget for choice in choices) else plain
+        first, again = self._readings(rows, choices)
         for state, choice in zip(states, choices, strict=True):
-            state.largest = max(state.largest, ms)
-            state.choice, state.plain, state.round = choice, plain, ms + reading
+            state.choice, state.largest = choice, max(state.largest, ms)
+            state.plain, state.round, state.reading = plain, ms + again, first
         return choices
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         state: _State = sequence.policy_state
-        state.spent += state.round
+        state.spent += state.round + state.reading
+        state.read += state.reading
         state.lost += state.round - state.plain * (1 + outcome.accepted)
         for candidate in state.candidates.values():
             candidate.waited += 1
@@ -150,11 +159,18 @@ class Auto(Alone):
         return turns
 
     def _waiting(self, row: Offers, choice: Choice, plain: float, reading: float) -> str | None:
+        state: _State = row.sequence.policy_state
         for name, most in row.most.items():
             candidate = self._candidate(row, name)
-            if name == choice.drafter or candidate.waited < candidate.patience:
+            met = choice.budget and self._shared[name].seen > MET
+            patience = candidate.patience * (CONTENT if met else 1)
+            if name == choice.drafter or candidate.waited < patience:
                 continue
             perfect = Prospect(name, (1.0,) * min(most, self.max_draft))
+            new = row.behind.get(name) == len(row.sequence.tokens) - 1
+            needed = 0.0 if new else self._reading(row, name)
+            if not state.allows(plain, state.read + reading + needed):
+                continue
             if best_length(self.table, 1, perfect)[1] and self._may_read(row, name, plain, reading):
                 return name
         return None
@@ -163,14 +179,25 @@ class Auto(Alone):
         """ms until it has read what it has not."""
         return 0.0 if name is None else self.table.reading(name, row.behind.get(name, 0))
 
+    def _readings(self, rows: Seq[Offers], choices: list[Choice]) -> tuple[float, float]:
+        """ms that drafters read before they can draft: texts that are new to them, and what they missed."""
+        first = again = 0.0
+        for row, choice in zip(rows, choices, strict=True):
+            reading = self._reading(row, choice.drafter)
+            if reading and row.behind[choice.drafter or ""] == len(row.sequence.tokens) - 1:
+                first += reading
+            else:
+                again += reading
+        return first, again
+
     def _may_read(
         self, row: Offers, name: str, plain: float, others: float, gain: float | None = None
     ) -> bool:
         """Whether it may read what it has not, for the share of a plain step that its drafts then save.
 
         That must be saved again in the rest of the text; and while the drafter is not known well, the ledger
-        must allow it, as it will be when the text has all the tokens that were asked for, and rows do not all
-        read at once. others: ms that they need in this round.
+        must allow it, as it will be when the text has all the tokens that were asked for. others: ms that
+        other rows read in this round.
         """
         reading = self._reading(row, name)
         if not reading:
@@ -183,10 +210,8 @@ class Auto(Alone):
                 return False
             if self._shared[name].seen >= KNOWN:
                 return True
-        if others and others + reading > plain:
-            return False
         prompt = self.table.verifying(1, len(sequence.prompt))
-        return state.lost + reading <= SHARE * (prompt + state.spent + ahead) + plain
+        return state.lost + state.read + others + reading <= SHARE * (prompt + state.spent + ahead) + plain
 
     def _candidate(self, row: Offers, name: str) -> _Candidate:
         state: _State = row.sequence.policy_state

@@ -1,0 +1,143 @@
+"""Calibration: tables come of real rounds, between requests only, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from checkpoints import save_pair
+from foredraft import SamplingParams
+from foredraft.decode import calibration
+from foredraft.decode.calibration import FRESH, measure
+from foredraft.decode.policy import Auto, CostTable
+from foredraft.errors import ConfigError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = save_pair(tmp_path_factory.mktemp("pair"))
+    return folder / "big", folder / "small"
+
+
+def loaded(folders: tuple[Path, Path], **options: Any) -> foredraft.LLM:
+    target, draft = folders
+    return foredraft.load(
+        target,
+        **{"draft": draft, "dtype": "float32", "device": "cpu", "max_batch": 4, "max_length": 300} | options,
+    )
+
+
+def eager(llm: foredraft.LLM) -> Auto:
+    """Its policy, with a table by which drafts cost next to nothing, and which nobody replaces."""
+    policy = llm.engine.policy
+    assert isinstance(policy, Auto)
+    policy.table = CostTable(
+        {1: {1: 1.0, 11: 1.01}}, {"draft-model": {1: (0.01, 0.01)}, "lookup": {1: (0.0, 0.0)}}
+    )
+    llm.engine.calibrate = None
+    return policy
+
+
+def test_rounds_are_measured_and_leave_the_caches_as_they_were(folders: tuple[Path, Path]) -> None:
+    llm = loaded(folders)
+    engine = llm.engine
+    for batch in (1, 4):
+        table = measure(engine, batch, 5)
+        assert table is not None
+        assert [columns for columns, _ in table.passes[batch]] == [batch * n for n in (1, 2, 3, 5, 6)]
+        assert all(0 < ms < math.inf for _, ms in table.passes[batch])
+        assert table.drafts["lookup"] == {batch: (0.0, 0.0)}
+        assert table.drafting("draft-model", batch, 5) > 0
+    assert not engine.rows.sequences
+    assert all(length == 0 for cache in engine.rows.caches for length in cache.lengths)
+    lookup: Any = engine.drafters["lookup"]
+    assert not lookup._indices
+    assert all(cache.data.isfinite().all() for cache in engine.rows.caches)
+
+
+def test_a_cache_without_room_is_not_measured(folders: tuple[Path, Path]) -> None:
+    llm = loaded(folders, max_length=12)
+    assert measure(llm.engine, 1, 5) is None
+    assert len(llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=6))[0].token_ids) <= 6
+
+
+def test_tables_change_between_requests_only(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    clock, made, busy = [0.0], [], []
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: clock[0])
+
+    def noted(engine: Any, batch: int, longest: int) -> CostTable:
+        made.append(batch)
+        busy.append(len(engine.rows.sequences))
+        return CostTable({batch: {batch: 1.0}}, {})
+
+    monkeypatch.setattr(calibration, "measure", noted)
+    llm.generate([[5, 6]], GREEDY)
+    llm.generate([[5, 6]], GREEDY)
+    assert made == [1]
+    llm.generate([[5, 6]] * 3, GREEDY)
+    assert made == [1, 4], "the power of two that holds them, or all rows"
+    clock[0] += FRESH + 1
+    llm.generate([[5, 6]], llm.params(speculation="none", max_new_tokens=4))
+    assert made == [1, 4], "nobody drafts"
+    llm.generate([[5, 6]], GREEDY)
+    assert made == [1, 4, 1]
+    assert busy == [0, 0, 0]
+
+
+@pytest.mark.parametrize("drafter", ["auto", "draft-model"])
+def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter: str) -> None:
+    llm = loaded(folders, drafter=drafter, max_batch=3)
+    eager(llm)
+    prompts = [[5 + (i * n) % 90 for i in range(20 + 9 * n)] for n in range(1, 5)]
+    plain = llm.generate(
+        prompts, llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, speculation="none")
+    )
+    outputs = llm.generate(prompts, GREEDY, trace=True)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert sum(o.stats.drafted for o in outputs) > 0
+    seeded = SamplingParams(seed=3, max_new_tokens=30)
+    without = SamplingParams(seed=3, max_new_tokens=30, speculation="none", acceptance="coupled")
+    assert [o.token_ids for o in llm.generate(prompts, seeded)] == [
+        o.token_ids for o in llm.generate(prompts, without)
+    ]
+
+
+def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, Path]) -> None:
+    llm = loaded(folders)
+    policy = eager(llm)
+    drafter: Any = llm.engine.drafters["draft-model"]
+    policy.table = CostTable({1: {1: 1.0, 2: 9.0}}, {})  # a draft cannot pay
+    llm.generate([[5 + i % 90 for i in range(50)]], GREEDY)
+    assert drafter.runner.forwarded == 0
+
+
+def test_the_trace_tells_who_drafted(folders: tuple[Path, Path]) -> None:
+    llm = loaded(folders, drafter="auto")
+    eager(llm)
+    prompt = [7, 8, 9, 10] * 6
+    (output,) = llm.generate(
+        [prompt], llm.params(temperature=0, max_new_tokens=60, ignore_eos=True), trace=True
+    )
+    assert output.trace is not None
+    who = {r.drafter for r in output.trace}
+    assert {"lookup", "draft-model"} <= who
+    assert output.lossless
+
+
+def test_auto_is_refused_where_nothing_chooses(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        ConfigError, match="drafter is 'auto', but policy 'fixed' cannot choose; give policy='auto'"
+    ):
+        loaded(folders, drafter="auto", policy="fixed")
+    llm = loaded(folders, policy="fixed")
+    with pytest.raises(RequestError, match="'auto', which is not loaded; loaded: none, lookup, draft-model"):
+        llm.generate([[5]], SamplingParams(speculation="auto"))

@@ -1,0 +1,205 @@
+"""The cost model on paper: best budgets against all budgets, and what auto makes of good and bad drafters.
+
+No clock: tables are made, and rounds take what a table says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from foredraft.decode.policy import Auto, CostTable, Fixed
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
+from foredraft.decode.policy.survival import Track
+from simulation import Right, Row, Simulated, flat, right_with, simulate
+
+LONGEST = 10
+
+
+def rate(table: CostTable, rows: list[Prospect | None], budgets: tuple[int, ...]) -> float:
+    tokens = len(rows) + sum(
+        sum(row.survives[:budget]) for row, budget in zip(rows, budgets, strict=True) if row is not None
+    )
+    names = [None if row is None else row.drafter for row in rows]
+    return tokens / round_ms(table, list(zip(names, budgets, strict=True)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_budgets_are_better_than_the_best(seed: int) -> None:
+    """Of up to three rows and two drafters that take time and one that does not."""
+    dice = random.Random(seed)
+    rows: list[Prospect | None] = []
+    for _ in range(dice.randint(1, 3)):
+        survives = itertools.accumulate(
+            (dice.choice([0.2, 0.6, 0.9, 1.0]) for _ in range(dice.randint(1, 4))), float.__mul__
+        )
+        rows.append(
+            Prospect(dice.choice(["small", "other", "lookup"]), tuple(survives))
+            if dice.random() < 0.9
+            else None
+        )
+    batch = len(rows)
+    widths = sorted(dice.sample(range(batch + 1, 16), 3))
+    times = sorted(dice.uniform(1, 2) for _ in range(4))
+    table = CostTable(
+        {batch: dict(zip([batch, *widths], times, strict=True))},
+        {
+            "small": {batch: (dice.uniform(0.05, 0.6), dice.uniform(0.05, 0.3))},
+            "other": {batch: (dice.uniform(0.05, 0.6), dice.uniform(0.05, 0.3))},
+            "lookup": {batch: (0.0, 0.0)},
+        },
+    )
+    found = best_budgets(table, rows)
+    ranges = [range(1 if row is None else len(row.survives) + 1) for row in rows]
+    best = max(rate(table, rows, budgets) for budgets in itertools.product(*ranges))
+    assert rate(table, rows, tuple(found)) == pytest.approx(best, rel=1e-12)
+    if batch == 1 and rows[0] is not None:
+        assert best_length(table, 1, rows[0]) == (pytest.approx(best), found[0])
+
+
+def test_a_bad_row_among_good_ones_drafts_nothing() -> None:
+    rows = [
+        Prospect("small", (0.8, 0.64, 0.5)) if row else Prospect("small", (0.05, 0.0, 0.0))
+        for row in range(8)
+    ]
+    budgets = best_budgets(flat(), list(rows))
+    assert budgets[0] == 0
+    assert min(budgets[1:]) > 1
+
+
+def test_between_what_was_measured_lies_a_line() -> None:
+    table = CostTable({1: {1: 1.0, 5: 2.0, 9: 4.0}, 4: {4: 3.0, 8: 5.0}}, {"small": {1: (0.3, 0.2)}})
+    assert [table.verifying(1, n) for n in (1, 3, 5, 7, 9, 11)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert [table.verifying(4, n) for n in (4, 6, 8, 10)] == [3.0, 4.0, 5.0, 6.0]
+    assert table.verifying(3, 5) == table.verifying(4, 6), "the nearest batch, and as many drafted columns"
+    assert [table.drafting("small", 4, depth) for depth in (0, 1, 3)] == pytest.approx([0.0, 0.3, 0.7])
+    assert table.reading("small", 5) == pytest.approx(0.3 * 2.0)
+    assert CostTable({1: {1: 3.0, 2: 1.0, 3: 2.0}}, {}).passes == {1: [(1, 1.0), (2, 1.0), (3, 2.0)]}
+
+
+def test_a_track_follows_a_change() -> None:
+    track = Track(3, 0.9)
+    for _ in range(30):
+        track.learn(3, 3)
+    assert track.survives(3)[2] > 0.9
+    for _ in range(10):
+        track.learn(3, 0)
+    assert track.survives(1)[0] < 0.4
+
+
+def run(table: CostTable, right: Right, policy: Auto | Fixed, prompt: int = 16) -> Simulated:
+    return simulate(policy, table, [Row({"small": right}, prompt=prompt)])
+
+
+def best_fixed(table: CostTable, right: Right) -> float:
+    return max(run(table, right, Fixed(gamma)).speedup for gamma in range(LONGEST + 1))
+
+
+NEVER_SLOWER: dict[str, tuple[Right, float]] = {
+    "random drafts": (right_with(0.0), 0.2),
+    "random drafts, half a step each": (right_with(0.0), 0.5),
+    "seldom right": (right_with(0.3), 0.5),
+    "as dear as the target": (right_with(0.95), 1.0),
+    "right for 30 tokens, then never": (lambda position: position < 30, 0.2),
+    "right at every other token": (lambda position: position % 2 == 0, 0.2),
+    "right at every other token, half a step each": (lambda position: position % 2 == 0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_SLOWER)
+def test_auto_is_never_much_slower_than_plain(name: str) -> None:
+    """In a first request, and in one that knows what became of others."""
+    right, step = NEVER_SLOWER[name]
+    table = flat(step)
+    policy = Auto(LONGEST, table)
+    for _ in range(3):
+        assert run(table, right, policy).speedup >= 0.97
+
+
+@pytest.mark.parametrize("bad", [1, 7, 8])
+def test_bad_rows_hold_nobody_up(bad: int) -> None:
+    policy, table = Auto(LONGEST, flat()), flat()
+    for _ in range(3):
+        rows = [Row({"small": right_with(0.0 if row < bad else 0.8, row)}) for row in range(8)]
+        assert simulate(policy, table, rows).speedup >= 0.96
+
+
+def test_a_batch_of_good_rows_gains() -> None:
+    policy, table = Auto(LONGEST, flat()), flat()
+
+    def rows() -> list[Row]:
+        return [Row({"small": right_with(0.8, row)}) for row in range(8)]
+
+    best = max(simulate(Fixed(gamma), table, rows()).speedup for gamma in range(LONGEST + 1))
+    simulate(policy, table, rows())
+    assert simulate(policy, table, rows()).speedup >= 0.9 * best > 1
+
+
+@pytest.mark.parametrize("chance", [0.6, 0.8, 0.95])
+@pytest.mark.parametrize("step", [0.02, 0.1, 0.2])
+def test_auto_is_near_the_best_fixed_length(chance: float, step: float) -> None:
+    """Over texts whose right positions differ, after one that taught it."""
+    table = flat(step)
+    policy = Auto(LONGEST, table)
+    run(table, right_with(chance, 99), policy)
+    got = sum(run(table, right_with(chance, seed), policy).ms for seed in range(5))
+    fixed = [
+        sum(run(table, right_with(chance, seed), Fixed(gamma)).ms for seed in range(5)) for gamma in range(11)
+    ]
+    assert min(fixed) / got >= 0.9
+
+
+MIXES: dict[str, dict[str, tuple[Right, Callable[[int], int] | None]]] = {
+    "the small model is best": {
+        "lookup": (right_with(0.3, 1), lambda done: 10 if done % 3 == 0 else 0),
+        "small": (right_with(0.85, 2), None),
+        "other": (right_with(0.5, 3), None),
+    },
+    "the lookup is best": {
+        "lookup": (right_with(0.9, 1), lambda done: 10),
+        "small": (right_with(0.7, 2), None),
+        "other": (right_with(0.3, 3), None),
+    },
+    "each has its turn": {
+        "lookup": (right_with(0.95, 1), lambda done: 10 if done % 40 < 15 else 0),
+        "small": (right_with(0.8, 2), None),
+        "other": (right_with(0.8, 4), None),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_auto_is_near_the_best_drafter(name: str) -> None:
+    table = flat(0.15, drafters=("small", "other"))
+    mix = MIXES[name]
+
+    def row(*names: str) -> Row:
+        offered = {key: mix[key][1] for key in names if mix[key][1] is not None}
+        return Row({key: mix[key][0] for key in names}, tokens=400, offered=offered)  # type: ignore[arg-type]
+
+    def taught(*names: str) -> float:
+        policy = Auto(LONGEST, table)
+        simulate(policy, table, [row(*names)])
+        return simulate(policy, table, [row(*names)]).speedup
+
+    assert taught(*mix) >= 0.95 * max(taught(key) for key in mix)
+
+
+def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:
+    table = flat()
+    policy = Auto(LONGEST, table)
+    long = run(table, right_with(0.8), policy, prompt=4000)
+    assert long.speedup == 1.0
+    run(table, right_with(0.8), policy)
+    assert run(table, right_with(0.8), policy, prompt=4000).speedup > 1.3
+    rows = [Row({"small": right_with(0.8)}, prompt=4000, tokens=8)]
+    assert simulate(policy, table, rows).speedup == 1.0, "it would not earn that again"
+
+
+def test_choices_are_a_function_of_the_table_and_the_outcomes() -> None:
+    table = flat()
+    one, other = (run(table, right_with(0.7), Auto(LONGEST, table)) for _ in range(2))
+    assert one.rounds == other.rounds

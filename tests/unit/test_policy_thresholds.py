@@ -1,0 +1,122 @@
+"""The policies with thresholds, against their equations, and the numbers that they can be given."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.build.policies import check_settings
+from foredraft.decode.law import Law
+from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
+from foredraft.decode.policy.gate import certainty
+from foredraft.decode.stats import Round
+from foredraft.errors import ConfigError
+from foredraft.kinds import POLICIES
+
+
+def logits(*rows: list[float]) -> torch.Tensor:
+    """[B, 1, V] of which softmax gives these probabilities."""
+    return torch.tensor(rows).log()[:, None]
+
+
+NO_LAW: Any = Law(ids=torch.zeros(2, 1, dtype=torch.int64))  # greedy: it says nothing of how sure anybody is
+
+
+def test_confidence_looks_at_the_raw_probability_of_the_likeliest_token() -> None:
+    on = Confidence(5, threshold=0.6).go_on([], 0, NO_LAW, logits([0.65, 0.35], [0.55, 0.45]))
+    assert on.tolist() == [True, False]
+
+
+def test_a_drafter_that_is_not_finite_is_not_sure() -> None:
+    broken = torch.full((1, 1, 3), math.nan)
+    assert Confidence(5, threshold=0.0).go_on([], 0, NO_LAW, broken).tolist() == [False]
+
+
+def test_the_adaptive_threshold_follows_the_published_rule() -> None:
+    """AR <- b1 AR + (1 - b1) m / n, th <- b2 th + (1 - b2) th', worked out by hand."""
+    policy = AdaptiveExit(4, target=0.6, first=0.5, epsilon=0.1, beta1=0.5, beta2=0.9)
+    one: Any = SimpleNamespace(policy_state=policy.start())
+    thresholds = []
+    for drafted, accepted in ((4, 4), (4, 4), (2, 2), (0, 0), (4, 0), (4, 0)):
+        policy.learn(one, Round(drafted, accepted, accepted + 1), None)
+        thresholds.append(one.policy_state.threshold)
+    # AR: .5 is below .6, so up; .75 with the longest draft holds; .875 with a shorter one, down; a plain step
+    # says nothing; .4375 and .21875, up
+    assert thresholds == pytest.approx([0.51, 0.51, 0.50, 0.50, 0.51, 0.52])
+
+
+def test_thresholds_are_each_sequences_own_and_stay_probabilities() -> None:
+    policy = AdaptiveExit(4, target=1.0, first=0.99, epsilon=1.0, beta2=0.0)
+    one, other = (SimpleNamespace(policy_state=policy.start()) for _ in range(2))
+    policy.learn(one, Round(4, 0, 1), None)  # type: ignore[arg-type]
+    assert (one.policy_state.threshold, other.policy_state.threshold) == (1.0, 0.99)
+    on = policy.go_on([one, other], 0, NO_LAW, logits([0.995, 0.005], [0.995, 0.005]))  # type: ignore[list-item]
+    assert on.tolist() == [False, True]
+
+
+def test_certainty_by_each_signal() -> None:
+    probs = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
+    tokens = torch.tensor([1, 0])
+    entropy = -sum(p * math.log(p) for p in (0.7, 0.2, 0.1))
+    assert certainty(probs.log(), tokens, "probability").tolist() == pytest.approx([0.2, 1.0])
+    assert certainty(probs.log(), tokens, "margin").tolist() == pytest.approx([0.5, 1.0])
+    assert certainty(probs.log(), tokens, "entropy").tolist() == pytest.approx(
+        [1 - entropy / math.log(3), 1.0]
+    )
+
+
+def test_the_gate_opens_and_closes() -> None:
+    policy = TargetConfidence(3, threshold=0.5)
+    one: Any = SimpleNamespace(policy_state=policy.start())
+    budgets = [policy.budget(one)]
+    for sure in (0.49, 0.5, math.nan):
+        policy.learn(one, Round(0, 0, 1), sure)
+        budgets.append(policy.budget(one))
+    assert budgets == [3, 0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "message"),
+    [
+        (
+            "fixed",
+            {"threshold": 0.5},
+            "policy_options names 'threshold', which policy 'fixed' has not; it has none",
+        ),
+        ("confidence", {"treshold": 0.5}, "policy_options names 'treshold', .*; it has threshold"),
+        ("confidence", {"threshold": 1.5}, "policy_options has threshold 1.5; give a number from 0 to 1"),
+        (
+            "confidence",
+            {"threshold": "high"},
+            "policy_options has threshold 'high'; give a number from 0 to 1",
+        ),
+        (
+            "confidence",
+            {"threshold": math.nan},
+            "policy_options has threshold nan; give a number from 0 to 1",
+        ),
+        (
+            "target-confidence",
+            {"by": "mood"},
+            "policy_options has by 'mood'; give one of probability, entropy",
+        ),
+    ],
+)
+def test_what_cannot_be_set_is_refused_by_name(policy: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_settings(policy, given)
+
+
+def test_every_setting_reaches_its_policy() -> None:
+    """And what the table says of its default is what the policy has."""
+    for name, kind in POLICIES.items():
+        made = kind.make(5)
+        for setting, about in kind.settings.items():
+            assert getattr(made, setting) == about.default, (name, setting)
+            other = about.words[-1] if about.words else "0.125"
+            changed = kind.make(5, **check_settings(name, {setting: other}))
+            assert getattr(changed, setting) == (other if about.words else 0.125)
