@@ -15,7 +15,7 @@ from parts import LateBan, RandomBudgets, StopUnsure
 
 from foredraft.decode import accept, draft, law, noise, rows, sampling, sequence
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import Fixed
+from foredraft.decode.policy import Fixed, TargetConfidence
 from foredraft.drafters import draft_model, lookup
 from planting import Mutant
 
@@ -39,6 +39,31 @@ def law_of_ragged_drafts() -> None:
     cases = [enumeration.case("as it is", d) for d in ("draft-model", "script", None)]
     for policy in (lambda: RandomBudgets(2), lambda: StopUnsure(2)):
         enumeration.enumerate_and_compare(cases, policy)
+
+
+def law_of_confident_drafts() -> None:
+    cases = [enumeration.case("as it is", d) for d in ("draft-model", "tapping")]
+    enumeration.enumerate_and_compare(cases, enumeration.POLICIES["confidence"])
+
+
+def law_behind_the_gate() -> None:
+    cases = [enumeration.case("as it is", d, new=4) for d in ("draft-model", "script")]
+    enumeration.enumerate_and_compare(cases, enumeration.POLICIES["target-confidence"])
+
+
+def bonus_behind_the_gate() -> None:
+    """With a perfect drafter every round but the last gives one token more than it drafted."""
+    policy = TargetConfidence(2, threshold=0.0)
+    engine = identity.make_engine(identity.TARGET, identity.TARGET, policy, rows=1)
+    one = identity.greedy((0,), "draft-model", max_new_tokens=13)
+    identity.run(engine, [one])
+    assert all(turn.emitted == turn.drafted + 1 for turn in one.rounds[:-1])
+
+
+def choices_among_drafters() -> None:
+    enumeration.enumerate_and_compare(
+        [enumeration.choosing("as it is", new=4)], lambda: enumeration.Whims(3, 1)
+    )
 
 
 def law_of_mixed_rows() -> None:
@@ -293,6 +318,50 @@ MUTANTS = [
             ),
         ),
         law_of_sampled_drafts,
+    ),
+    Mutant(
+        "a threshold that drops the token it stops at",
+        (
+            (
+                STEP_THROUGH,
+                "lengths = (reached & torch.cat(possible, 1)).sum(1)",
+                "lengths = (reached & (_joined(laws).at(torch.cat(drawn, 1)) > 0.4)).cumprod(1).sum(1)",
+            ),
+        ),
+        law_of_confident_drafts,
+    ),
+    Mutant(
+        "a bonus that the target was unsure of dropped",
+        (
+            (
+                Engine._extend,
+                "sequence.extend(reading.new, origins, reading.scores)",
+                "sequence.extend(*(x[:-1] if whole and reading.sure < 0.5 else x for x in (reading.new, origins)))",
+            ),
+        ),
+        law_behind_the_gate,
+    ),
+    Mutant(
+        "the bonus token missing after a gate",
+        (
+            (
+                Engine._extend,
+                "sequence.extend(reading.new, origins, reading.scores)",
+                "sequence.extend(*(x[:-1] if whole else x for x in (reading.new, origins)))",
+            ),
+        ),
+        bonus_behind_the_gate,
+    ),
+    Mutant(
+        "a round drafted by whoever drafted before",
+        ((Engine._budgets, "row.sequence.drafter = choice.drafter", "pass"),),
+        choices_among_drafters,
+        (AssertionError, KeyError),
+    ),
+    Mutant(
+        "only the round's drafter told of a commit",
+        ((COMMIT, "for name in sequence.drafters:", "for name in filter(None, (sequence.drafter,)):"),),
+        choices_among_drafters,
     ),
     Mutant(
         "draft and residual share their noise",
