@@ -500,7 +500,7 @@ MUTANTS = [
     ),
     Mutant(
         "drafters leave a failed batch after rows have moved",
-        ((Engine.fail_batch, "self.drafters[sequence.drafter].leave(sequence)", "pass"),),
+        ((Engine.fail_batch, "self.drafters[name].leave(sequence)", "pass"),),
         failed_batch,
     ),
     Mutant(
