@@ -11,7 +11,15 @@ from command import foredraft
 
 from foredraft.cli import main
 
-BILD = ["--policy", "fallback", "--acceptance", "bild"]
+BILD = [
+    "--policy",
+    "fallback",
+    "--policy-option",
+    "threshold=0.02",
+    "--acceptance",
+    "bild",
+]  # as unsure as they are
+FREE = ["--policy", "fixed", "--acceptance", "bild", "--rollback", "inf"]  # all that is drafted stands
 GREEDY = ["--temperature", "0", "--max-new-tokens", "24", "--ignore-eos"]
 
 
@@ -37,18 +45,19 @@ def test_the_document_says_so_whatever_came_of_it(
 ) -> None:
     """With an endless bound everything that is drafted stands, and with none the text is plain decoding's."""
     plain = document(pair[:2], capsys)
-    free = document(pair, capsys, "--acceptance", "bild", "--rollback", "inf")
+    free = document(pair, capsys, *FREE)
     bound = document(pair, capsys, *BILD, "--rollback", "0")
     assert [told["lossless"] for told in (plain, free, bound)] == [True, False, False]
     assert [told.get("deterministic") for told in (plain, free, bound)] == [None, False, False]
     texts = [told["outputs"][0]["token_ids"] for told in (plain, free, bound)]
-    assert texts[0] == texts[2] != texts[1]
+    assert texts[0] == texts[2] != texts[1] and bound["stats"]["drafted"] > 0
     assert free["stats"]["acceptance_rate"] == 1
 
 
 def test_the_strict_mode_is_plain_decoding(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     plain = document(pair[:2], capsys)
-    strict = document(pair, capsys, "--policy", "fallback")
+    strict = document(pair, capsys, *BILD[:4])
+    assert strict["stats"]["drafted"] > 0
     assert strict["lossless"] is True
     assert strict["outputs"] == [
         output | {"seed": strict["outputs"][0]["seed"]} for output in plain["outputs"]
@@ -59,23 +68,25 @@ def test_samples_log_probabilities_and_stop_strings(
     pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A token that stands though the target, at temperature 0, would not have said it: its law gives it none."""
-    told = document(pair, capsys, "--acceptance", "bild", "--rollback", "inf", "--n", "2", "--logprobs", "1")
+    told = document(pair, capsys, *FREE, "--n", "2", "--logprobs", "1")
     assert not told["lossless"] and len(told["outputs"]) == 2
     scores = told["outputs"][0]["logprobs"]
     assert [score["token_id"] for score in scores] == told["outputs"][0]["token_ids"]
     assert {score["processed"] for score in scores} == {None, 0.0}
     assert all(score["logprob"] is not None for score in scores)
     stop = told["outputs"][0]["text"][4:6]
-    ended = document(pair, capsys, "--acceptance", "bild", "--rollback", "inf", "--stop", stop)["outputs"][0]
+    ended = document(pair, capsys, *FREE, "--stop", stop)["outputs"][0]
     assert ended["finish_reason"] == "stop" and told["outputs"][0]["text"].startswith(ended["text"] + stop)
 
 
 def test_a_seed_gives_the_text_again(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*pair, "x", "--acceptance", "bild", "--rollback", "2", "--seed", "4", "--max-new-tokens", "24"]
+    words = [*pair, "x", *BILD, "--rollback", "2", "--seed", "4", "--max-new-tokens", "24"]
     texts = []
     for _ in range(2):
         assert main(["generate", *words, "--json"]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["stats"]["accepted"] > 0
+        texts.append(told["outputs"][0]["token_ids"])
     assert texts[0] == texts[1]
 
 
@@ -83,7 +94,7 @@ def test_the_last_line_and_the_trace_say_so(
     pair: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [*pair, "def accept", *GREEDY, "--trace", str(tmp_path / "t.html")]
-    assert main(["generate", *words, "--acceptance", "bild", "--compare"]) == 0
+    assert main(["generate", *words, "--policy", "fixed", "--acceptance", "bild", "--compare"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.endswith("NOT LOSSLESS: the text need not be the target's")
     page = (tmp_path / "t.html").read_text(encoding="utf-8")
@@ -156,16 +167,7 @@ def test_what_has_no_use_without_a_draft_model(
 
 
 def test_what_lookup_guesses_is_judged_too(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--model",
-        str(models / "big"),
-        "--drafter",
-        "lookup",
-        "--acceptance",
-        "bild",
-        "--rollback",
-        "inf",
-    ]
+    words = ["--model", str(models / "big"), "--drafter", "lookup", *FREE]
     assert main(["generate", "a b a b a b", *words, *GREEDY, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["lossless"] is False
