@@ -1,4 +1,4 @@
-"""The tables of kinds: drafters and policies, by the names that users give.
+"""The tables of kinds: drafters, policies and acceptance rules, by the names that users give.
 
 Contract: a new kind is one file and one line here; `load`, the command line, its help and its checks read
 the tables. Nothing here imports PyTorch before something is made, so that `--help` is quick.
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from foredraft.model.runner import Runner
     from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["DRAFTERS", "POLICIES", "DrafterKind", "Parts", "PolicyKind", "Setting", "default_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "POLICIES",
+    "RULES",
+    "DrafterKind",
+    "Parts",
+    "PolicyKind",
+    "RuleKind",
+    "Setting",
+    "default_drafter",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +88,23 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
     """A line of the policies' table. make: from the longest draft, which is max_draft unless given, and the
-    settings by name. weighs: costs decide, so that it can choose among drafters."""
+    settings by name. weighs: costs decide, so that it can choose among drafters. confident: it asks how sure
+    the drafter is, which only a stepper can tell."""
 
     summary: str
     make: Callable[..., Policy]
     max_draft: int
     settings: Mapping[str, Setting] = field(default_factory=dict)
     weighs: bool = False
+    confident: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RuleKind:
+    """A line of the acceptance rules' table. lossless: the output has exactly the target's law."""
+
+    summary: str
+    lossless: bool = True
 
 
 def _in(module: str) -> Any:
@@ -143,6 +163,7 @@ POLICIES: dict[str, PolicyKind] = {
         lambda longest, **settings: _in("decode.policy").Confidence(longest, **settings),
         max_draft=10,
         settings={"threshold": Setting(0.6)},
+        confident=True,
     ),
     "adaptive-exit": PolicyKind(
         "the same, and the threshold moves towards a share of drafted tokens that are kept",
@@ -155,6 +176,7 @@ POLICIES: dict[str, PolicyKind] = {
             "beta1": Setting(0.5),
             "beta2": Setting(0.9),
         },
+        confident=True,
     ),
     "target-confidence": PolicyKind(
         "none while the target was unsure of its last token, else the longest",
@@ -165,6 +187,19 @@ POLICIES: dict[str, PolicyKind] = {
             "by": Setting("probability", words=("probability", "entropy", "margin")),
         },
     ),
+    "fallback": PolicyKind(
+        "until the drafter is unsure, and not the token that it is unsure of",
+        lambda longest, **settings: _in("decode.policy").Fallback(longest, **settings),
+        max_draft=10,
+        settings={"threshold": Setting(0.6)},
+        confident=True,
+    ),
+}
+
+RULES: dict[str, RuleKind] = {
+    "speculative": RuleKind("accepts more"),
+    "coupled": RuleKind("one text per seed, however it is drafted"),
+    "bild": RuleKind("lets a draft stand unless it surprises the target", lossless=False),
 }
 
 

@@ -59,7 +59,7 @@ class Output:
         prompt_logprobs: Scores of the prompt's tokens, where asked for; None in the first one's place.
         trace: What happened in each round, where asked for.
         error: What happened, where the reason is "error".
-        lossless: The text has the model's own law.
+        lossless: The text has the model's own law; not where acceptance "bild" judged drafts.
         deterministic: And its bits do not depend on who drafts and who shares the batch.
     """
 
@@ -512,6 +512,7 @@ class LLM:
     def _output(self, sequence: Sequence) -> Output:
         assert sequence.finish is not None
         transcript, params = sequence.transcript, sequence.params
+        lossless = self._is_lossless(params)
         if transcript is not None:
             sequence.write_up()
             transcript.finish()
@@ -530,9 +531,15 @@ class LLM:
             prompt_tokens=len(sequence.prompt),
             stats=Stats.of(sequence.rounds, max(0.0, sequence.ended - sequence.started)),
             error=sequence.error,
-            lossless=all(self._lossless.get(name, True) for name in self._drafters(params.speculation)),
-            deterministic=self.deterministic,
+            lossless=lossless,
+            deterministic=self.deterministic and lossless,
         )
+
+    def _is_lossless(self, params: SamplingParams) -> bool:
+        drafters = self._drafters(params.speculation)
+        if not drafters:
+            return True  # whatever the rule, there is nothing that it could let stand
+        return params.bound is None and all(self._lossless.get(name, True) for name in drafters)
 
 
 @dataclass(slots=True, eq=False)

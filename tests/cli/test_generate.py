@@ -413,7 +413,7 @@ def test_the_models_control_characters_do_not_reach_the_terminal(pair: list[str]
 def test_help_lists_every_option() -> None:
     text = foredraft("generate", "--help").stdout
     options = """--model --draft --drafter --policy --max-draft --draft-sampling --policy-option --max-new-tokens
-        --temperature --top-k --top-p --min-p --seed --n --acceptance --ignore-eos --dtype --device
+        --temperature --top-k --top-p --min-p --seed --n --acceptance --rollback --ignore-eos --dtype --device
         --max-batch --max-length --truncate --no-deterministic --compile --compare --json --no-color --revision
         --draft-revision --chat --system --show-special"""
     for option in options.split():
@@ -429,10 +429,10 @@ def test_defaults_are_those_of_the_library() -> None:
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
-        if name not in ("model", "truncate", "acceptance", "policy_option"):
+        if name not in ("model", "truncate", "acceptance", "rollback", "policy_option"):
             assert value is None or loading[name].default == value, name
     assert requested(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
-    own = set(asdict(package.SamplingParams())) - {"acceptance", "speculation"}
+    own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "speculation"}
     assert set(asdict(SamplingOptions())) == own | {"n"}, "every option of a request can be given here"
 
 

@@ -21,28 +21,29 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.engine import Engine
-from foredraft.decode.noise import ACCEPT, COUPLED, Noise, NoiseKeys
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Finish, Sequence, State
 
 
 class Path:
     """One row's choices: `prefix` is replayed, the rest is new. certain: nothing may depend on the noise, so
-    no branch is taken but the last, the least expected one."""
+    no branch is taken but the last, the least expected one. idle: purposes of rules that are not the row's own;
+    a batch mate may have them asked for, and nothing may depend on what they say."""
 
-    def __init__(self, prefix: list[int], certain: bool = False) -> None:
-        self.prefix, self.certain = prefix, certain
+    def __init__(self, prefix: list[int], certain: bool = False, idle: tuple[int, ...] = ()) -> None:
+        self.prefix, self.certain, self.idle = prefix, certain, idle
         self.taken: list[int] = []
         self.siblings: list[list[int]] = []
         self.chance = 1.0
         self.used: set[int] = set()
 
-    def choose(self, options: list[tuple[int, float]], key: int) -> int:
+    def choose(self, options: list[tuple[int, float]], key: int, purpose: int) -> int:
         """One of the (value, probability) pairs, all of positive probability."""
         assert options, "nothing to choose from"
         if len(options) == 1:
             return options[0][0]
-        if self.certain:
+        if self.certain or purpose in self.idle:
             return options[-1][0]
         assert key not in self.used, "noise is used twice"
         self.used.add(key)
@@ -81,7 +82,7 @@ class ForkingNoise:
             for at, key in zip(row, own, strict=True):
                 total = sum(w for w in at if w > 0)
                 options = [(token, w / total) for token, w in enumerate(at) if w > 0]
-                drawn[-1].append(self.paths[base].choose(options, key))
+                drawn[-1].append(self.paths[base].choose(options, key, purpose))
         return torch.tensor(drawn, dtype=torch.int64).view(weights.shape[:2])
 
 
@@ -121,7 +122,7 @@ class Coin:
                     continue
                 chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)
                 options = [(value, c) for value, c in ((1, chance), (0, 1 - chance)) if c > 0]
-                kept[-1].append(self.noise.paths[base].choose(options, key))
+                kept[-1].append(self.noise.paths[base].choose(options, key, ACCEPT))
                 over = not kept[-1][-1]
         return torch.tensor(kept, dtype=torch.bool).view(p.shape)
 
@@ -175,7 +176,8 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
                 constraint=case.constraint(),
                 group=index,
             )
-            noise.paths[sequence.key] = Path(prefix, certain=case.params.greedy)
+            idle = (ROLLBACK,) if case.params.bound is None else (ACCEPT, RESIDUAL)
+            noise.paths[sequence.key] = Path(prefix, certain=case.params.greedy, idle=idle)
             running[number] = index, sequence
             engine.submit(sequence)
         engine.step()

@@ -313,7 +313,7 @@ MUTANTS = [
         (
             (
                 STEP_THROUGH,
-                "possible.append(finite)",
+                "possible.append(finite if draws is None else finite & draws[:, None])",
                 "possible.append(finite & (q.at(token) > 0.4))",
             ),
         ),
@@ -500,7 +500,7 @@ MUTANTS = [
     ),
     Mutant(
         "drafters leave a failed batch after rows have moved",
-        ((Engine.fail_batch, "self.drafters[sequence.drafter].leave(sequence)", "pass"),),
+        ((Engine.fail_batch, "self.drafters[name].leave(sequence)", "pass"),),
         failed_batch,
     ),
     Mutant(

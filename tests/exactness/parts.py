@@ -375,6 +375,13 @@ class Whims(Alone):
             choices.append(Choice(dice.choice(names), dice.randint(0, self.max_draft)))
         return choices
 
+    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor | None:
+        if random.Random(f"{self.seed} draws {position}").random() < 0.5:
+            return None
+        rows = logits[:, 0].softmax(-1).tolist()
+        dice = [random.Random(f"{self.seed} draws {[round(x, 3) for x in row]}").random() for row in rows]
+        return torch.tensor(dice) < 0.7
+
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
         if random.Random(f"{self.seed} {position}").random() < 0.3:
             return None

@@ -16,7 +16,15 @@ from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, s
 from tabular import Table
 
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import AdaptiveExit, Confidence, Fixed, Heuristic, Policy, TargetConfidence
+from foredraft.decode.policy import (
+    AdaptiveExit,
+    Confidence,
+    Fallback,
+    Fixed,
+    Heuristic,
+    Policy,
+    TargetConfidence,
+)
 
 V = 3
 TOLERANCE = 1e-5
@@ -26,6 +34,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed-2": lambda: Fixed(2),
     "fixed-3": lambda: Fixed(3),
     "heuristic": lambda: Heuristic(3, first=1),
+    "fallback": lambda: Fallback(3, threshold=0.55),
     "stop-unsure": lambda: StopUnsure(3),
     "random": lambda: RandomBudgets(3),
     "fickle": lambda: Fickle(2),

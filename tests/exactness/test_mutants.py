@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import lossy_mutants
 import mutants
 import pass_mutants
 import pytest
@@ -13,8 +14,8 @@ from foredraft import kernels
 from foredraft.kernels import rows
 from planting import Mutant, assert_caught
 
-CHECKS = mutants.CHECKS + transform_mutants.CHECKS + pass_mutants.CHECKS
-MUTANTS = mutants.MUTANTS + transform_mutants.MUTANTS + pass_mutants.MUTANTS
+CHECKS = mutants.CHECKS + transform_mutants.CHECKS + pass_mutants.CHECKS + lossy_mutants.CHECKS
+MUTANTS = mutants.MUTANTS + transform_mutants.MUTANTS + pass_mutants.MUTANTS + lossy_mutants.MUTANTS
 
 
 @pytest.fixture

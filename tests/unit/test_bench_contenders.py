@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
 from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
-from foredraft.bench.ours import Ours
+from foredraft.bench.ours import BigLittle, Ours
 from foredraft.bench.records import Bandwidth
 from foredraft.bench.timing import parted
 from foredraft.bench.weights import weigh
@@ -70,6 +71,27 @@ def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation:
         assert timing.stats.rounds / len(prompts) <= timing.passes <= timing.stats.rounds
         assert timing.passes == PASSES[len(prompts)] or speculation != "none"
         assert timing.stats.drafted > 0 or speculation != "draft-model"
+
+
+def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: Setting, texts: Any) -> None:
+    """By its defaults, and with an endless bound, where everything drafted stands."""
+    policy = setting.llm.engine.policy
+    bild = BigLittle(setting.llm)
+    assert (bild.name, bild.lossless, bild.policy.threshold, bild.policy.max_draft) == (
+        "bild",
+        False,
+        0.6,
+        10,
+    )
+    assert bild._params([1], 3).bound == 5.0
+    bild.policy = replace(bild.policy, threshold=0.0)
+    timing = bild.run(PROMPTS, TOKENS)
+    assert timing.stats is not None and timing.stats.drafted_at[3:], (
+        "longer drafts than the engine's policy has"
+    )
+    assert timing.tokens != texts
+    assert setting.llm.engine.policy is policy
+    assert Ours("draft-model", setting.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
 
 
 def test_clocks_run_while_prompts_are_read_and_rounds_last(
@@ -300,8 +322,8 @@ def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
         chosen(("transformers-lookup",))
     field = Field()
     field.enter(setting, chosen(None), Memory(setting.device), 7, wanted=False)
-    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
-    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model", "bild"]
+    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7, "bild": 7}
     assert len(field.notes) == 6
     assert "left out: auto needs a policy that chooses; give policy='auto'" in field.notes
     assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
@@ -311,7 +333,7 @@ def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.Monkey
     absent(monkeypatch, "llama-cpp-python")
     alone = foredraft.load(setting.target, device="cpu", max_batch=1, max_length=64)
     without = Setting(alone, setting.target, None, torch.float32, torch.device("cpu"), 64)
-    for name in ("draft-model", "retokenize", "transformers-assisted"):
+    for name in ("draft-model", "retokenize", "bild", "transformers-assisted"):
         with pytest.raises(ConfigError, match=f"{name} needs a draft model"):
             Field().enter(without, (name,), Memory(setting.device), 0, wanted=True)
     field = Field()
@@ -331,7 +353,7 @@ def test_a_peer_that_cannot_load_this_model_leaves_the_others(
     absent(monkeypatch, "llama-cpp-python")
     field = Field()
     field.enter(setting, chosen(None), Memory(setting.device), 0, wanted=False)
-    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model", "bild"]
     assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
 
 

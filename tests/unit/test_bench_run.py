@@ -130,7 +130,7 @@ def test_a_peer_that_fails_is_left_out_unless_asked_for(
 
     monkeypatch.setattr(Generate, "run", broken)
     report = bench([TEXTS], Options(new_tokens=2, repeats=1), **pair)
-    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*OURS, "auto"]
+    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*OURS, "auto", "bild"]
     assert "left out: transformers failed (ValueError: no such cache)" in report.notes
     with pytest.raises(ValueError, match="no such cache"):
         bench([TEXTS], Options(methods=("transformers",), new_tokens=2, repeats=1), **pair)

@@ -121,6 +121,7 @@ def test_every_policy_can_grow_to_its_longest_draft() -> None:
         "confidence": (10, 10),
         "adaptive-exit": (12, 12),
         "target-confidence": (5, 5),
+        "fallback": (10, 10),
     }
 
 

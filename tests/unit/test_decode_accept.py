@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import accept, coupled, speculative
+from foredraft.decode.accept import Rollback, accept, bild, coupled, speculative
 from foredraft.decode.draft import Draft, no_draft
 from foredraft.decode.law import Law
-from foredraft.decode.noise import COUPLED, RESIDUAL, Noise, NoiseKeys
+from foredraft.decode.noise import COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
 
 
 class Coins:
@@ -162,6 +162,50 @@ def test_each_row_goes_by_its_own_rule() -> None:
     for which in (False, True):
         same = accept(made, p, keys(4, 3), noise, [which] * 4)
         assert torch.equal(same.next_token, apart[which].next_token)
+
+
+def rollback(judge: Law, bounds: list[float]) -> Rollback:
+    bound = torch.tensor(bounds)
+    return Rollback(judge, bound, ~bound.isnan(), not bound.isnan().any())
+
+
+def test_a_drafted_token_stands_up_to_the_bound() -> None:
+    """-log p of the two drafted tokens: 1.609 and 0.511; padding is token 0, which p would let stand."""
+    p = Law(torch.tensor([P]))
+    for limit, kept in ((1.62, 2), (1.60, 0), (float(-torch.tensor(0.2).log()), 2), (math.inf, 2), (0.0, 0)):
+        noise = Coins([[0.0] * 3])
+        verdict = bild(draft([[2, 1]], [2], [Q]), p, keys(1, 3), noise, rollback(p, [limit]))  # type: ignore[arg-type]
+        ((weights, asked, purpose),) = noise.asked
+        assert verdict.accepted.tolist() == [kept]
+        assert weights[0, 0].tolist() == pytest.approx(P[kept]), "the target's own law, and no residual"
+        assert (asked.position.tolist(), purpose) == ([[5 + kept]], ROLLBACK)
+    assert bild(draft([[0, 0]], [1]), p, keys(1, 3), Noise(), rollback(p, [9.0])).accepted.tolist() == [1]
+    ruled_out = Law(torch.tensor([[[0.0, 0.7, 0.3]] * 2]))
+    verdict = bild(draft([[0]], [1]), ruled_out, keys(1, 2), Noise(), rollback(ruled_out, [math.inf]))
+    assert verdict.accepted.tolist() == [0]
+
+
+def test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from() -> None:
+    """The judge says how surprising a token is, and p, which is certain, what follows."""
+    p = Law(ids=torch.tensor([[0, 1, 2]]))
+    verdict = bild(draft([[2, 2]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [1.62]))
+    assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([2], [2])
+    verdict = bild(draft([[2, 0]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [1.62]))
+    assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([1], [1])
+    own = bild(draft([[0, 1]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [0.0]))
+    assert own.accepted.tolist() == [2], "what it would say itself surprises it, and stands"
+
+
+def test_lossy_rows_and_lossless_ones_go_by_their_own_rules() -> None:
+    p, noise = Law(torch.tensor([P] * 3)), Noise()
+    made = draft([[2, 1]] * 3, [2, 1, 2], [Q] * 3)
+    lossy = rollback(p, [1.62, math.nan, math.nan])
+    mixed = accept(made, p, keys(3, 3), noise, [False, False, True], lossy)
+    apart = [bild(made, p, keys(3, 3), noise, lossy), speculative(made, p, keys(3, 3), noise)]
+    apart.append(coupled(made, p, keys(3, 3), noise))
+    for row, verdict in enumerate(apart):
+        assert mixed.accepted[row] == verdict.accepted[row]
+        assert mixed.next_token[row] == verdict.next_token[row]
 
 
 def test_greedy_rows_ask_for_no_noise() -> None:

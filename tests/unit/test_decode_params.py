@@ -32,6 +32,7 @@ WRONG: dict[str, list[Any]] = {
     "logprobs": [-1, True, 1.5, 1001],
     "prompt_logprobs": [-1, False],
     "acceptance": ["both", 1],
+    "rollback": [-0.1, math.nan, "1", True, 3.0],
     "speculation": [True, 3],
 }
 
@@ -92,3 +93,23 @@ def test_acceptance_follows_the_seed() -> None:
     assert SamplingParams(seed=1).is_coupled
     assert SamplingParams(acceptance="coupled").is_coupled
     assert not SamplingParams(seed=1, acceptance="speculative").is_coupled
+    assert not SamplingParams(seed=1, acceptance="bild").is_coupled
+
+
+def test_only_the_lossy_rule_has_a_bound() -> None:
+    assert [SamplingParams(acceptance=rule).bound for rule in (None, "speculative", "coupled")] == [None] * 3
+    assert SamplingParams(acceptance="bild").bound == 5.0
+    assert SamplingParams(acceptance="bild", rollback=0).bound == 0
+    assert SamplingParams(acceptance="bild", rollback=math.inf).bound == math.inf
+    for rule in (None, "speculative", "coupled"):
+        with pytest.raises(
+            RequestError, match=r"rollback is 3\.0, which only the lossy rule has a use for; give"
+        ):
+            SamplingParams(acceptance=rule, rollback=3.0)
+
+
+def test_what_is_certain_is_judged_at_temperature_1() -> None:
+    greedy = SamplingParams(temperature=0, top_k=1, top_p=0.5, presence_penalty=1, acceptance="bild")
+    assert greedy.judged == SamplingParams(temperature=1, presence_penalty=1, acceptance="bild")
+    for own in (greedy.but(temperature=0.5), greedy.but(acceptance=None)):
+        assert own.judged is own

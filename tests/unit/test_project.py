@@ -90,10 +90,10 @@ def test_the_examples_run(file: str, tmp_path: Path) -> None:
     assert python(str(ROOT / "examples" / file), cwd=tmp_path).stdout
 
 
-def test_the_readme_names_every_drafter_and_policy() -> None:
-    from foredraft.build import DRAFTERS, POLICIES
+def test_the_readme_names_every_drafter_policy_and_rule() -> None:
+    from foredraft.kinds import DRAFTERS, POLICIES, RULES
 
-    assert sorted(ROWS.findall(README)) == sorted([*DRAFTERS, *POLICIES, "speculative", "coupled"])
+    assert sorted(ROWS.findall(README)) == sorted([*DRAFTERS, *POLICIES, *RULES])
 
 
 def test_the_guides_name_every_drafter_and_every_option_of_a_request() -> None:

@@ -93,12 +93,24 @@ def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:
     return made
 
 
+def _big_little(llm: Any, setting: Setting) -> Contender:
+    if "draft-model" not in setting.drafters:
+        raise ConfigError("bild needs a draft model with the target's tokenizer; give draft=")
+    made: Contender = _in("ours").BigLittle(llm, temperature=setting.temperature)
+    return made
+
+
 CONTENDERS: dict[str, ContenderKind] = {
     **{
         name: ContenderKind(DRAFTERS[drafter].summary, "foredraft", partial(_ours, drafter, name))
         for drafter in DRAFTERS
         for name in (PLAIN if drafter == "none" else drafter,)
     },
+    "bild": ContenderKind(
+        "Big Little Decoder: the draft stands unless it surprises the target (not lossless)",
+        "foredraft",
+        _big_little,
+    ),
     "transformers": ContenderKind(
         "generate of transformers",
         "transformers",

@@ -18,7 +18,7 @@ from typing import Any
 from foredraft.bench.optional import module
 from foredraft.bench.records import Spread
 
-__all__ = ["INK", "PAPER", "legend", "look", "panels", "style", "svg", "whiskers"]
+__all__ = ["INK", "PAPER", "legend", "look", "panels", "picture", "style", "svg", "whiskers"]
 
 matplotlib = module("matplotlib", "the HTML report")
 Figure = module("matplotlib.figure", "the HTML report").Figure
@@ -29,6 +29,9 @@ SERIES = tuple(f"#0400{number:02x}" for number in range(8))
 PAGE = {INK: "currentColor", LINE: "var(--line)", PAPER: "var(--paper)"} | {
     colour: f"var(--s{number})" for number, colour in enumerate(SERIES)
 }
+# The colours of a picture that stands alone, legible on light and on dark ground.
+ALONE = ("#2f7fb0", "#c2701c", "#1f9470", "#b5578f", "#77808c", "#7f68c9", "#a08320", "#cf5244")
+GREY = "#7d8590"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 6.4  # inches
 STYLE: dict[str, Any] = {
@@ -106,3 +109,11 @@ def svg(figure: Any, name: str) -> str:
     text = text.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     text = re.sub(r"#0\d0\d0\d", lambda found: PAGE.get(found[0], found[0]), text)
     return f'<svg viewBox="{box[1]}">{text}'
+
+
+def picture(figure: Any, name: str) -> str:
+    """`svg` as a file of its own, which needs no page around it."""
+    colours = {"--paper": "none", "--line": GREY} | {f"--s{i}": colour for i, colour in enumerate(ALONE)}
+    own = ";".join(f"{name}:{colour}" for name, colour in colours.items())
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" style="color:{GREY};{own};font-family:sans-serif"'
+    return svg(figure, name).replace("<svg", head, 1) + "\n"

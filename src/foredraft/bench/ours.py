@@ -9,13 +9,15 @@ from __future__ import annotations
 import zlib
 
 from foredraft.bench.contender import Timing
-from foredraft.bench.timing import watched
+from foredraft.bench.timing import watched, wrapped
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Fallback
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
+from foredraft.kinds import POLICIES
 from foredraft.llm import LLM
 
-__all__ = ["Ours"]
+__all__ = ["BigLittle", "Ours"]
 
 
 class Ours:
@@ -67,3 +69,19 @@ class Ours:
             seed=zlib.crc32(str(prompt).encode()) if self.coupled else None,
             acceptance="coupled" if self.coupled else "speculative",
         )
+
+
+class BigLittle(Ours):
+    """Big Little Decoder as published: a draft model, the fallback policy and the lossy rule, all by their
+    defaults, whatever policy the engine has for the others."""
+
+    def __init__(self, llm: LLM, *, temperature: float = 0.0) -> None:
+        super().__init__("bild", llm, "draft-model", lossless=False, temperature=temperature)
+        self.policy = Fallback(min(POLICIES["fallback"].max_draft, llm.engine.target.max_queries - 1))
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        with wrapped(self.llm.engine, "policy", self.policy):
+            return super().run(prompts, new_tokens)
+
+    def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
+        return super()._params(prompt, new_tokens).but(acceptance="bild")

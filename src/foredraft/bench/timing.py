@@ -16,7 +16,7 @@ import torch
 
 from foredraft.decode.engine import Engine
 
-__all__ = ["Clock", "Parts", "interleaved", "parted", "synchronise", "timed", "watched"]
+__all__ = ["Clock", "Parts", "interleaved", "parted", "synchronise", "timed", "watched", "wrapped"]
 
 T = TypeVar("T")
 

@@ -77,8 +77,8 @@ def load(
         draft: The draft model's folder or hub id.
         revision: The branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: The same of the draft model.
-        policy: How long a draft is: "auto", "fixed", "heuristic", "confidence", "adaptive-exit" or
-            "target-confidence".
+        policy: How long a draft is: "auto", "fixed", "heuristic", "confidence", "adaptive-exit",
+            "target-confidence" or "fallback".
         policy_options: The policy's own numbers, by name (docs/guides/policies.md).
         max_draft: Tokens drafted in a round at most, by default the policy's own number.
         draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
@@ -139,6 +139,8 @@ def load(
     other = draft is not None and not same_vocabulary(folders, tokenizers)
     drafter = drafter or default_drafter(draft is not None, other)
     kinds = fitting_kinds(draft is not None, other)
+    if POLICIES[policy].confident and not any(kind.stepper for kind in kinds.values()):
+        raise ConfigError(f"policy is {policy!r}, but nothing that drafts can be unsure; give another policy")
     check_kind(drafter, draft_sampling, kinds, folders)
     specs = [ModelSpec.from_folder(folder) for folder in folders]
     dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Report, Row, Spread
+from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.options import BenchOptions, DraftingOptions, ModelOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import STDIN, spelled_as_options
@@ -84,6 +85,7 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
     """Raises ConfigError that names a value that is wrong."""
     from foredraft.bench.options import Options
 
+    refuse_lossy(drafting)
     if benchmark.prompts is not None and benchmark.prompts < 1:
         raise ConfigError(f"--prompts is {benchmark.prompts}; give 1 or more")
     try:

@@ -85,7 +85,7 @@ def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bar
     with Interrupt(job.llm) as interrupt:
         shown = Run.of(partial(stream, job, painter, bars, interrupt))
         bars.clear()
-        print(last_line(shown.stats, None, compared=False))
+        print(last_line(shown.stats, None, compared=False, lossless=shown.lossless))
     for error in shown.errors:
         complain(error)
     if not shown.errors:

@@ -15,6 +15,7 @@ from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, show, stream
 from foredraft.cli.options import (
     ChatOptions,
+    DraftingOptions,
     DraftOptions,
     ModelOptions,
     OutputOptions,
@@ -26,13 +27,13 @@ from foredraft.cli.render import Painter, ProgressBars, document, last_line
 from foredraft.cli.spelling import STDIN
 from foredraft.errors import ConfigError
 from foredraft.files import check_place
-from foredraft.kinds import DRAFTERS, default_drafter
+from foredraft.kinds import DRAFTERS, POLICIES, RULES, default_drafter
 
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["INTERRUPTED", "check", "generate", "read_prompt"]
+__all__ = ["INTERRUPTED", "check", "generate", "read_prompt", "refuse_lossy"]
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -165,6 +166,20 @@ def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) ->
     for option in inert:
         if getattr(drafting, option) not in (None, ()):
             raise ConfigError(f"--{option.replace('_', '-')} has no use with drafter {name}; leave it out")
+    policy, rule = drafting.policy, drafting.acceptance
+    if policy is not None and POLICIES[policy].confident and not drafter.stepper:
+        raise ConfigError(f"--policy {policy} has no use with drafter {name}; give another")
+    if rule is not None and not RULES[rule].lossless and name == "none":
+        raise ConfigError(f"--acceptance {rule} has no use with drafter {name}; leave it out")
+
+
+def refuse_lossy(drafting: DraftingOptions) -> None:
+    """In commands that hold the output against plain decoding's."""
+    rule = drafting.acceptance
+    if rule is not None and not RULES[rule].lossless:
+        raise ConfigError(f"--acceptance {rule} is not lossless: there is nothing to compare; leave it out")
+    if drafting.rollback is not None:
+        raise ConfigError("--rollback is for --acceptance bild alone, which is not lossless; leave it out")
 
 
 def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None) -> int:
@@ -196,7 +211,7 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None
         else:
             if not streams:
                 show(shown.outputs, painter)
-            print(last_line(stats, comparison, compared=options.compare))
+            print(last_line(stats, comparison, compared=options.compare, lossless=shown.lossless))
         for error in errors:
             print(f"foredraft: error: {error}", file=sys.stderr)
     if options.trace is not None:
@@ -212,6 +227,8 @@ def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
     drafter = job.llm.default_drafter or "none"
     temperature = job.params.temperature
     about = f"{spec.architecture}, {spec.layers} layers; drafter {drafter}; temperature {temperature:g}"
+    if not all(output.lossless for output in outputs):
+        about += f"; acceptance {job.params.acceptance}, which is not lossless"
     prompt = job.text(outputs[0].prompt_tokens)
     write_trace(file, outputs, prompt=prompt, tokenizer=tokenizer, about=about)
 

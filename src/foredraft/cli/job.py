@@ -76,6 +76,10 @@ class Run:
         return [output.token_ids for output in self.outputs]
 
     @property
+    def lossless(self) -> bool:
+        return all(output.lossless for output in self.outputs)
+
+    @property
     def errors(self) -> list[str]:
         return [output.error for output in self.outputs if output.error]
 

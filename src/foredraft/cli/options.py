@@ -6,6 +6,7 @@ tables of `kinds`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -14,14 +15,16 @@ from cyclopts import Group, Parameter
 
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS, POLICIES, default_drafter
+from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
 
 if TYPE_CHECKING:
     DrafterName: TypeAlias = str
     PolicyName: TypeAlias = str
+    RuleName: TypeAlias = str
 else:
     DrafterName = Literal[tuple(DRAFTERS)]
     PolicyName = Literal[tuple(POLICIES)]
+    RuleName = Literal[tuple(RULES)]
 
 __all__ = [
     "OPTIONS",
@@ -49,9 +52,14 @@ OUTPUT = Group("Output", sort_key=5)
 VERIFYING = Group("Verifying", sort_key=3)
 BENCHMARK = Group("Benchmark", sort_key=3)
 
-DRAFTER_HELP = "; ".join(
-    f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in DRAFTERS.items()
-)
+
+def _described(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str:
+    return "; ".join(
+        f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in kinds.items()
+    )
+
+
+DRAFTER_HELP, RULE_HELP = _described(DRAFTERS), _described(RULES)
 POLICY_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in POLICIES.items())
 SETTINGS_HELP = "; ".join(
     f"{name}: {', '.join(f'{key}={value.default}' for key, value in kind.settings.items())}"
@@ -114,9 +122,16 @@ class DraftingOptions:
     ] = None
     draft_sampling: Literal["sampled", "greedy"] | None = None
     """How a draft model picks: as the target would (the default), or its likeliest token."""
-    acceptance: Literal["speculative", "coupled"] | None = None
-    """speculative accepts more; coupled gives one text per seed, however it is drafted. Without it,
-    coupled with --seed and speculative otherwise. Both are lossless."""
+    acceptance: Annotated[
+        RuleName | None,
+        Parameter(
+            help=f"What is kept of a draft. {RULE_HELP}. Without it, coupled with --seed and speculative"
+            " otherwise, which are lossless."
+        ),
+    ] = None
+    rollback: float | None = None
+    """With --acceptance bild: cut the draft at a token that surprises the target by more than so many nats,
+    -log p (5). 0 keeps only what is certain."""
 
 
 @Parameter(name="*", group=DRAFTING)
@@ -258,9 +273,8 @@ OPTIONS = (*PROMPTED, BenchOptions)
 def loading(model: ModelOptions, drafting: DraftingOptions) -> dict[str, Any]:
     """What of them `foredraft.load` takes."""
     given = {name: value for name, value in (asdict(model) | asdict(drafting)).items() if value is not None}
-    options = {
-        name: given[name] for name in given.keys() - {"model", "truncate", "acceptance", "policy_option"}
-    }
+    elsewhere = {"model", "truncate", "acceptance", "rollback", "policy_option"}
+    options = {name: given[name] for name in given.keys() - elsewhere}
     if drafting.policy_option:
         options["policy_options"] = _settings(drafting.policy_option)
     return options
@@ -277,8 +291,9 @@ def requested(sampling: SamplingOptions, drafting: DraftingOptions) -> dict[str,
         if len(dict(biases)) < len(biases):
             raise ConfigError(f"logit_bias is {' '.join(given['logit_bias'])}; give each token once")
         given["logit_bias"] = dict(biases)
-    if drafting.acceptance is not None:
-        given["acceptance"] = drafting.acceptance
+    for name in ("acceptance", "rollback"):
+        if getattr(drafting, name) is not None:
+            given[name] = getattr(drafting, name)
     return given
 
 

@@ -85,7 +85,7 @@ def legend(*, color: bool) -> str:
     )
 
 
-def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool) -> str:
+def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool, lossless: bool) -> str:
     """All the figures; `compared` without a comparison means that it did not come to its end."""
     parts = [f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"]
     if stats.drafted:
@@ -97,6 +97,8 @@ def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool) ->
         parts.append(speedup(comparison))
     elif compared:
         parts.append("comparison not finished")
+    if not lossless:
+        parts.append("NOT LOSSLESS: the text need not be the target's")
     return ", ".join(parts)
 
 
@@ -152,7 +154,8 @@ def _told(output: Output) -> dict[str, Any]:
 
 
 def _scored(score: Score) -> dict[str, Any]:
-    """null where the model or the law gives the token no probability, which only a prompt's can have."""
+    """null where the model or the law gives the token no probability, which only a prompt's can have, or one
+    that a lossy rule let stand."""
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.bench.workload import prompt_of
-from foredraft.cli.generate import check, read_prompt
+from foredraft.cli.generate import check, read_prompt, refuse_lossy
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.errors import ConfigError
@@ -49,6 +49,7 @@ def verify(
         Prompts to go on from; - reads one from stdin.
     """
     check(model, drafting, OutputOptions())
+    refuse_lossy(drafting)
     name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
     if name == "none":
         raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
@@ -59,7 +60,7 @@ def verify(
 
     asked = asdict(verifying)
     wanted = {key: asked[key] for key in ("tokens", "samples", "detect", "seed", "self_test")}
-    options = Options(**wanted, rule=drafting.acceptance)
+    options = Options(**wanted, rule=drafting.acceptance)  # type: ignore[arg-type]  # checked there
     bars = ProgressBars()
     try:
         import foredraft

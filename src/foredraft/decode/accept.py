@@ -9,6 +9,11 @@ noise keyed by the position; the longest prefix where the draft equals y is kept
 text is a function of the seed alone: the draft decides only how many tokens come per round. Matches
 with probability at least (1 - TV) / (1 + TV) when the drafter draws with the same noise.
 
+`bild` (Kim et al. 2023, "Speculative Decoding with Big Little Decoder", arXiv 2302.07863) is *lossy*: a
+drafted token stands unless it surprises the target, -log p(x), by more than a bound; at the first that
+does the draft is cut, and the target's own token follows, drawn from p. What stands has not p's law. At
+temperature 0 the surprise is by the law of temperature 1, and what p is certain of always stands.
+
 Greedy decoding and deterministic drafters are one-hot laws, not other rules.
 """
 
@@ -21,10 +26,10 @@ from torch import Tensor
 
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
-from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, Keys, Noise
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Keys, Noise
 from foredraft.model.device import upload
 
-__all__ = ["Verdict", "accept", "coupled", "speculative"]
+__all__ = ["Rollback", "Verdict", "accept", "bild", "coupled", "speculative"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,19 @@ class Verdict:
 
     accepted: Tensor
     next_token: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """What `bild` goes by. judge: the laws that say how surprising a token is, at the K + 1 positions.
+
+    rows [B] bool: those of this rule; everywhere: all are. bound [B] float32: nats, in these rows.
+    """
+
+    judge: Law
+    bound: Tensor
+    rows: Tensor
+    everywhere: bool
 
 
 def speculative(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
@@ -71,14 +89,43 @@ def coupled(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
     return Verdict(accepted, y.gather(1, accepted[:, None])[:, 0])
 
 
-def accept(draft: Draft, p: Law, keys: Keys | None, noise: Noise, is_coupled: list[bool]) -> Verdict:
-    """Each row by its own rule. At temperature 0 the rules agree, and neither consults the noise."""
+def bild(draft: Draft, p: Law, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
+    """As `speculative`; neither q nor a residual is consulted. What the judge rules out never stands."""
+    chance = rollback.judge.at(draft.tokens)  # [B, K]
+    stands = (chance > 0) & (-chance.log() <= rollback.bound[:, None])
+    accepted = _leading(stands | (p.at(draft.tokens) == 1), draft.lengths)
+
+    def pick(weights: Tensor) -> Tensor:
+        assert keys is not None
+        return noise.pick(weights, keys.columns(accepted), ROLLBACK)
+
+    return Verdict(accepted, p.position(accepted).draw(pick)[:, 0])
+
+
+def accept(
+    draft: Draft,
+    p: Law,
+    keys: Keys | None,
+    noise: Noise,
+    is_coupled: list[bool],
+    rollback: Rollback | None = None,
+) -> Verdict:
+    """Each row by its own rule. At temperature 0 the lossless ones agree, and none consults the noise."""
+    if rollback is not None:
+        lossy = bild(draft, p, keys, noise, rollback)
+        if rollback.everywhere:
+            return lossy
+        return _either(rollback.rows, lossy, accept(draft, p, keys, noise, is_coupled))
     if p.all_certain or not any(is_coupled):
         return speculative(draft, p, keys, noise)
     if all(is_coupled):
         return coupled(draft, p, keys, noise)
     mask = upload(is_coupled, draft.tokens.device)
-    one, other = coupled(draft, p, keys, noise), speculative(draft, p, keys, noise)
+    return _either(mask, coupled(draft, p, keys, noise), speculative(draft, p, keys, noise))
+
+
+def _either(mask: Tensor, one: Verdict, other: Verdict) -> Verdict:
+    """The one's in rows of the mask [B], the other's elsewhere."""
     return Verdict(
         torch.where(mask, one.accepted, other.accepted), torch.where(mask, one.next_token, other.next_token)
     )

@@ -256,7 +256,7 @@ def _step_through(
     nothing = torch.zeros(len(sequences), 0, dtype=torch.int64, device=device)
     drawn: list[Tensor] = []  # of each step: [B, 1],
     laws: list[Law] = []
-    possible: list[Tensor] = []  # [B, 1]: there was a law to draw from,
+    possible: list[Tensor] = []  # [B, 1]: there was a law to draw from, and the policy let it be drawn from,
     sound: list[Tensor] = []  # [B, 1]: and the logits were finite,
     going: list[Tensor] = []  # [B, 1]: and it goes on after this token
     walks = [_Walk(sequences[b]) if mine[b] and sequences[b].constraint is not None else None for b in rows]
@@ -273,19 +273,20 @@ def _step_through(
         masks = _masks_of(walks, inputs) if walking else None
         past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
         q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
+        draws = policy.draws(sequences, j, logits) if policy.looks else None
         token = _draw(q, inputs, j, coupled, noise)  # [B, 1]
         drawn.append(token)
         laws.append(q)
-        possible.append(finite)
+        possible.append(finite if draws is None else finite & draws[:, None])
         # a mask may leave a drafter nothing; that is no fault of its logits
         sound.append(finite if masks is None else logits.amax(-1).isfinite())
         if j + 1 == width:
             break
         on = policy.go_on(sequences, j, q, logits) if policy.looks else None
-        if on is None and not walking:
+        if on is None and draws is None and not walking:
             active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
         else:  # the one [B]-sized read that a draft step may cost
-            on = finite[:, 0] if on is None else on & finite[:, 0]
+            on = possible[j][:, 0] if on is None else on & possible[j][:, 0]
             if walking:
                 on = _advance(walks, token, on & upload(active, device) & wanted[:, j])
             going += [*possible[len(going) : j], on[:, None]]

@@ -22,11 +22,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Verdict, accept
+from foredraft.decode.accept import Rollback, Verdict, accept
 from foredraft.decode.constraint import masks_along
 from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_stepper, propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
+from foredraft.decode.past import Past
 from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
@@ -70,6 +71,9 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...
 
 
+Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], Verdict]
+
+
 class Engine:
     """Not thread-safe: one caller steps it at a time.
 
@@ -95,7 +99,7 @@ class Engine:
         self.vocabulary, self.device = vocabulary, device
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
-        self.accept: Callable[[Draft, Law, Keys | None, Noise, list[bool]], Verdict] = accept
+        self.accept: Rule = accept
         self.calibrate: Callable[[Engine, int], None] | None = None
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
@@ -143,12 +147,15 @@ class Engine:
         forward = self._verify(inputs, draft)
         assert forward.logits is not None
         past = inputs.past and inputs.past.along(draft.tokens)
-        p, finite = law_of(forward.logits, inputs.table, self._masks(inputs, draft), past)
+        masks = self._masks(inputs, draft)
+        p, finite = law_of(forward.logits, inputs.table, masks, past)
+        rollback = _rollback(inputs.table, p, forward.logits, masks, past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
-        verdict = self.accept(draft, p, keys, self.noise, coupled)
+        verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
+        judge = p if rollback is None else rollback.judge
         signal = self.policy.wants
-        readings = read(inputs.sequences, draft, verdict, p, forward.logits, finite, signal)
+        readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
         return self._commit(inputs, readings, forward)
 
     def _inputs(self) -> RoundInputs:
@@ -350,6 +357,16 @@ class Engine:
         return tuple(depth for name in sequence.drafters for depth in self.drafters[name].taps)
 
 
+def _rollback(
+    table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
+) -> Rollback | None:
+    """What the rows of the lossy rule go by, if there are any."""
+    if table.bound is None:
+        return None
+    judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
+    return Rollback(judge, table.bound, ~table.bound.isnan(), table.bounded)
+
+
 def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, budget: int) -> RoundTrace:
     """Of the round that began with so many tokens."""
     count = 0 if reading.broken else outcome.drafted  # what lies past the end of the text, nobody looked at
@@ -365,6 +382,7 @@ def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, b
         next_p=0.0 if reading.broken else reading.next_p,
         emitted=outcome.emitted,
         discarded=reading.broken,
+        rollback=sequence.params.bound,
     )
 
 

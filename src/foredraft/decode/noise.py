@@ -23,12 +23,13 @@ from torch import Tensor
 
 from foredraft.kernels.rows import noise_keys, race, units
 
-__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "Keys", "Noise", "NoiseKeys", "seed_key"]
+__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "ROLLBACK", "Keys", "Noise", "NoiseKeys", "seed_key"]
 
 DRAFT: Final = 1  # the drafter's own draw
 ACCEPT: Final = 2  # the coin of the acceptance test
 RESIDUAL: Final = 3  # the target's correction or bonus token
 COUPLED: Final = 4  # shared by drafter and target, on purpose
+ROLLBACK: Final = 5  # the target's token after what a lossy rule let stand
 
 _MASK = (1 << 64) - 1
 

@@ -32,6 +32,7 @@ ELSEWHERE = {
 
 
 MOST_LOGPROBS = 1000  # alternatives at each position
+ROLLBACK = 5.0  # nats: the default of BiLD's published code
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class SamplingParams:
         prompt_logprobs: The same of the prompt's tokens.
         acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
             drafter, the draft length and the load. None is "coupled" with a seed and "speculative" without.
+            "bild" is *not lossless*: it lets the drafter's tokens stand unless they surprise the target.
+        rollback: Under "bild", the surprise -log p, in nats, above which a drafted token is cut; None is 5.
         speculation: "none", the name of a drafter that is loaded, or None for the default.
 
     Raises:
@@ -82,7 +85,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    acceptance: Literal["speculative", "coupled"] | None = None
+    acceptance: Literal["speculative", "coupled", "bild"] | None = None
+    rollback: float | None = None
     speculation: str | None = None
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
@@ -99,9 +103,17 @@ class SamplingParams:
             _within(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _within("seed", self.seed, self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "0 to 2**63 - 1")
         _within(
-            "acceptance", self.acceptance, self.acceptance in (None, "speculative", "coupled"),
-            "'speculative', 'coupled' or None",
+            "acceptance", self.acceptance, self.acceptance in (None, "speculative", "coupled", "bild"),
+            "'speculative', 'coupled', 'bild' (which is not lossless) or None",
         )  # fmt: skip
+        if self.rollback is not None:
+            fits = _is_number(self.rollback) and self.rollback >= 0
+            _within("rollback", self.rollback, fits, "0 nats or more, or None")
+            if self.acceptance != "bild":
+                raise RequestError(
+                    f"rollback is {self.rollback!r}, which only the lossy rule has a use for; give"
+                    " acceptance='bild', too, or leave it out"
+                )
         _within(
             "speculation", self.speculation, self.speculation is None or isinstance(self.speculation, str),
             "'none', the name of a drafter, or None",
@@ -157,6 +169,21 @@ class SamplingParams:
     @property
     def is_coupled(self) -> bool:
         return self.acceptance == "coupled" or (self.acceptance is None and self.seed is not None)
+
+    @property
+    def bound(self) -> float | None:
+        """Nats of surprise up to which a drafted token stands; None under the rules that are lossless."""
+        if self.acceptance != "bild":
+            return None
+        return ROLLBACK if self.rollback is None else self.rollback
+
+    @property
+    def judged(self) -> SamplingParams:
+        """Those of the law that says how surprising a token is: these, but temperature 1 and no cuts where
+        temperature 0 leaves one token alone possible, and all others infinitely surprising."""
+        if self.bound is None or not self.greedy:
+            return self
+        return self.but(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
 
     @property
     def penalised(self) -> bool:

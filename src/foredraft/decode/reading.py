@@ -26,7 +26,8 @@ __all__ = ["Reading", "read"]
 
 @dataclass(slots=True)
 class Reading:
-    """One row of it. p, q: what the laws gave the drafted tokens, next_p: the next; none unless traced.
+    """One row of it. p, q: what the laws gave the drafted tokens, p by those that judged them; next_p: the
+    next one. None unless traced.
 
     sure: how sure the target was of the next token, None unless a policy wants it.
     """
@@ -54,11 +55,15 @@ def read(
     draft: Draft,
     verdict: Verdict,
     p: Law,
+    judge: Law,
     logits: Tensor,
     finite: Tensor,
     signal: Signal | None = None,
 ) -> list[Reading]:
-    """A Reading of every row; logits [B, K + 1, V] as the model gave them. signal: what a policy wants."""
+    """A Reading of every row; logits [B, K + 1, V] as the model gave them. signal: what a policy wants.
+
+    judge: the laws by which a draft was accepted, which are p but under the lossy rule.
+    """
     batch = len(sequences)
     figures = [verdict.accepted, verdict.next_token, draft.lengths]
     if draft.sick is not None:
@@ -75,7 +80,7 @@ def read(
             rows = upload(asking, logits.device)
             tensors.append(score(logits[rows], p.rows(rows), new[rows], top))
         if traced:
-            pair = [p.at(draft.tokens), draft.q.at(draft.tokens)]
+            pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
             tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
     if signal is not None:
         last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]

@@ -54,6 +54,9 @@ class SamplingTable:
     bias: Tensor | None  # [B, N] float32, padded with 0
     least: Tensor | None  # [B] int64: min_new_tokens
     ends: Tensor | None  # [B, E] int64: the ids that it bars, padded with the first
+    bound: Tensor | None  # [B] float32: nats of surprise that `bild` lets stand, NaN in rows of other rules
+    bounded: bool  # all rows have one
+    judge: SamplingTable | None  # by what their surprise is told; None: by this
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class SamplingTable:
         cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0) for p in params]
         penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         biases = [p.logit_bias or {} for p in params]
+        bounds, judged = [p.bound for p in params], [p.judged for p in params]
         barred = [
             sorted(own) if p.min_new_tokens and not p.ignore_eos else []
             for p, own in zip(params, ends or [frozenset[int]()] * len(params), strict=True)
@@ -98,6 +102,13 @@ class SamplingTable:
             ends=upload([row + row[:1] * (most - len(row)) or [0] * most for row in barred], device)
             if most
             else None,
+            bound=None
+            if all(bound is None for bound in bounds)
+            else upload([math.nan if bound is None else bound for bound in bounds], device, torch.float32),
+            bounded=None not in bounds,
+            judge=None
+            if all(one is own for one, own in zip(judged, params, strict=True))
+            else cls.of(judged, device, ends),
         )
 
     def drawing(self, keys: Tensor) -> Drawing | None:

@@ -29,7 +29,7 @@ class Score:
         token_id: The token.
         logprob: By the model's own logits.
         processed: By the law that it was drawn from, after bias, masks, penalties, temperature and cuts; -inf
-            where a prompt's token could not have been drawn.
+            where a prompt's token, or one that the lossy rule let stand, could not have been drawn.
         top: The likeliest tokens by the model's own logits, best first, and their log-probabilities.
         processed_top: The same by the law; tokens that cannot be drawn are left out.
     """

@@ -16,7 +16,8 @@ class RoundTrace:
         drafter: Who drafted; None in a plain step.
         budget: How many tokens the policy allowed. A shorter draft was ended by the policy or the drafter.
         draft: The proposed ids.
-        p: The probability that the target's law gave each of them; empty if discarded.
+        p: The probability that the target's law gave each of them; empty if discarded. Under the lossy rule
+            at temperature 0, that by which it judges: the law of temperature 1.
         q: The probability that the drafter's law gave each; empty if discarded.
         accepted: How many were kept.
         next_token: The target's own token after them: a correction, the bonus, or a plain step.
@@ -24,6 +25,8 @@ class RoundTrace:
         emitted: Tokens appended; an end of the text may cut them short, and a ban's rollback may make it
             negative.
         discarded: The target's logits along the draft were not finite, so nothing was judged.
+        rollback: Under the lossy rule, the surprise -log p above which a drafted token was cut, in nats; None
+            under the lossless ones.
     """
 
     start: int
@@ -37,3 +40,4 @@ class RoundTrace:
     next_p: float
     emitted: int
     discarded: bool = False
+    rollback: float | None = None

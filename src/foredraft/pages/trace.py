@@ -8,6 +8,7 @@ there before is whole or replaced, never half-written.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -75,6 +76,7 @@ def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
             "next_p": one.next_p,
             "emitted": one.emitted,
             "discarded": one.discarded,
+            "least": None if one.rollback is None else math.exp(-one.rollback),
         }
 
     tokens = zip(output.pieces, output.origins, strict=True)
@@ -94,6 +96,7 @@ def _figures(output: Output) -> list[tuple[str, str]]:
         ("acceptance rate", _rounded(stats.acceptance_rate)),
         ("alpha", _rounded(stats.alpha)),
         ("tokens/s, tracing included", f"{stats.tokens_per_second:.1f}"),
+        ("lossless", "" if output.lossless else "no"),
         ("ended by", output.stopped_by or output.finish_reason),
         ("seed", f"{output.seed}"),
     ]

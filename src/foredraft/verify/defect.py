@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Verdict
+from foredraft.decode.accept import Rollback, Verdict
 from foredraft.decode.draft import Draft
 from foredraft.decode.engine import Engine
 from foredraft.decode.law import Law
@@ -27,8 +27,15 @@ __all__ = ["without_residual"]
 def without_residual(engine: Engine) -> Iterator[None]:
     """Within, the rounds of this engine draw every correction from p; `coupled` rows have no residual."""
 
-    def defective(draft: Draft, p: Law, keys: Keys | None, noise: Noise, is_coupled: list[bool]) -> Verdict:
-        verdict = sound(draft, p, keys, noise, is_coupled)
+    def defective(
+        draft: Draft,
+        p: Law,
+        keys: Keys | None,
+        noise: Noise,
+        is_coupled: list[bool],
+        rollback: Rollback | None,
+    ) -> Verdict:
+        verdict = sound(draft, p, keys, noise, is_coupled, rollback)
 
         def pick(weights: Tensor) -> Tensor:
             assert keys is not None

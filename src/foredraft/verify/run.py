@@ -60,6 +60,11 @@ class Options:
             raise ConfigError(f"detect is {self.detect}; give a total variation between 0 and 1")
         if self.seed is not None and not 0 <= self.seed < 2**53:
             raise ConfigError(f"seed is {self.seed}; give a whole number from 0 to 2**53 - 1")
+        if self.rule is not None and self.rule not in RULES:
+            raise ConfigError(
+                f"acceptance is {self.rule!r}, which is not lossless: there is nothing to prove;"
+                f" give {' or '.join(RULES)}, or leave it out"
+            )
         if self.self_test and self.rule == "coupled":
             raise ConfigError(
                 "self_test removes the residual, and acceptance='coupled' has none; leave one out"

@@ -7,6 +7,7 @@ probability biases the output). So no policy can change the law of the text.
 
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.fallback import Fallback
 from foredraft.decode.policy.gate import TargetConfidence
 from foredraft.decode.policy.lengths import Fixed, Heuristic
 from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers, Policy, Signal
@@ -20,6 +21,7 @@ __all__ = [
     "Choice",
     "Confidence",
     "CostTable",
+    "Fallback",
     "Fixed",
     "Heuristic",
     "Offers",

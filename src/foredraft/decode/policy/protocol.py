@@ -42,9 +42,10 @@ class Offers:
 
 
 class Policy(Protocol):
-    """choose / go_on / learn.
+    """choose / draws / go_on / learn.
 
-    looks: `go_on` is asked at all. wants: what of the target's law `learn` is told; None spares its making.
+    looks: `draws` and `go_on` are asked at all. wants: what of the target's law `learn` is told; None spares
+    its making.
     weighs: costs decide, so that a drafter reads a text only once it is chosen, and `Offers` tells what that
     takes and how much a drafter that is free has to say.
     """
@@ -67,6 +68,11 @@ class Policy(Protocol):
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         """Of every row that decodes, in order, jointly; a budget of 0 is a plain step."""
+        ...
+
+    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor | None:
+        """Before a token is drawn for `position` of every draft: [B] bool, False = that place is left to the
+        target. logits [B, 1, V] float32: the drafter's own. None = always."""
         ...
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
@@ -101,6 +107,9 @@ class Alone:
             budget = 0 if name is None else min(self.budget(row.sequence), row.most[name])
             choices.append(Choice(name, budget))
         return choices
+
+    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor | None:
+        return None
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
         return None

@@ -1,0 +1,220 @@
+"""The trade-off of the lossy rule: how much sooner, and how much worse.
+
+Big Little Decoder (Kim et al. 2023, arXiv 2302.07863) over a grid of its two thresholds, on the demo pair and
+held-out code. Beside each fallback threshold stands the strict mode, the same policy under a lossless rule,
+and beside all plain decoding, timed in turns with the rest. Quality is told by two figures:
+
+- loss: of the output under the target, in nats per token; less is likelier. Plain decoding's is the measure.
+- exact: the share of prompts whose output is plain decoding's, token by token, and the mean share of an
+  output up to the first token that is not.
+
+Writes a JSON document and a plot, and prints a table and the document. Exit code 1 if a lossless output
+differs from plain decoding's.
+
+    python benchmarks/bild.py --prompts 24 --new-tokens 96 --repeats 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import workload
+from timing import interleaved, spread
+from workload import heldout, machine, write
+
+import foredraft
+from foredraft import LLM, Output, SamplingParams
+from foredraft.bench.figures import divergence
+from foredraft.cli.render import table
+from foredraft.decode.policy import Fallback
+from foredraft.files import write_whole
+from foredraft.ngrams import repeated
+
+POSITIONS = 512  # of a sequence; held-out prompts are shorter by far
+WARM = 1  # turns that do not count, after the one whose output is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """fallback: the policy's threshold, None for plain decoding. rollback: nats, None for a lossless rule."""
+
+    fallback: float | None = None
+    rollback: float | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return self.rollback is None
+
+    @property
+    def name(self) -> str:
+        if self.fallback is None:
+            return "plain"
+        return "strict" if self.rollback is None else f"up to {self.rollback:g}"
+
+
+def modes(fallbacks: Sequence[float], rollbacks: Sequence[float]) -> Iterator[Mode]:
+    """Plain decoding, then each fallback threshold with the strict mode and every bound."""
+    yield Mode()
+    for fallback in fallbacks:
+        yield from (Mode(fallback, rollback) for rollback in (None, *rollbacks))
+
+
+def decode(llm: LLM, mode: Mode, prompts: list[list[int]], options: argparse.Namespace) -> list[Output]:
+    """One prompt at a time."""
+    params = SamplingParams(
+        temperature=options.temperature,
+        max_new_tokens=options.new_tokens,
+        ignore_eos=True,
+        seed=0,
+        acceptance="speculative" if mode.lossless else "bild",
+        rollback=mode.rollback,
+        speculation="none" if mode.fallback is None else "draft-model",
+    )
+    if mode.fallback is not None:
+        llm.engine.policy = Fallback(options.max_draft, mode.fallback)
+    return [llm.generate(prompt, params)[0] for prompt in prompts]
+
+
+def loss(llm: LLM, prompt: list[int], new: list[int]) -> float:
+    """-log p of a new token by the target's own logits, on average, in nats."""
+    params = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
+    scores = llm.generate([*prompt, *new], params)[0].prompt_logprobs
+    assert scores is not None
+    return mean(-score.logprob for score in scores[len(prompt) :] if score is not None)
+
+
+def quality(llm: LLM, prompts: list[list[int]], outputs: list[Output], plain: list[Output]) -> dict[str, Any]:
+    """What came of one mode, held against plain decoding."""
+    places = [divergence(o.token_ids, p.token_ids) for o, p in zip(outputs, plain, strict=True)]
+    lengths = [len(output.token_ids) for output in outputs]
+    stats = foredraft.Stats.merge(output.stats for output in outputs)
+    return {
+        "loss": mean(loss(llm, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)),
+        "identical": sum(place is None for place in places),
+        "exact": sum(place is None for place in places) / len(places),
+        "up_to_the_first_other": mean(
+            1.0 if place is None else place / length for place, length in zip(places, lengths, strict=True)
+        ),
+        "lossless": all(output.lossless for output in outputs),
+        "mean_accepted_length": stats.mean_accepted_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "drafted_per_round": stats.drafted / stats.rounds,
+        "repeated_4grams": median(repeated(output.token_ids) for output in outputs),
+    }
+
+
+def measure(
+    llm: LLM, prompts: list[list[int]], grid: list[Mode], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """A row for every mode, plain decoding first."""
+    outputs = {mode: decode(llm, mode, prompts, options) for mode in grid}
+    works = {mode: lambda mode=mode: decode(llm, mode, prompts, options) for mode in grid}
+    seconds = interleaved(works, llm.engine.device, options.repeats, warm=WARM)
+    plain, tokens = grid[0], len(prompts) * options.new_tokens
+    rows = []
+    for mode in grid:
+        pairs = zip(seconds[plain], seconds[mode], strict=True)
+        figures = {
+            "mode": mode.name,
+            "fallback": mode.fallback,
+            "rollback": "inf" if mode.rollback == math.inf else mode.rollback,
+            "tokens_per_second": spread([tokens / s for s in seconds[mode]]),
+            "over_plain": spread([slow / fast for slow, fast in pairs]),
+        }
+        rows.append(figures | quality(llm, prompts, outputs[mode], outputs[plain]))
+    return rows
+
+
+COLUMNS = ("fallback", "mode", "lossless", "over plain", "loss", "exact", "to first other", "tau", "repeats")
+
+
+def lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The table, as a person reads it."""
+    cells = [
+        (
+            "-" if row["fallback"] is None else f"{row['fallback']:g}",
+            row["mode"],
+            "yes" if row["lossless"] else "NO",
+            f"{row['over_plain']['median']:.2f}",
+            f"{row['loss']:.3f}",
+            f"{row['exact']:.0%}",
+            f"{row['up_to_the_first_other']:.0%}",
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['repeated_4grams']:.0%}",
+        )
+        for row in rows
+    ]
+    return table([COLUMNS, *cells])
+
+
+def plot(rows: list[dict[str, Any]]) -> str:
+    """Speed across; the loss, and how far outputs agree with plain decoding's, up. SVG."""
+    from foredraft.bench.drawing import INK, legend, look, panels, picture, style
+
+    plain, *others = rows
+    with style():
+        figure, panes = panels(6.2, 2)
+        for axes, of in zip(panes, ("loss", "up_to_the_first_other"), strict=True):
+            axes.plot(1, plain[of], marker="x", color=INK, linestyle="none", label="plain decoding")
+            for number, fallback in enumerate(dict.fromkeys(row["fallback"] for row in others)):
+                strict, *lossy = [row for row in others if row["fallback"] == fallback]
+                label = f"fallback {fallback:g}"
+                points = [(row["over_plain"]["median"], row[of]) for row in lossy]
+                axes.plot(*zip(*points, strict=True), label=label, **look(number))
+                for (x, y), row in zip(points, lossy, strict=True):
+                    axes.annotate(
+                        f"{row['rollback']}", (x, y), (4, 4), textcoords="offset points", fontsize=9
+                    )
+                at = strict["over_plain"]["median"], strict[of]
+                axes.plot(*at, linestyle="none", fillstyle="none", **look(number), label=f"{label}, strict")
+            axes.grid()
+        panes[0].set_ylabel("loss, nats per token")
+        panes[1].set_ylabel("share before the first other token")
+        panes[1].set_xlabel("tokens/s by those of plain decoding; numbers are rollback bounds")
+        legend(figure, *panes)
+        return picture(figure, "bild")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fallbacks", default="0.3,0.6,0.9", help="joined by commas")
+    parser.add_argument("--rollbacks", default="1,2,3,5,inf", help="nats, joined by commas")
+    parser.add_argument("--max-draft", type=int, default=10)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="bild")
+    options = parser.parse_args(arguments)
+    fallbacks, rollbacks = (
+        [float(word) for word in words.split(",")] for words in (options.fallbacks, options.rollbacks)
+    )
+    grid = list(modes(fallbacks, rollbacks))
+    llm = foredraft.load(
+        dtype=options.dtype,
+        device=options.device,
+        policy="fallback",
+        max_draft=options.max_draft,
+        max_batch=1,
+        max_length=POSITIONS,
+    )
+    prompts = llm.encode(heldout(options.prompts))
+    rows = measure(llm, prompts, grid, options)
+    write_whole(Path(workload.HERE) / "results" / f"{options.name}.svg", plot(rows), "the plot")
+    print("\n".join([*lines(rows), ""]))
+    write(options.name, {"what": vars(options), "machine": machine(), "rows": rows})
+    changed = [row for row in rows if row["lossless"] and row["exact"] < 1 and options.temperature == 0]
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

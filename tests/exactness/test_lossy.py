@@ -1,0 +1,172 @@
+"""The lossy rule against its own definition, by taking every branch; and what keeps it from the others."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import laws
+import pytest
+from forking import Case, outputs_of
+from harness import make_engine, request, run
+from tabular import Table
+
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Fallback, Fixed, Policy
+
+V = 3
+TARGET, DRAFT = Table(V, 1), Table(V, 2)
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "cold": {"temperature": 0.7},
+    "hot": {"temperature": 1.5},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.8},
+    "repetition": {"repetition_penalty": 1.4},
+    "bias": {"logit_bias": {0: 1.25, 2: -0.75}},
+    "greedy": {"temperature": 0},
+    "greedy, biased": {"temperature": 0, "logit_bias": {0: 1.25, 2: -0.75}},
+    "greedy, cut": {"temperature": 0, "top_k": 1},
+}
+BOUNDS = [0.0, 0.4, 1.1, 2.5, math.inf]
+PROMPTS = ((0,), (1,), (1, 1))  # what follows the last two at temperature 0 depends on the bound
+END = frozenset({2})
+
+
+def defined(
+    params: SamplingParams,
+    budget: int,
+    prompt: list[int],
+    eos: frozenset[int] = frozenset(),
+    threshold: float = 0.0,
+) -> laws.Law:
+    """The probability of every output where rounds draft `budget` tokens, up to one that the drafter gives no
+    token a probability of `threshold` at, by its logits as they are. In plain Python and float64."""
+    found: laws.Law = defaultdict(float)
+    assert params.bound is not None
+    uncut = SamplingParams(
+        logit_bias=params.logit_bias,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+    judging = uncut if params.temperature == 0 else params
+
+    def law(table: Table, new: list[int], wanted: SamplingParams) -> list[float]:
+        return laws.transformed(table.after(prompt + new), wanted, None, prompt, new, eos)
+
+    def say(new: list[int], left: int | None, chance: float) -> None:
+        """left: of this round's draft; None: the round is over."""
+        if len(new) == params.max_new_tokens or (new and new[-1] in eos):
+            found[tuple(new)] += chance
+        elif left is None:
+            draft(new, min(budget, params.max_new_tokens - len(new) - 1), chance)
+        else:
+            draft(new, left, chance)
+
+    def draft(new: list[int], left: int, chance: float) -> None:
+        own = law(TARGET, new, params)
+        rest = 1.0  # what falls to the target: the draft is over, or its token cut
+        sure = max(laws.transformed(DRAFT.after(prompt + new), SamplingParams()))
+        assert abs(sure - threshold) > laws.TOO_CLOSE
+        if left and sure > threshold:
+            judge = law(TARGET, new, judging)
+            for x, q in enumerate(law(DRAFT, new, params)):
+                bearable = judge[x] > 0 and -math.log(judge[x]) <= params.bound
+                if q > 0 and (bearable or own[x] == 1):
+                    say([*new, x], left - 1, chance * q)
+                    rest -= q
+        if rest > 1e-12:
+            for y, p in enumerate(own):
+                if p > 0:
+                    say([*new, y], None, chance * rest * p)
+
+    say([], None, 1.0)
+    return dict(found)
+
+
+def case(transform: str, bound: float, drafter: str | None = "draft-model", **more: Any) -> Case:
+    params = SamplingParams(max_new_tokens=3, acceptance="bild", rollback=bound, **TRANSFORMS[transform])
+    return Case(f"{transform}, {bound}, {drafter}", params, drafter=drafter, **more)
+
+
+def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: float = 0.0) -> None:
+    policy: Policy = Fallback(budget, threshold) if threshold else Fixed(budget)
+    found = outputs_of(
+        lambda noise: make_engine(TARGET, DRAFT, policy, rows=24, noise=noise), [*cases, *others]
+    )
+    for one, got in zip(cases, found, strict=False):
+        want = defined(one.params, budget if one.drafter else 0, list(one.prompt), one.eos, threshold)
+        assert sum(got.law.values()) == pytest.approx(1, abs=1e-9), one.name
+        for output in want.keys() | got.law.keys():
+            assert got.law.get(output, 0.0) == pytest.approx(want.get(output, 0.0), abs=1e-5), (
+                one.name,
+                output,
+            )
+    for one, got in zip(others, found[len(cases) :], strict=True):
+        want = laws.outputs(TARGET.after, list(one.prompt), one.params, eos=one.eos)
+        assert dict(got.law) == pytest.approx(want, abs=1e-5), one.name
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_law_of_the_output_is_the_defined_one(transform: str) -> None:
+    cases = [case(transform, bound, prompt=prompt) for bound in BOUNDS for prompt in PROMPTS]
+    cases += [case(transform, 1.1, "tapping", eos=END), case(transform, 1.1, None)]
+    assert_defined(cases, 2)
+
+
+@pytest.mark.parametrize("budget", [1, 3])
+def test_drafts_of_other_lengths(budget: int) -> None:
+    assert_defined([case("as it is", 1.1, eos=END), case("greedy", 1.1), case("cold", 0.4)], budget)
+
+
+@pytest.mark.parametrize("transform", ["as it is", "cold", "greedy", "top-k"])
+def test_as_published_with_its_fallback_policy(transform: str) -> None:
+    """The threshold is of the logits as they are, at every temperature."""
+    for threshold in (0.55, 0.8):
+        cases = [case(transform, bound, prompt=prompt) for bound in (0.4, 2.5) for prompt in PROMPTS]
+        assert_defined(cases, 3, threshold=threshold)
+
+
+def test_rows_of_every_rule_share_a_batch() -> None:
+    """Lossless rows beside lossy ones keep the target's law."""
+    lossless = [
+        Case(
+            f"lossless, {options}",
+            SamplingParams(max_new_tokens=3, acceptance="speculative", **options),
+            drafter="draft-model",
+        )
+        for options in ({}, {"temperature": 0}, {"top_k": 2})
+    ]
+    assert_defined([case(t, b) for t in ("as it is", "greedy", "top-k") for b in (0.4, 1.1)], 2, *lossless)
+
+
+def test_a_seeded_row_keeps_its_text_beside_lossy_rows() -> None:
+    def text(beside: list[Any], policy: Callable[[], Any]) -> list[int]:
+        wish = request((0, 1), "draft-model", seed=5, acceptance="coupled", max_new_tokens=12)
+        run(make_engine(TARGET, DRAFT, policy()), [wish, *beside])
+        return wish.new_ids
+
+    lossy = [
+        request((0, 1), "draft-model", acceptance="bild", rollback=1.0, max_new_tokens=12, temperature=t)
+        for t in (0, 1)
+    ]
+    assert text(lossy, lambda: Fixed(3)) == text([], lambda: Fixed(0))
+
+
+def test_a_bound_of_zero_is_lossless_and_an_endless_one_says_what_is_drafted() -> None:
+    strict, lenient = [case("greedy", bound) for bound in (0.0, math.inf)]
+    assert set(defined(strict.params, 3, [0])) == {tuple(laws.greedy(TARGET.after, [0], 3))}
+    (drafted,) = defined(lenient.params, 3, [0])
+    said, own = (tuple(laws.greedy(table.after, [0], 2)) for table in (DRAFT, TARGET))
+    assert drafted[:2] == said != own
+    assert_defined([strict, lenient], 3)
+
+
+def test_the_lossy_law_is_another_one() -> None:
+    """Where it were the target's, these tests would show nothing."""
+    lossy = case("as it is", 1.1)
+    want = laws.outputs(TARGET.after, [0], lossy.params)
+    assert sum(abs(p - want[output]) for output, p in defined(lossy.params, 2, [0]).items()) / 2 > 0.1

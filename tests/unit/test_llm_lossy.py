@@ -1,0 +1,81 @@
+"""The lossy rule through the public API: what says so, and that nobody else is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+import foredraft
+from foredraft import ConfigError, SamplingParams
+
+STRICT = SamplingParams(temperature=0, max_new_tokens=24, logprobs=0)
+LOSSY = STRICT.but(acceptance="bild", rollback=6.0)
+PROMPT = "def accept"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> foredraft.LLM:
+    return foredraft.load(
+        folder / "big", draft=folder / "small", device="cpu", max_batch=4, max_length=128, policy="fixed"
+    )
+
+
+def test_lossless_requests_in_a_lossy_batch_keep_every_bit(llm: foredraft.LLM) -> None:
+    seeded = SamplingParams(seed=3, max_new_tokens=24, logprobs=0)
+    several = [STRICT, LOSSY, seeded, LOSSY.but(temperature=1.0, seed=5)]
+    together = llm.generate([PROMPT] * 4, several)
+    for output, own in zip(together, several, strict=True):
+        [alone] = llm.generate(PROMPT, own.but(speculation="none"))
+        assert alone.lossless and alone.deterministic, "nobody drafts, so there is nothing to let stand"
+        assert output.lossless is output.deterministic is (own.bound is None)
+        if output.lossless:
+            assert (output.token_ids, output.logprobs) == (alone.token_ids, alone.logprobs)
+    assert together[1].token_ids != together[0].token_ids, "else nothing was shown"
+
+
+def test_what_stands_is_up_to_the_bound_and_the_rest_is_the_targets(llm: foredraft.LLM) -> None:
+    """Of every token that the drafter wrote, the model's own log-probability says so."""
+    [output] = llm.generate(PROMPT, LOSSY, trace=True)
+    assert output.logprobs is not None and output.trace is not None
+    drafted = [
+        score.logprob
+        for score, origin in zip(output.logprobs, output.origins, strict=True)
+        if origin == "drafter"
+    ]
+    assert drafted and min(drafted) >= -6.0
+    own = [s.processed for s, o in zip(output.logprobs, output.origins, strict=True) if o != "drafter"]
+    assert set(own) == {0.0}
+    assert {one.rollback for one in output.trace} == {6.0}
+    cut = [one for one in output.trace if one.accepted < len(one.draft)]
+    assert cut and all(one.p[one.accepted] < 0.0025 for one in cut)
+
+
+def test_siblings_of_a_lossy_request_are_independent(llm: foredraft.LLM) -> None:
+    outputs = llm.generate(PROMPT, LOSSY.but(temperature=1.0, seed=1), n=3)
+    assert len({tuple(output.token_ids) for output in outputs}) == 3
+    again = llm.generate(PROMPT, LOSSY.but(temperature=1.0, seed=1), n=3)
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+
+
+def test_a_policy_that_asks_for_confidence_needs_somebody_to_be_unsure(folder: Path) -> None:
+    for policy in ("fallback", "confidence", "adaptive-exit"):
+        with pytest.raises(ConfigError, match=f"policy is '{policy}', but nothing that drafts can be unsure"):
+            foredraft.load(folder / "big", drafter="lookup", policy=policy, device="cpu")
+
+
+def test_the_thresholds_are_settings(folder: Path) -> None:
+    def drafted(threshold: float) -> int:
+        own = foredraft.load(
+            folder / "big", draft=folder / "small", device="cpu", max_batch=1, max_length=128,
+            policy="fallback", policy_options={"threshold": threshold},
+        )  # fmt: skip
+        return own.generate(PROMPT, STRICT)[0].stats.drafted
+
+    assert drafted(0.0) > 0 == drafted(1.0)
