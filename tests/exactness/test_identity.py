@@ -14,6 +14,7 @@ from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_
 from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, foreseeing
 from tabular import Table, Tabular
 
+from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.policy import Fixed, Heuristic, Policy
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 
@@ -322,6 +323,7 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
         engine = make_engine(TARGET, DRAFT, Fixed(3), rows=1)
         model: Any = engine.drafters["draft-model"]
         model.runner = Tabular(DRAFT, **broken)
+        model.draft_pass = DraftPass(model.runner)
         return engine
 
     engine = engine_of(fatal=0, patience=4)
