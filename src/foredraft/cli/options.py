@@ -120,8 +120,8 @@ class DraftOptions(DraftingOptions):
         DrafterName | None,
         Parameter(
             help=f"Who guesses ahead. {DRAFTER_HELP}. Without it,"
-            f" {default_drafter(False, plan_given=True)} with --plan, {default_drafter(True)} where there is a"
-            f" draft model, and {default_drafter(False)} otherwise."
+            f" {default_drafter(False, plan_given=True)} with --plan, {default_drafter(True)} where there is"
+            f" a draft model, and {default_drafter(False)} otherwise."
         ),
     ] = None
 
