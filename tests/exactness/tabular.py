@@ -181,6 +181,7 @@ class Tabular:
         broken = np.isnan(cache.data[:2, rows]).any((0, 2))[:, None] | np.isnan(states).any(-1)
         token, before, checksum, _ = np.nan_to_num(states).astype(int).transpose(2, 0, 1)
         logits = self.skipping.logits[checksum, before, token].copy()
+        logits[~real] = SPIKE * np.arange(self.vocabulary, dtype=np.float32)
         logits[broken & real] = np.nan
         return Forward(torch.from_numpy(logits), torch.from_numpy(states), {})
 
