@@ -17,7 +17,6 @@ from foredraft import LLM, SamplingParams, build
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
-from foredraft.model.cache import KVCache
 from foredraft.model.runner import Resume
 
 NEW, ROWS = 40, 8
@@ -187,23 +186,25 @@ def test_an_early_exit_drafts_what_the_shorter_model_says(family: str, by: str, 
 def test_drafts_that_are_not_finite_harm_nothing(llm: LLM, plain: list[list[int]]) -> None:
     """What they leave in the target's cache is overwritten in every layer before the target attends to it."""
     llm.engine.policy = Fixed(4)
-    drafter: Any = llm.engine.drafters["alternating"]
-    draft_pass = drafter.draft_pass
+    drafter: Any = llm.engine.drafters["nothing"]
+    draft_pass, decoder = drafter.draft_pass, drafter.draft_pass.runner.decoder
+    embedding, passes = decoder.embedding, 0
 
-    def broken(cache: KVCache, tokens: torch.Tensor, starts: list[int], *, idle: list[bool]) -> Any:
-        made = draft_pass(cache, tokens, starts, idle=idle)
-        for row, start in enumerate(starts):
-            if not idle[row]:
-                cache.data[:, :, row, :, start] = float("nan")
-        return replace(made, logits=torch.full_like(made.logits, float("nan")))
+    def broken(*args: Any, **more: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        decoder.embedding = torch.full_like(embedding, float("nan"))
+        made = draft_pass(*args, **more)
+        decoder.embedding = embedding
+        return made
 
     drafter.draft_pass = broken
     try:
-        outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, speculation="alternating"), trace=True)
+        outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, speculation="nothing"), trace=True)
     finally:
-        drafter.draft_pass = draft_pass
+        drafter.draft_pass, decoder.embedding = draft_pass, embedding
     assert [output.token_ids for output in outputs] == plain[2:4]
-    assert not any(one.discarded for output in outputs for one in output.trace)
+    assert passes >= 8 and not any(one.discarded for output in outputs for one in output.trace)
 
 
 def test_a_plan_of_a_deeper_model_is_refused(llm: LLM) -> None:
