@@ -18,6 +18,8 @@ from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
+from foredraft.model.runner.graphs import Graphs
+from recorder import Rerun
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -97,6 +99,22 @@ def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> 
     assert_plain(llm, [name] * len(PROMPTS), plain)
     [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, speculation=name))
     assert alone.token_ids == plain[4]
+
+
+@pytest.mark.parametrize("way", ["gathered", "recorded"])
+def test_greedy_ids_whatever_way_passes_run(llm: LLM, plain: list[list[int]], way: str) -> None:
+    """Gathered, or replayed from recordings, of which each plan has its own."""
+    runner: Any = llm.engine.target
+    if runner._native is not None:
+        pytest.skip("the kernels have one way")
+    llm.engine.policy = Fixed(4)
+    runner.gathers, runner.graphs = way == "gathered", Graphs(Rerun()) if way == "recorded" else None
+    try:
+        for shift in range(3):
+            assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), plain)
+        assert runner.graphs is None or runner.graphs.recorder.replays > 0
+    finally:
+        runner.gathers, runner.graphs = None, None
 
 
 @pytest.mark.parametrize("name", PLANS)
