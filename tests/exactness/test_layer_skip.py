@@ -7,8 +7,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from test_bits import PROMPTS, VOCABULARY, row_of, steps_of
 
 import foredraft
@@ -99,6 +101,20 @@ def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> 
     assert_plain(llm, [name] * len(PROMPTS), plain)
     [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, speculation=name))
     assert alone.token_ids == plain[4]
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_any_layers_may_be_left_out(llm: LLM, plain: list[list[int]], data: st.DataObject) -> None:
+    layers = st.sets(st.integers(0, llm.spec.layers - 1)).map(lambda found: tuple(sorted(found)))
+    skips = st.builds(Skips, layers, layers) | st.builds(Skips, exit=st.integers(1, llm.spec.layers - 1))
+    runner: Any = llm.engine.target
+    llm.engine.drafters["layer-skip"] = LayerSkip(runner, llm.engine.cache, data.draw(skips))
+    llm.engine.policy = Fixed(data.draw(st.integers(1, 7)))
+    params = replace(GREEDY, max_new_tokens=16)
+    assert [output.token_ids for output in llm.generate(PROMPTS[1:5], params)] == [
+        ids[:16] for ids in plain[1:5]
+    ]
 
 
 @pytest.mark.parametrize("way", ["gathered", "recorded"])

@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from safetensors.torch import load_file, save_file
 
 from checkpoints import save_checkpoint
@@ -152,6 +154,14 @@ SPELLED = [
 @pytest.mark.parametrize(("text", "skips"), SPELLED)
 def test_skips_are_spelled_and_read(text: str, skips: Skips) -> None:
     assert Skips.spelled(text) == skips and str(skips) == text
+
+
+LAYERS = st.sets(st.integers(0, 999)).map(lambda found: tuple(sorted(found)))
+
+
+@given(st.builds(Skips, LAYERS, LAYERS) | st.builds(Skips, exit=st.integers(1, 999)))
+def test_any_skips_are_spelled_and_read(skips: Skips) -> None:
+    assert Skips.spelled(str(skips)) == skips
 
 
 def test_skips_may_be_spelled_in_any_order() -> None:
