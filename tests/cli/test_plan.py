@@ -13,6 +13,7 @@ from foredraft.cli import main
 from foredraft.drafters.plans import PlanFile, keep_plan, model_hash, write_plan
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "12", "--device", "cpu", "--json"]
+ALWAYS = ["--policy", "fixed"]
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_text_is_the_same_by_every_plan(
         ["--plan", "exit:2"],
         ["--plan", "skip:attn=0-2/mlp=1", "--max-draft", "7", "--draft-sampling", "greedy"],
     ):
-        assert main([*command, *options]) == 0
+        assert main([*command, *ALWAYS, *options]) == 0
         found = document(capsys)
         assert found["outputs"][0]["token_ids"] == want and found["stats"]["drafted"] > 0
 
@@ -91,7 +92,7 @@ def test_verify_holds_it_to_the_target(
         tmp_path / "model", tokenizer=True, seed=3, eos_token_id=None, initializer_range=0.4
     )
     quick = ["--tokens", "6", "--detect", "0.1", "--seed", "3", "--max-batch", "32", "--device", "cpu"]
-    command = ["verify", "--model", str(model), *quick, "def accept", "Viktor", "x"]
+    command = ["verify", "--model", str(model), *quick, *ALWAYS, "def accept", "Viktor", "x"]
     for given in ("skip:attn=2", "exit:2"):
         assert main([*command, "--plan", given]) == 0
         told = capsys.readouterr().out

@@ -64,7 +64,8 @@ def test_greedy_ids(tmp_path: Path, dtype: str) -> None:
 def test_greedy_ids_of_a_model_that_drafts_for_itself(tmp_path: Path, dtype: str, plan: str) -> None:
     """Steps of every plan are recorded, those of an early exit at exact shapes."""
     target = save_variant(tmp_path / "target", "llama")
-    llm = foredraft.load(target, plan=plan, dtype=dtype, device="cuda", max_batch=8, max_length=512)
+    options: dict[str, Any] = {"dtype": dtype, "device": "cuda", "max_batch": 8, "max_length": 512}
+    llm = foredraft.load(target, plan=plan, policy="fixed", **options)
     alone = [llm.generate([p], SamplingParams(**_options("none")))[0].token_ids for p in PROMPTS]
     outputs = llm.generate(PROMPTS, SamplingParams(**_options("layer-skip")))
     assert [o.token_ids for o in outputs] == alone

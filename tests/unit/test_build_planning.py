@@ -41,7 +41,8 @@ def plan(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanF
 
 
 def load(models: Path, **options: Any) -> foredraft.LLM:
-    return foredraft.load(models / "big", **{"device": "cpu", "max_batch": 2, "max_length": 96, **options})
+    given = {"device": "cpu", "max_batch": 2, "max_length": 96, "policy": "fixed", **options}
+    return foredraft.load(models / "big", **given)
 
 
 def self_draft(llm: foredraft.LLM) -> Any:
