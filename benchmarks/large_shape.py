@@ -158,7 +158,7 @@ class Bench:
         over.set()
         watcher.join()
         runner: Any = llm.engine.target
-        cache = llm.engine.cache.data.nbytes
+        cache = llm.engine.cache.memory.nbytes
         embedding = runner.decoder.embedding.nbytes
         weights = weigh("target", "target", runner).step_bytes
         peak = max(*seen, _anonymous()) - before - cache

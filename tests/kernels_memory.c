@@ -59,23 +59,38 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
             norm(hidden, word, i), i ? norm(hidden, word, i) : (Norm){0}, linear(width, hidden, word),
             linear(hidden, heads * dim, word), linear(2 * inner, hidden, word), linear(hidden, inner, word),
             i ? window : 0, 0};
-    const Model m = {2, hidden, heads, kv_heads, dim, inner, 1, 0.3f, 5, 7, norm(hidden, word, 0),
-                     linear(45, hidden, word), layer};
+    void *embedding = elements(45 * hidden, word);
+    const Model m = {2, hidden, heads, kv_heads, dim, inner, 1, 0.3f, 5, 7, embedding, 1.5f,
+                     norm(hidden, word, 0), linear(45, hidden, word), layer};
     void *table = elements(POSITIONS * 2 * dim, word), *cache = elements(4 * ROWS * kv_heads * POSITIONS * dim, word);
     const void *rotary[1] = {table};
     const Pass p = {GROUPS, first, count, start, row, rotary, cache, ROWS, POSITIONS};
     const int64_t a = width > 2 * inner ? width : 2 * inner, b = heads * dim > inner ? heads * dim : inner;
     void *x = elements(columns * hidden, word), *room = elements(columns * (hidden + a + b), word);
     float *logits = room_for(columns * 45, sizeof(float));
+    int64_t tokens[39], slot[GROUPS] = {2, 0, 3}, most[GROUPS] = {1, 4, 2}, keys[4 * 4], drawn[4 * 4];
+    for (int i = 0; i < columns; i++) tokens[i] = i * 7 % 45;
+    for (int i = 0; i < 16; i++) keys[i] = (int64_t)mixed(i);
+    const float temperature[4] = {1, 0.5f, 2, 1}, top_p[4] = {0.5f, 1, 1, 0.9f}, min_p[4] = {0, 0, 0.1f, 0.2f};
+    const uint8_t cut[4] = {1, 0, 1, 1};
+    const int64_t top_k[4] = {0, 1, 44, 100};
+    const Drawing ways[2] = {{0}, {temperature, top_k, top_p, min_p, cut}};
+    uint8_t *finite = room_for(4 * 4, 1);
+    float *probs = room_for(4 * 4 * 45, sizeof(float)), *own = room_for(GROUPS * 45, sizeof(float));
+    void *wide_room = elements(columns * (2 * hidden + a + b), word);
     const uint8_t plans[3][2] = {{1, 1}, {0, 1}, {0, 0}};
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
             if (word == 1) {
-                foredraft_run_float32(&m, &p, x, columns, plans[plan], plans[2 - plan], 0, 2, room, threads);
-                foredraft_head_float32(&m, x, columns, logits, room, threads);
+                foredraft_forward_float32(&m, &p, plan ? NULL : tokens, x, columns, plans[plan], plans[2 - plan], 0, 2,
+                                          room, logits, threads);
+                foredraft_draft_float32(&m, &p, tokens, columns, plans[plan], plans[2 - plan], 2, slot, most, 4,
+                                        ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
             } else {
-                foredraft_run_bfloat16(&m, &p, x, columns, plans[plan], plans[2 - plan], 0, 2, room, threads);
-                foredraft_head_bfloat16(&m, x, columns, logits, room, threads);
+                foredraft_forward_bfloat16(&m, &p, plan ? NULL : tokens, x, columns, plans[plan], plans[2 - plan], 0, 2,
+                                           room, logits, threads);
+                foredraft_draft_bfloat16(&m, &p, tokens, columns, plans[plan], plans[2 - plan], 2, slot, most, 4,
+                                         ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
             }
         }
     for (int64_t i = 0; i < columns * 45; i++)
@@ -87,7 +102,8 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
         drop(layer[i].qkv), drop(layer[i].output), drop(layer[i].gate_up), drop(layer[i].down);
     }
     free((void *)m.norm.weight), drop(m.head);
-    free(table), free(cache), free(x), free(room), free(logits);
+    free(table), free(cache), free(x), free(room), free(logits), free(embedding);
+    free(finite), free(probs), free(own), free(wide_room);
 }
 
 static void rows(int64_t count, int64_t n) {
@@ -97,17 +113,26 @@ static void rows(int64_t count, int64_t n) {
     uint8_t *cut = room_for(count, 1);
     for (int64_t r = 0; r < count; r++)
         temperature[r] = 0.5f + r, mass[r] = 0.3f * r, cut[r] = r % 2, keys[r] = (int64_t)mixed(r);
-    foredraft_best(x, count, n, ids, tops, 2);
-    foredraft_softmax(x, temperature, count, n, probs, tops, 2);
+    uint8_t *finite = room_for(count, 1);
+    double *units = room_for(count, sizeof(double));
+    float *left = room_for(count * n, sizeof(float));
+    foredraft_best(x, count, n, ids, finite, 2);
+    foredraft_residual(x, NULL, ids, cut, count, n, left);
+    foredraft_residual(left, x, NULL, cut, count, n, left);
+    foredraft_law(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
+    foredraft_keys(keys, NULL, keys, NULL, 4, count, 1, ids);
+    foredraft_units(ids, count, units);
+    foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_trim(probs, tops, cut, count, n, 2);
     foredraft_race(probs, keys, count, n, ids, 2);
     for (int64_t r = 0; r < count; r++)
         if (ids[r] < 0 || ids[r] >= n) printf("no id: %ld\n", (long)ids[r]), exit(1);
     x[n / 2] = NAN;
-    foredraft_softmax(x, temperature, count, n, probs, tops, 2);
+    foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_race(probs, keys, count, n, ids, 2);
+    free(finite), free(units), free(left);
     free(x), free(probs), free(tops), free(temperature), free(mass), free(ids), free(keys), free(cut);
 }
 

@@ -16,7 +16,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
@@ -445,7 +444,7 @@ class LLM:
             what(sequence)
 
     def _submit(self, sequences: list[Sequence]) -> None:
-        with _interrupts_held():
+        with _Interrupts() as interrupts, interrupts.held:
             self._tell(self.engine.submit, sequences)
 
     def _drive(self, look: Callable[[], T | None]) -> T:
@@ -457,29 +456,30 @@ class LLM:
         with self._turn:
             self._waiting.append(wish)
         try:
-            while True:
-                with self._turn:
-                    while self._stepping and wish.open:
-                        self._turn.wait()
-                with _interrupts_held():
+            with _Interrupts() as interrupts:
+                while True:
                     with self._turn:
-                        if not self._stepping:
-                            wish.see()
-                        if wish.error is not None:
-                            raise wish.error
-                        if wish.found is not None:
-                            return wish.found
-                        if self._stepping:
-                            continue
-                        self._stepping = True
-                    self._step()
+                        while self._stepping and wish.open:
+                            self._turn.wait()
+                    with interrupts.held:
+                        with self._turn:
+                            if not self._stepping:
+                                wish.see()
+                            if wish.error is not None:
+                                raise wish.error
+                            if wish.found is not None:
+                                return wish.found
+                            if self._stepping:
+                                continue
+                            self._stepping = True
+                        self._step()
         finally:
             with self._turn:
                 self._waiting.remove(wish)
 
     def _step(self) -> None:
         """One step for everyone; then everyone's news."""
-        reading = self.engine.scheduler.prefilling
+        reading = None if self._progress is None else self.engine.scheduler.prefilling
         try:
             self.engine.step()
         except Exception as error:
@@ -497,8 +497,10 @@ class LLM:
                         wish.see()
                 finally:
                     self._turn.notify_all()
+        if self._progress is None:
+            return
         reading = reading or self.engine.scheduler.prefilling
-        if self._progress is not None and reading is not None:
+        if reading is not None:
             total = len(reading.prompt) - 1
             done = self.engine.cache.lengths[reading.row] if reading.state is State.PREFILLING else total
             self._progress("prefill", done, total)
@@ -569,18 +571,46 @@ def _token_ids(items: Iterable[Any]) -> list[int]:
     return ids
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """SIGINT waits until the block ends; only the main thread ever gets one."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    noted: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if noted:
-            previous(*noted[0])
+class _Interrupts:
+    """SIGINT waits while it is `held`; only the main thread ever gets one."""
+
+    def __init__(self) -> None:
+        self.held = _Held(self)
+        self.holding = False
+        self.noted: tuple[int, FrameType | None] | None = None
+        self.previous: Callable[[int, FrameType | None], Any] | None = None
+
+    def __enter__(self) -> _Interrupts:
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(previous):
+            self.previous = previous
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = number, frame
+        if not self.holding:
+            self.deliver()
+
+    def deliver(self) -> None:
+        noted, self.noted = self.noted, None
+        if noted is not None and self.previous is not None:
+            self.previous(*noted)
+
+
+class _Held:
+    """A block in which interrupts wait until it ends."""
+
+    def __init__(self, interrupts: _Interrupts) -> None:
+        self.interrupts = interrupts
+
+    def __enter__(self) -> None:
+        self.interrupts.holding = True
+
+    def __exit__(self, *_: object) -> None:
+        self.interrupts.holding = False
+        self.interrupts.deliver()

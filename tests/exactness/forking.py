@@ -59,6 +59,8 @@ class Path:
 
 
 class ForkingNoise:
+    raced = False
+
     def __init__(self) -> None:
         self.paths: dict[int, Path] = {}
         self.lengths: list[int] = []  # of this round's drafts: a coin for padding must not matter

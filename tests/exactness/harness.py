@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 from forking import ForkingNoise
-from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model, layer_skip, mapped, retokenize
+from parts import (
+    ScriptedGuesser,
+    TappingStepper,
+    arbitrary,
+    draft_model,
+    layer_skip,
+    looping,
+    mapped,
+    retokenize,
+)
 from tabular import Table, Tabular, TokenCache
 
 from foredraft.decode.draft import Draft, RoundInputs
@@ -25,6 +34,7 @@ CPU = torch.device("cpu")
 DRAFTERS = (
     None,
     "draft-model",
+    "looping",
     "tapping",
     "script",
     "lookup",
@@ -109,6 +119,7 @@ def make_engine(
     cache = model.new_cache(rows, positions)
     kinds = [
         draft_model(draft, rows, positions),
+        looping(draft, rows, positions),
         TappingStepper(model, cache, draft, forgetful=forgetful),
         ScriptedGuesser(script or arbitrary(model.vocabulary)),
         Lookup(2),

@@ -219,7 +219,7 @@ def independent_siblings() -> None:
 # --- the defects ------------------------------------------------------------------------------------
 
 MINUS, STEP_THROUGH, COMMIT = law.Law.minus, draft._step_through, Engine._commit
-USABLE = "where[:, None, None] & (residual.sum(-1, keepdim=True) > 0)"
+USABLE = "where[:, None, None] & (left.sum(-1, keepdim=True) > 0)"
 
 MUTANTS = [
     Mutant("residual missing", ((MINUS, USABLE, "where[:, None, None] & False"),), law_of_sampled_drafts),
@@ -239,8 +239,8 @@ MUTANTS = [
         (
             (
                 MINUS,
-                "return Law(torch.where(usable, residual, p), self.ids, self.certain)",
-                "return Law(torch.where(where[:, None, None], residual / (residual.sum(-1, keepdim=True) + 1e-10), p),"
+                "return Law(torch.where(usable, left, p), self.ids, self.certain)",
+                "return Law(torch.where(where[:, None, None], left / (left.sum(-1, keepdim=True) + 1e-10), p),"
                 " self.ids, self.certain)",
             ),
         ),
@@ -292,12 +292,12 @@ MUTANTS = [
     ),
     Mutant(
         "padding accepted",
-        ((accept._leading, "keep & (columns < lengths[:, None])", "keep"),),
+        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         law_of_ragged_drafts,
     ),
     Mutant(
         "padding accepted, by hand",
-        ((accept._leading, "keep & (columns < lengths[:, None])", "keep"),),
+        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         accept_unit.test_padding_is_never_accepted,
     ),
     Mutant(
@@ -338,12 +338,12 @@ MUTANTS = [
     ),
     Mutant(
         "the round left out of the key",
-        ((noise.NoiseKeys.bits, "key = _fold(key, self.round)", "pass"),),
+        ((noise._keys, "key = _fold(key, rounds)", "pass"),),
         law_of_sampled_drafts,
     ),
     Mutant(
         "the round left out of the key, sampled",
-        ((noise.NoiseKeys.bits, "key = _fold(key, self.round)", "pass"),),
+        ((noise._keys, "key = _fold(key, rounds)", "pass"),),
         chi_square.test_a_policy_that_looks_at_rejected_tokens,
     ),
     Mutant(
@@ -353,7 +353,7 @@ MUTANTS = [
     ),
     Mutant(
         "the round in the coupled key",
-        ((noise.NoiseKeys.bits, "if purpose != COUPLED:", "if True:"),),
+        ((noise.NoiseKeys.bits, "None if purpose == COUPLED else self.round", "self.round"),),
         seeded_text,
     ),
     Mutant(
@@ -652,8 +652,8 @@ MUTANTS = [
         "one row's cut in another's last bit",
         (
             (
-                sampling._trimmed,
-                "torch.where(cut[..., None], kept / _total(kept), kept)",
+                sampling._law,
+                "torch.where(table.cut[:, None, None], kept / _total(kept), kept)",
                 "kept / _total(kept)",
             ),
         ),
@@ -663,7 +663,7 @@ MUTANTS = [
         "ties at a top-k cut dropped",
         (
             (
-                sampling._transformed,
+                sampling._law,
                 "(logits < largest.gather(-1, k - 1))",
                 "(logits.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
             ),

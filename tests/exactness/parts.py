@@ -32,6 +32,13 @@ def draft_model(table: Table, rows: int, positions: int) -> DraftModel:
     return DraftModel(Tabular(table), rows, positions)  # type: ignore[arg-type]
 
 
+def looping(table: Table, rows: int, positions: int) -> DraftModel:
+    """The same, but that a draft is one call."""
+    model = DraftModel(Tabular(table, loops=True), rows, positions)  # type: ignore[arg-type]
+    model.name = "looping"
+    return model
+
+
 def mapped(table: Table, rows: int, positions: int) -> DraftModel:
     """The same behind other ids: each is one further on, the target's last is lacking, and the first is extra."""
     size = table.vocabulary
@@ -62,6 +69,19 @@ def letters(size: int, merged: list[str], special: int) -> Tokenizer:
     inner.decoder = tokenizers.decoders.Fuse()
     inner.add_special_tokens(["<s>"])
     return Tokenizer(inner)
+
+
+class StepByStep:
+    """A draft pass that is this function, and takes no steps at once."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self.step(*args, **more)
+
+    def at_once(self, *args: Any) -> None:
+        return None
 
 
 def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "layer-skip") -> LayerSkip:
@@ -296,6 +316,7 @@ class StopUnsure:
     max_draft: int
     least: float = 0.5
     name: str = "stop-unsure"
+    looks = True
 
     def start(self) -> None:
         return None
@@ -319,6 +340,7 @@ class RandomBudgets:
 
     max_draft: int
     name: str = "random"
+    looks = False
 
     def start(self) -> None:
         return None
@@ -340,6 +362,7 @@ class Fickle:
     """
 
     name = "fickle"
+    looks = True
 
     def __init__(self, max_draft: int, least: float = 0.6) -> None:
         self.max_draft, self.least = max_draft, least
@@ -370,6 +393,7 @@ __all__ = [
     "NoRepeat",
     "RandomBudgets",
     "ScriptedGuesser",
+    "StepByStep",
     "StopUnsure",
     "TappingStepper",
     "arbitrary",

@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "attended length of the first row",
-        ((Job.shape, "max(self.starts[b] for b in self.active)", "self.starts[0]"),),
+        ((Job.check, "max(self.starts[b] for b in self.active)", "self.starts[0]"),),
         padded,
     ),
     Mutant(

@@ -19,14 +19,18 @@ of its context, and an upper one that reads something else yields the poisoned l
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.decode.noise import DRAFT, Keys, Noise
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Forward, Resume
+from foredraft.model.runner import Drafted, Drawing, Forward, Resume
 
 CHECKSUMS = 3
 LEVELS = 3  # lower, upper, and one that nothing is read of but NaN
@@ -91,12 +95,32 @@ def _weight(position: int) -> int:
     return position * position + 1
 
 
+@dataclass(frozen=True)
+class Raced(Keys):
+    """The key of one draw, whatever its purpose."""
+
+    key: Tensor  # [1, 1]
+
+    def bits(self, purpose: int) -> Tensor:
+        return self.key
+
+
+def _params(drawing: Drawing | None, row: int) -> SamplingParams:
+    if drawing is None:
+        return SamplingParams(temperature=0)
+    top_p = 1.0 if drawing.top_p is None else drawing.top_p[row].item()
+    min_p = 0.0 if drawing.min_p is None else drawing.min_p[row].item()
+    top_k = 0 if drawing.top_k is None else int(drawing.top_k[row])
+    return SamplingParams(temperature=drawing.temperature[row].item(), top_k=top_k, top_p=top_p, min_p=min_p)
+
+
 class Tabular:
     """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
 
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
     Its drafts for itself have the law of `skipping`. sick: they are NaN, and so is what they write where the
     target would write something else.
+    loops: it takes all the steps of a draft in one call.
     """
 
     def __init__(
@@ -109,7 +133,9 @@ class Tabular:
         patience: int = 6,
         venom: int | None = None,
         sick: bool = False,
+        loops: bool = False,
     ) -> None:
+        self.loops = loops
         self.table, self.vocabulary = table, table.vocabulary
         self.chunk, self.max_queries = chunk, max_queries
         self.fatal, self.patience, self.venom = fatal, patience, venom
@@ -190,6 +216,40 @@ class Tabular:
     ) -> Forward:
         assert start // self.chunk == (start + len(tokens) - 1) // self.chunk
         return self.forward(cache, torch.tensor([tokens]), [start], first_row=row, taps=taps)
+
+    def draft(
+        self,
+        cache: TokenCache,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None = None,
+        *,
+        plan: Plan | None = None,
+    ) -> Drafted | None:
+        """By its own definition, a row and a step at a time."""
+        if not self.loops:
+            return None
+        steps = max(most)
+        drawn = torch.zeros(len(most), steps, dtype=torch.int64)
+        finite = torch.zeros(len(most), steps, dtype=torch.bool)
+        probs = None if drawing is None else torch.zeros(len(most), steps, self.vocabulary)
+        for row, (own, start, count) in enumerate(zip(tokens, starts, most, strict=True)):
+            for step in range(count):
+                logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
+                assert logits is not None
+                at = logits[:, -1:]
+                law, known = law_of(at, SamplingTable.of([_params(drawing, row)], at.device))
+                key = Raced(
+                    torch.zeros(1, 1) if drawing is None else drawing.keys[row : row + 1, step : step + 1]
+                )
+                token = law.draw(lambda weights: Noise().pick(weights, key, DRAFT))  # noqa: B023
+                finite[row, step], drawn[row, step] = known.item(), token.item()
+                if probs is not None:
+                    assert law.probs is not None
+                    probs[row, step] = law.probs[0, 0]
+                start, own = start + len(own), [token.item()]
+        return Drafted(drawn, finite, probs)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import foredraft
+from caches import held
 from checkpoints import FAMILIES, reference_model
 from foredraft import LLM, SamplingParams, build, demo
 from foredraft.decode.policy import Fixed, Heuristic
@@ -201,7 +202,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     """[layers, k|v, heads, length, D]"""
     cache = llm.engine.cache
     assert cache.lengths[sequence.row] == len(sequence.tokens) - 1
-    return cache.data[:, :, sequence.row, :, :length].clone()
+    return held(cache, sequence.row, length)
 
 
 @pytest.mark.usefixtures("way")
@@ -218,7 +219,7 @@ def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) ->
     for sequence in steps_of(llm, prompt, None, count):
         assert sequence.tokens[: length + 1] == tokens[: length + 1]
         assert torch.equal(row_of(llm, sequence, length), cached)
-    if llm.engine.cache.data.dtype == torch.float32:
+    if llm.engine.cache.dtype == torch.float32:
         for sequence in steps_of(llm, tokens[: length + 1], None, 1):
             torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
 

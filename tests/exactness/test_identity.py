@@ -11,7 +11,7 @@ import laws
 import pytest
 import torch
 from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
-from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, foreseeing
+from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StepByStep, StopUnsure, foreseeing
 from tabular import Table, Tabular
 
 from foredraft.decode.draft_pass import DraftPass
@@ -315,7 +315,9 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         assert all(math.isfinite(x) for x in [*one.p, *one.q, one.next_p])
         assert one.discarded == (one.emitted == 0)
     wary = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
-    assert bool(wary) == (drafter in ("script", "draft-model", "tapping", "layer-skip", "early-exit"))
+    assert bool(wary) == (
+        drafter in ("script", "draft-model", "looping", "tapping", "layer-skip", "early-exit")
+    )
 
 
 def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
@@ -367,7 +369,7 @@ def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("out of memory")
         return draft_pass(*args, **more)
 
-    drafter.draft_pass = break_off
+    drafter.draft_pass = StepByStep(break_off)
     with pytest.raises(RuntimeError):
         engine.step()
     assert drafter._states

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from parts import StepByStep
 from test_bits import PROMPTS, VOCABULARY, row_of, steps_of
 
 import foredraft
@@ -232,7 +233,7 @@ def test_drafts_that_are_not_finite_harm_nothing(llm: LLM, plain: list[list[int]
         decoder.embedding = embedding
         return made
 
-    drafter.draft_pass = broken
+    drafter.draft_pass = StepByStep(broken)
     try:
         outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, speculation="nothing"), trace=True)
     finally:

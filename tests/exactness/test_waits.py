@@ -168,20 +168,20 @@ EDITS: dict[str, tuple[Any, str, str]] = {
     "two reads": (
         reading.read,
         "verdicts, *more = _read(tensors)",
-        "verdicts, *more = [_read([tensor])[0] for tensor in [*tensors, tensors[0]]]",
+        "verdicts, *more = [_read([tensor])[0] for tensor in [*tensors, tensors[0].clone()]]",
     ),
     "an end looked for": (
         accept._leading,
-        "columns = torch",
-        "int(keep.shape[1] and keep.sum())\n    columns = torch",
+        "return torch",
+        "int(keep.shape[1] and keep.sum())\n    return torch",
     ),
     "finite rows by a mask": (
         sampling.law_of,
-        "probs, top = _transformed(logits, table)",
-        "probs, top = _transformed(logits, table)\n    top[top.isfinite()]",
+        "probs, finite = _transformed(logits, table)",
+        "probs, finite = _transformed(logits, table)\n    probs[finite]",
     ),
     "an upload that waits": (
-        draft._catch_up,
+        draft._step_through,
         "upload(padded, device, torch.int64)",
         "torch.tensor(padded, device=device, dtype=torch.int64)",
     ),
@@ -198,7 +198,7 @@ EDITS: dict[str, tuple[Any, str, str]] = {
     "the last position read off": (
         Runner.prefill,
         "self.forwarded += len(tokens)",
-        "self.forwarded += len(tokens)\n    int(cache.data[0, 0, row, 0, start, 0])",
+        "self.forwarded += len(tokens)\n    int(cache.memory[0, 0, row, 0, start, 0])",
     ),
 }
 

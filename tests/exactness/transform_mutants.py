@@ -42,7 +42,7 @@ def bans() -> None:
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
 
 
-EDITED, TRANSFORMED, TYPICAL = sampling._edited, sampling._transformed, sampling._typical
+EDITED, TYPICAL = sampling._edited, sampling._typical
 LEAST = "least = least.maximum(probs.amax(-1) * table.min_p[:, None])"
 UNSCALED = "((logits - top[..., None]).softmax(-1))"
 EARLY = f"own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * table.min_p[:, None, None], 0.0)"
@@ -53,12 +53,12 @@ MUTANTS = [
         ((EDITED, "over(table.bias))", "over(table.bias * table.temperature[:, None]))"),),
         definition,
     ),
-    Mutant("min-p before temperature", ((TRANSFORMED, LEAST, EARLY),), definition),
+    Mutant("min-p before temperature", ((sampling._law, LEAST, EARLY),), definition),
     Mutant(
         "typical-p before min-p",
         (
             (
-                TRANSFORMED,
+                sampling._law,
                 "if table.min_p is not None:",
                 "if table.typical_p is not None:\n        probs = _typical(probs, table.typical_p[:, None, None])\n"
                 "    if table.min_p is not None:",
@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "typical-p of a law that is not normalised after a cut",
-        ((TYPICAL, "probs / _total(probs)", "probs"),),
+        ((sampling._law, "kept / _total(kept), kept)", "kept, kept)"),),
         definition,
     ),
     Mutant(
@@ -80,7 +80,7 @@ MUTANTS = [
         "a tie at the top-k cut dropped",
         (
             (
-                TRANSFORMED,
+                sampling._law,
                 "(logits < largest.gather(-1, k - 1))",
                 "(logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
             ),
@@ -151,7 +151,7 @@ HARMLESS = Mutant(
     "top-k after temperature",
     (
         (
-            TRANSFORMED,
+            sampling._law,
             "cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))",
             "scaled = (logits - largest[..., :1]) / table.temperature[:, None, None]\n"
             "        cut = (table.top_k > 0)[:, None, None] & (scaled < scaled.topk(most).values.gather(-1, k - 1))",

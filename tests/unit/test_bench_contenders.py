@@ -240,6 +240,9 @@ def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine.target, "forward", slow("target", engine.target, lambda rows: 9.0 + rows))
     drafts = slow("draft", drafter.runner, lambda rows: 4.0 if last == "target" else 1.0)
     monkeypatch.setattr(drafter.runner, "forward", drafts)
+    monkeypatch.setattr(
+        drafter.runner, "draft", lambda *_, **__: None
+    )  # so that it takes its steps one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=4)
     assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.2}

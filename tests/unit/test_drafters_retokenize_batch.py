@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 import alphabets
 import checkpoints
 import foredraft
+from caches import poison
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.retokenize import Retokenize
@@ -177,9 +177,9 @@ def test_what_is_not_finite_harms_its_own_row_alone(runner: Any, caplog: pytest.
         assert any(clean[2:])
         if fault < 2:
             assert drafter.propose(requests) == clean, "it starts anew"
-            drafter.cache.data[:, :, 1, :, 5] = math.nan
+            poison(drafter.cache, 1, 5)
         assert drafter.propose(requests) == [clean[0], [], *clean[2:]]
-        assert drafter.cache.data.isfinite().all()
+        assert drafter.cache.memory.isfinite().all()
         for sequence, guess in zip(sequences, clean, strict=True):
             sequence.tokens += [*guess[:2], 50]
             drafter.rewind(sequence)

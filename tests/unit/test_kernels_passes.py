@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import tempfile
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from caches import dense
 from checkpoints import save_checkpoint
 from compiling import plant, stand_in
 from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.runner import Resume, Runner, unserved_because
-from foredraft.model.runner.native import check
+from foredraft.model.runner.native import NativePasses, check
 from foredraft.model.runner.native.linear import NativeLinear, arrange
 from foredraft.model.weights import load_decoder
 
@@ -120,17 +122,36 @@ def test_columns_that_are_not_real_are_not_computed(family: str) -> None:
     runner = Runner(decoders(family, torch.float32)[0])
     cache, whole = runner.new_cache(4, 128), text(runner, (90,))
     logits_of(runner, cache, TOKENS[:, :40], [0] * 4)
-    before = cache.data.clone()
+    before = dense(cache)
     counts, idle = [3, 1, 2, 3], [False, False, True, False]
     got = logits_of(runner, cache, TOKENS[:, 40:43], [40] * 4, counts=counts, idle=idle)
     assert got.isfinite().all()
     for row, (count, dummy) in enumerate(zip(counts, idle, strict=True)):
         real = 0 if dummy else count
         assert torch.equal(got[row, :real], whole[row, 40 : 40 + real])
-        assert torch.equal(cache.data[:, :, row, :, 40 + real :], before[:, :, row, :, 40 + real :])
+        assert torch.equal(dense(cache)[:, :, row, :, 40 + real :], before[:, :, row, :, 40 + real :])
         assert real == 0 or not torch.equal(
-            cache.data[:, :, row, :, 40 : 40 + real], before[:, :, row, :, 40 : 40 + real]
+            dense(cache)[:, :, row, :, 40 : 40 + real], before[:, :, row, :, 40 : 40 + real]
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_may_have_several_runs_of_columns(dtype: torch.dtype) -> None:
+    """Of lengths that begin and end within blocks of keys."""
+    decoder, _ = decoders("gemma2", dtype)
+    runner, whole = Runner(decoder), text(Runner(decoder), (90,))
+    for runs in ((90,), (20, 13, 57), (33, 1, 31, 25)):
+        cache, columns, start = runner.new_cache(4, 128), [], 0
+        for count in runs:
+            columns.append((2, start, count))
+            start += count
+        native = NativePasses.of(decoder)
+        assert native is not None
+        states = decoder.embed(TOKENS[2:3])[0].clone()
+        native.run(
+            states, cache, runner._tables, columns, Plan.full(decoder.spec.layers), 0, decoder.spec.layers
+        )
+        assert torch.equal(native.head(states), whole[2])
 
 
 def test_a_plan_skips_and_a_resumed_pass_joins() -> None:
@@ -192,7 +213,8 @@ def test_a_key_that_is_not_a_number_is_not_passed_over(key: int) -> None:
     runner = Runner(decoders("llama", torch.float32)[0])
     cache = runner.new_cache(4, 128)
     logits_of(runner, cache, TOKENS[:, :88], [0] * 4)
-    cache.data[0, 0, 1, :, key] = float("nan")
+    keys, values = cache.read(0, 1, 1, 128)
+    cache.write(0, 1, key, keys[0, :, key : key + 1] * math.nan, values[0, :, key : key + 1])
     logits = logits_of(runner, cache, TOKENS[:, 88:], [88] * 4)
     assert logits[1].isnan().all()
     assert logits[[0, 2, 3]].isfinite().all()
@@ -237,13 +259,17 @@ def test_they_serve_neither_float16_nor_a_gpu() -> None:
 
 # what only other bits show is caught by the self-check or by the shapes; what is wrong, by PyTorch
 WRONG = {
+    "the embedding's scale left out": ("if (m->embedding_scale == 0)", "if (1)"),
     "a key past the position": ("I seen = key <= (int32_t)at[r];", "I seen = key <= (int32_t)at[r] + 1;"),
     "the window's edge off by one": ("seen &= key > (int32_t)(at[r] - window)", "seen &= key >= (int32_t)(at[r] - window)"),
     "the caps of scores left out": ("if (m->softcap != 0)", "if (0)"),
     "a block's last channels forgotten": ("if (left <= 0) break;", "if (left <= LANES) break;"),
-    "keys stored before they turn": ("NAME(rotate)(x + h * dim, table, dim);", "if (h < m->heads) NAME(rotate)(x + h * dim, table, dim);"),
-    "attended length of the first row of the batch": ("at[r] = p->start[g] + t;", "at[r] = p->start[0] + t;"),
-    "the norms of keys left out": ("h < m->heads ? &l->q : &l->k", "&l->q"),
+    "keys stored before they turn": ("NAME(rotate)(head, table, dim);", "if (head != key) NAME(rotate)(head, table, dim);"),
+    "attended length of the first row of the batch": ("at[r] = p->start[piece.group] + t;", "at[r] = p->start[0] + t;"),
+    "a key in its neighbour's lane": ("words * BLOCK + position % BLOCK;", "words * BLOCK + (position ^ 1) % BLOCK;"),
+    "a block of keys written from its end": ("position / BLOCK * words * BLOCK + position % BLOCK", "position / BLOCK * words * BLOCK + (31 - position % BLOCK)"),
+    "the words of a key in another order": ("to + w * BLOCK, key + w * WORD", "to + (words - 1 - w) * BLOCK, key + w * WORD"),
+    "the norms of keys left out": ("head == key ? &l->k : &l->q", "&l->q"),
     "gate and value change places": ("activated(NAME(read_some)(row + i, n), m->gelu)", "activated(NAME(read_some)(row + inner + i, n), m->gelu)"),
 }  # fmt: skip
 BITS = {

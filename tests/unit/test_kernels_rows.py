@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 from compiling import plant
 from foredraft import kernels
 from foredraft.decode import noise, sampling
-from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
+from foredraft.decode.law import Law
+from foredraft.decode.noise import COUPLED, DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.kernels import rows
@@ -25,6 +27,7 @@ PARAMS = (
     SamplingParams(temperature=0.7, top_p=0.9),
     SamplingParams(temperature=1.3, min_p=0.02, top_p=0.99),
     SamplingParams(top_k=20),
+    SamplingParams(top_k=3, top_p=0.7),
     SamplingParams(temperature=0.8, typical_p=0.7, top_p=0.95),
     SamplingParams(),
 )
@@ -33,6 +36,19 @@ PARAMS = (
 def random_logits(width: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(PARAMS), 2, width, generator=generator) * scale
+
+
+def nucleus(probs: Tensor, mass: Tensor) -> Tensor:
+    """The least probability kept of each row [..., V], by the kernel alone."""
+    kernels = rows.loaded()
+    assert kernels is not None
+    mass = mass.expand(probs.shape[:-1]).contiguous()
+    least = torch.empty_like(mass)
+    run = kernels.foredraft_nucleus
+    run.argtypes = c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int
+    run.restype = None
+    run(probs.data_ptr(), mass.data_ptr(), mass.numel(), probs.shape[-1], least.data_ptr(), 2)
+    return least
 
 
 @pytest.fixture
@@ -90,15 +106,13 @@ def test_a_row_alone_has_the_same_bits(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scale", [0.0, 0.3, 8.0])
-def test_nuclei(width: int, scale: float, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+def test_nuclei(width: int, scale: float) -> None:
     probs = random_logits(width, scale=scale).softmax(-1)
     for mass in (1e-8, 0.05, 0.5, 0.9, 0.999):
         masses = torch.full((len(PARAMS), 1), mass)
 
-        def kept() -> Tensor:
-            return (probs >= sampling._least_in_nucleus(probs, masses)[..., None]).sum(-1)  # noqa: B023
-
-        got, want = kept(), defined(kept)
+        got = (probs >= nucleus(probs, masses)[..., None]).sum(-1)
+        want = (probs >= sampling._least_in_nucleus(probs, masses)[..., None]).sum(-1)
         # running sums of float32 and of double may end a token apart, where tokens are next to nothing
         assert ((got - want).abs() <= 1 + want // 1000).all(), (mass, got, want)
 
@@ -114,9 +128,7 @@ def test_a_nucleus_ends_where_it_is_full() -> None:
         (0.8, 0.125),
         (1.0, 0.125),
     ):
-        got = rows.nucleus(probs, torch.tensor([mass]))
-        assert got is not None
-        assert got.item() == least, mass
+        assert nucleus(probs, torch.tensor([mass])).item() == least, mass
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -147,7 +159,40 @@ def test_a_race_that_nobody_runs_gives_some_id() -> None:
 def test_the_best(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
     logits = random_logits(width).round()  # ties
     assert torch.equal(sampling._best(logits)[0], defined(lambda: sampling._best(logits)[0]))
-    assert torch.equal(sampling._best(logits)[1], logits.amax(-1))
+    assert sampling._best(logits)[1].all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("certain", [False, True])
+def test_residuals(width: int, certain: bool, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    p, q = random_logits(width).softmax(-1)[:, :1], random_logits(width, seed=1).softmax(-1)[:, :1]
+    q[1] = p[1]  # nothing is left: p
+    ids = torch.randint(0, width, (len(PARAMS), 1), generator=torch.Generator().manual_seed(width))
+    where = torch.arange(len(PARAMS)) != 2
+
+    def left() -> Tensor:
+        rest = Law(p).minus(Law(ids=ids) if certain else Law(q), where).probs
+        assert rest is not None
+        return rest
+
+    assert torch.equal(left(), defined(left))
+
+
+def test_noise(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randint(-(2**62), 2**62, shape, generator=generator)
+
+    base, position, attempt, rounds = random(3), random(3, 5), random(3, 5), random(3)
+    for attempts in (None, attempt):
+        for purpose in (DRAFT, COUPLED):
+
+            def bits() -> Tensor:
+                return NoiseKeys(base, position, attempts, rounds).bits(purpose)  # noqa: B023
+
+            assert torch.equal(bits(), defined(bits))
+    assert torch.equal(noise._unit(position), defined(lambda: noise._unit(position)))
 
 
 @pytest.mark.parametrize("at", [0, 5, 40, 999])
@@ -186,10 +231,19 @@ DEFECTS = {
     "the nucleus forgets what is above its last bin": ("i < left && above < mass[r]", "i < left && above < mass[r] / 2"),
     "the noise of a neighbour": ("mixed(key + at + i)", "mixed(key + at + i + 1)"),
     "a race over the support's keys of another row": ("(uint64_t)keys[p.row]", "(uint64_t)keys[0]"),
-    "a token too faint is drawn": ("v < bound", "v < bound * 0.01f"),
+    "a token too faint is drawn": ("pick(v < bound, (V){0}, v)", "pick(v < bound * 0.01f, (V){0}, v)"),
     "rows that are not cut are divided too": ("if (!cut[p.row]) continue;", ""),
-    "the temperature of the first row": ("splat(temperature[p.row])", "splat(temperature[0])"),
+    "the temperature of the first row": ("splat(temperature[p.row / each])", "splat(temperature[0])"),
     "NaN lost between pieces": ("i < PIECES && most == most; i++) most =", "i < PIECES; i++) most ="),
+    "a residual where nothing is left": ("if (!found) memcpy(to", "if (found > 1) memcpy(to"),
+    "a residual where nothing was rejected": ("if (where[r] && less)", "if (less)"),
+    "a certain token kept": ("larger(v - splat(1), (V){0})", "v"),
+    "a token less than the k likeliest": ("heap[child + 1] < heap[child]) child++", "heap[child + 1] > heap[child]) child++"),
+    "one too few of the likeliest": ("return -INFINITY;\n    float *heap", "return -INFINITY;\n    k--;\n    float *heap"),
+    "ties at the cut dropped": ("pick(v < bound, (V){0}, exponential", "pick(v <= bound, (V){0}, exponential"),
+    "the bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
+    "noise without its purpose": ("folded(base[r], purpose)", "folded(base[r], 0)"),
+    "noise without its round": ("if (round) key", "if (0) key"),
     "the last of several that tie": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
 }  # fmt: skip
 
@@ -200,6 +254,9 @@ def check_all(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
         test_a_row_alone_has_the_same_bits(width)
         test_races(width, defined)
         test_the_best(width, defined)
+        for certain in (False, True):
+            test_residuals(width, certain, defined)
+    test_noise(defined)
     test_a_nucleus_ends_where_it_is_full()
     for at in (5, 40, 999):
         test_what_is_not_finite_is_seen(at, float("nan"), SamplingParams(top_p=0.9))
@@ -219,8 +276,8 @@ def test_a_defect_is_caught(
 
 def test_noise_is_hashed_once_per_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    fold = noise._fold
-    monkeypatch.setattr(noise, "_fold", lambda key, field: calls.append(0) or fold(key, field))
+    hashed = noise._keys
+    monkeypatch.setattr(noise, "_keys", lambda *fields: calls.append(0) or hashed(*fields))
     keys = NoiseKeys(torch.arange(3), torch.arange(6).expand(3, 6), None, torch.zeros(3, dtype=torch.int64))
     whole = keys.bits(DRAFT)
     count = len(calls)

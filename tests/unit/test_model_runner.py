@@ -421,7 +421,7 @@ def test_float16_from_load_to_ids(tmp_path: Path) -> None:
     prompts, said = [[3, 4, 5, 6] * 10, [7, 8, 9]], []
     for folder, dtype in (("half", None), ("whole", "float16")):
         llm = foredraft.load(tmp_path / folder, dtype=dtype, device="cpu", max_batch=2, max_length=256)
-        assert llm.engine.cache.data.dtype == torch.float16
+        assert llm.engine.cache.dtype == torch.float16
         for speculation in ("none", "lookup"):
             params = SamplingParams(
                 temperature=0, max_new_tokens=48, ignore_eos=True, speculation=speculation

@@ -77,22 +77,24 @@ def predicted(costs: Costs, drafter: str | None, length: float, tau: float) -> f
 
 def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], object]:
     cache = runner.new_cache(batch, context + width)
-    tokens = torch.zeros(batch, width, dtype=torch.int64, device=cache.data.device)
+    tokens = torch.zeros(batch, width, dtype=torch.int64, device=cache.device)
     starts = [context - 1] * batch
     return lambda: runner.forward(cache, tokens, starts)
 
 
 def _draft(drafter: Drafter, batch: int, context: int, longest: int) -> Callable[[], object] | None:
-    """`longest` tokens of each sequence, drafted one after the other: only the first one's forward finds
-    the weights as the target left them. None where the drafter has no model."""
+    """`longest` tokens of each sequence, one after the other, in one call where the engine would: only the
+    first one's forward finds the weights as the target left them. None where the drafter has no model."""
     if not isinstance(drafter, ModelDrafter):
         return None
     draft_pass = drafter.draft_pass
     cache = draft_pass.runner.new_cache(batch, context + longest)
-    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.data.device)
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.device)
     at = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
 
     def draft() -> None:
+        if draft_pass.at_once(cache, [[0]] * batch, [context - 1] * batch, [longest] * batch) is not None:
+            return
         for position in range(context, context + longest):
             draft_pass(cache, tokens, [position - 1] * batch, at=at)
 

@@ -134,7 +134,7 @@ def _asked(
 
 
 def _setting(llm: LLM, folders: tuple[Path, Path | None], prompts: Prompts, options: Options) -> Setting:
-    cache = llm.engine.cache.data
+    cache = llm.engine.cache
     longest = max(len(ids) for own in prompts.values() for ids in own)
     positions = longest + options.new_tokens
     return Setting(llm, *folders, cache.dtype, cache.device, positions, options.temperature, options.coupled)

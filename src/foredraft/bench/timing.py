@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from foredraft.decode.draft import Stepper
 from foredraft.decode.engine import Engine
 
 __all__ = ["Clock", "Parts", "interleaved", "parted", "synchronise", "timed", "watched"]
@@ -102,8 +101,9 @@ def parted(engine: Engine) -> Iterator[Parts]:
         target: Any = engine.target
         wraps.enter_context(wrapped(target, "forward", timed(target.forward, "verify")))
         for drafter in engine.drafters.values():
-            name = "step" if isinstance(drafter, Stepper) else "propose"
-            wraps.enter_context(wrapped(drafter, name, timed(getattr(drafter, name), "draft")))
+            for name in ("propose", "step", "draft"):
+                if hasattr(drafter, name):
+                    wraps.enter_context(wrapped(drafter, name, timed(getattr(drafter, name), "draft")))
         yield parts
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
-from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, Noise, NoiseKeys
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, Keys, Noise
 from foredraft.model.device import upload
 
 __all__ = ["Verdict", "accept", "coupled", "speculative"]
@@ -35,7 +35,7 @@ class Verdict:
     next_token: Tensor
 
 
-def speculative(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> Verdict:
+def speculative(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
     """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions, None where p is certain."""
     x = draft.tokens  # [B, K]
     k = x.shape[1]
@@ -43,7 +43,7 @@ def speculative(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> V
         accepted = draft.lengths
     elif p.all_certain:
         # u q < 1 always and u q < 0 never: no coin can decide
-        accepted = _leading(p.at(x) > 0, draft.lengths)
+        accepted = _leading(p.allows(x), draft.lengths)
     else:
         assert keys is not None
         accepted = _leading(noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x), draft.lengths)
@@ -59,7 +59,7 @@ def speculative(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> V
     return Verdict(accepted, correction.draw(pick)[:, 0])
 
 
-def coupled(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> Verdict:
+def coupled(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
     """As `speculative`; q and the residual are not consulted."""
 
     def pick(weights: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def coupled(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise) -> Verdi
     return Verdict(accepted, y.gather(1, accepted[:, None])[:, 0])
 
 
-def accept(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise, is_coupled: list[bool]) -> Verdict:
+def accept(draft: Draft, p: Law, keys: Keys | None, noise: Noise, is_coupled: list[bool]) -> Verdict:
     """Each row by its own rule. At temperature 0 the rules agree, and neither consults the noise."""
     if p.all_certain or not any(is_coupled):
         return speculative(draft, p, keys, noise)
@@ -86,5 +86,4 @@ def accept(draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise, is_couple
 
 def _leading(keep: Tensor, lengths: Tensor) -> Tensor:
     """Length of the run of kept tokens at the start of each row; padding is never kept -> [B]."""
-    columns = torch.arange(keep.shape[1], device=keep.device)
-    return (keep & (columns < lengths[:, None])).cumprod(1).sum(1)
+    return torch.minimum(keep.cumprod(1).sum(1), lengths)

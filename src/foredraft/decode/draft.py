@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Protocol, runtime_checkable
+from functools import cache, cached_property, lru_cache
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,9 +25,19 @@ from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Resume
+from foredraft.model.runner import Drafted, Drawing, Resume
 
-__all__ = ["Draft", "Drafter", "Guesser", "RoundInputs", "Stepper", "no_draft", "propose"]
+__all__ = [
+    "Draft",
+    "Drafter",
+    "Guesser",
+    "Looper",
+    "RoundInputs",
+    "Stepper",
+    "as_stepper",
+    "no_draft",
+    "propose",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +152,33 @@ class Stepper(Drafter, Protocol):
 
 
 @runtime_checkable
+class Looper(Stepper, Protocol):
+    """A Stepper that may take all the steps of a round in one call."""
+
+    def draft(
+        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+    ) -> Drafted | None:
+        """All steps of a round: row b reads tokens[b] from position starts[b] on, and draws most[b] of its
+        own. drawing: None for the likeliest. Gives None where it cannot."""
+        ...
+
+
+@runtime_checkable
 class Guesser(Drafter, Protocol):
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Once a round, of all its rows that may draft, each with its budget: for each of them, in order, at
         most so many tokens that may come next; none is an answer too."""
         ...
+
+
+@cache
+def _has(kind: type, method: str) -> bool:
+    """Whether drafters of a class have a method: a protocol's own check takes longer than a small round."""
+    return hasattr(kind, method)
+
+
+def as_stepper(drafter: Drafter) -> Stepper | None:
+    return cast(Stepper, drafter) if _has(type(drafter), "step") else None
 
 
 @lru_cache(maxsize=64)
@@ -170,11 +202,10 @@ def propose(
         assert name is not None
         drafter = drafters[name]
         mine = [s.drafter == name and b > 0 for s, b in zip(inputs.sequences, inputs.budgets, strict=True)]
-        if isinstance(drafter, Stepper):
-            parts.append((mine, _step_through(drafter, mine, inputs, policy, noise, greedy)))
+        if (stepper := as_stepper(drafter)) is not None:
+            parts.append((mine, _step_through(stepper, mine, inputs, policy, noise, greedy)))
         else:
-            assert isinstance(drafter, Guesser)
-            parts.append((mine, _guess(drafter, mine, inputs)))
+            parts.append((mine, _guess(cast(Guesser, drafter), mine, inputs)))
     if not parts:
         return no_draft(len(inputs.sequences), inputs.device)
     return parts[0][1] if len(parts) == 1 else _merge(parts, inputs)
@@ -200,6 +231,10 @@ def _step_through(
     drafter: Stepper, mine: list[bool], inputs: RoundInputs, policy: Policy, noise: Noise, greedy: bool
 ) -> Draft:
     """The one draft loop."""
+    if _has(type(drafter), "draft"):
+        at_once = _at_once(cast(Looper, drafter), mine, inputs, policy, noise, greedy)
+        if at_once is not None:
+            return at_once
     sequences, device = inputs.sequences, inputs.device
     rows = range(len(sequences))
     budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
@@ -217,7 +252,10 @@ def _step_through(
     walks = [_Walk(sequences[b]) if mine[b] and sequences[b].constraint is not None else None for b in rows]
     walking = any(walk is not None for walk in walks)
 
-    tokens, starts, counts = _catch_up(drafter, sequences, mine, device)
+    behind, starts = _catch_up(drafter, sequences, mine)
+    counts = [len(own) for own in behind]
+    padded = [own + [0] * (max(counts) - len(own)) for own in behind]
+    tokens = upload(padded, device, torch.int64)
     for j in range(width):
         idle = [not a for a in active]
         at = None if tokens.shape[1] == 1 else upload([c - 1 for c in counts], device)
@@ -269,11 +307,55 @@ def _reached(wanted: Tensor, possible: Tensor, going: list[Tensor]) -> Tensor:
     return wanted & before.cumprod(1).bool()
 
 
+def _at_once(
+    drafter: Looper, mine: list[bool], inputs: RoundInputs, policy: Policy, noise: Noise, greedy: bool
+) -> Draft | None:
+    """The loop in one call of the drafter's, where nobody has to look at a token before the next is drawn."""
+    sequences, table = inputs.sequences, inputs.table
+    if policy.looks or inputs.past is not None or not table.plain:
+        return None
+    if any(s.constraint is not None for s, is_mine in zip(sequences, mine, strict=True) if is_mine):
+        return None
+    most = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
+    drawing = None
+    if not (greedy or table.all_greedy):
+        if not noise.raced:
+            return None
+        drawing = table.drawing(_draft_keys(inputs)[:, : max(most)])
+        if drawing is None:
+            return None
+    drafted = drafter.draft(*_catch_up(drafter, sequences, mine), most, drawing)
+    if drafted is None:
+        return None
+    finite = drafted.finite.tolist()
+    lengths = [[*own[:count], False].index(False) for own, count in zip(finite, most, strict=True)]
+    sick = None
+    tokens = drafted.tokens
+    if lengths != most:
+        columns = torch.arange(tokens.shape[1])
+        tokens = tokens.where(columns < upload(lengths, inputs.device)[:, None], 0)
+        sick = upload([length < count for length, count in zip(lengths, most, strict=True)], inputs.device)
+    q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs)
+    return Draft(tokens, upload(lengths, inputs.device), q, drafter.resume(), sick)
+
+
+def _draft_keys(inputs: RoundInputs) -> Tensor:
+    """[B, K + 1]: what each row draws its draft by. Coupled rows share the position's noise with the target;
+    the others use their own."""
+    coupled = [s.params.is_coupled for s in inputs.sequences]
+    if all(coupled):
+        return inputs.noise.bits(COUPLED)
+    own = inputs.noise.bits(DRAFT)
+    if not any(coupled):
+        return own
+    return torch.where(upload(coupled, own.device)[:, None], inputs.noise.bits(COUPLED), own)
+
+
 def _catch_up(
-    drafter: Stepper, sequences: list[Sequence], mine: list[bool], device: torch.device
-) -> tuple[Tensor, list[int], list[int]]:
-    """What each row has to read first: the tokens past the drafter's length, the pending one included."""
-    width = 1
+    drafter: Stepper, sequences: list[Sequence], mine: list[bool]
+) -> tuple[list[list[int]], list[int]]:
+    """What each row has to read first, and from which position on: the tokens past the drafter's length, the
+    pending one included."""
     behind: list[list[int]] = []
     starts: list[int] = []
     for sequence, is_mine in zip(sequences, mine, strict=True):
@@ -283,10 +365,7 @@ def _catch_up(
             start = len(sequence.tokens) - 1
         behind.append(sequence.tokens[start:] if is_mine else [0])
         starts.append(start)
-        width = max(width, len(behind[-1]))
-    counts = [len(b) for b in behind]
-    padded = [b + [0] * (width - len(b)) for b in behind]
-    return upload(padded, device, torch.int64), starts, counts
+    return behind, starts
 
 
 def _draw(q: Law, inputs: RoundInputs, column: int, coupled: list[bool], noise: Noise) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Forward, Runner
+from foredraft.model.runner import Drafted, Drawing, Forward, Runner
 
 __all__ = ["DraftPass", "ModelDrafter"]
 
@@ -42,6 +42,20 @@ class DraftPass:
             cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
             exact=self.exact,
         )  # fmt: skip
+
+    def at_once(
+        self,
+        cache: KVCache,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None = None,
+    ) -> Drafted | None:
+        """All the steps of a draft in one call, as `Runner.draft`. None where they have to be taken one by
+        one, as where states of theirs are used again."""
+        if self.exact:
+            return None
+        return self.runner.draft(cache, tokens, starts, most, drawing, plan=self.plan)
 
 
 @runtime_checkable

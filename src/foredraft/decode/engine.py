@@ -24,9 +24,9 @@ from torch import Tensor
 
 from foredraft.decode.accept import Verdict, accept
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.draft import Draft, Drafter, RoundInputs, Stepper, propose
+from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_stepper, propose
 from foredraft.decode.law import Law
-from foredraft.decode.noise import Noise, NoiseKeys
+from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.policy import Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
@@ -94,7 +94,7 @@ class Engine:
         self.vocabulary, self.device = vocabulary, device
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
-        self.accept: Callable[[Draft, Law, NoiseKeys | None, Noise, list[bool]], Verdict] = accept
+        self.accept: Callable[[Draft, Law, Keys | None, Noise, list[bool]], Verdict] = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
@@ -120,6 +120,8 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One chunk of prefill and one round, or the chunk alone while nobody decodes; who was in it."""
+        if self.scheduler.steady:
+            return self.round()
         self._start(self.scheduler.admit())
         busy = self.scheduler.running
         if (sequence := self.scheduler.prefilling) is not None:
@@ -274,8 +276,10 @@ class Engine:
             if taps:
                 drafter.observe(sequence, start, {d: forward.taps[d][0, : end - start] for d in taps})
             fits = drafter.max_length is None or stop <= drafter.max_length
-            if isinstance(drafter, Stepper) and fits:  # one that can never draft need not read either
-                drafter.read(sequence, start, end)
+            if (
+                fits and (stepper := as_stepper(drafter)) is not None
+            ):  # who can never draft need not read either
+                stepper.read(sequence, start, end)
         if end == stop:
             sequence.state = State.RUNNING
             self._start([sequence])

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.kernels.rows import residual
+
 __all__ = ["Law"]
 
 
@@ -40,6 +42,13 @@ class Law:
         assert (self.certain is not None) == (self.probs is not None and self.ids is not None)
 
     @property
+    def columns(self) -> int:
+        """T"""
+        spoken = self.ids if self.probs is None else self.probs
+        assert spoken is not None
+        return spoken.shape[1]
+
+    @property
     def all_certain(self) -> bool:
         return self.probs is None
 
@@ -53,8 +62,17 @@ class Law:
         hot = (tokens == self.ids[:, :k]).to(torch.float32)
         return hot if dense is None else torch.where(self._certain[:, None], hot, dense)
 
+    def allows(self, tokens: Tensor) -> Tensor:
+        """Whether `tokens` [B, K] can be drawn at all, each under its own position's law -> [B, K] bool."""
+        if self.probs is None:
+            assert self.ids is not None
+            return tokens == self.ids[:, : tokens.shape[1]]
+        return self.at(tokens) > 0
+
     def position(self, index: Tensor) -> Law:
         """The law at position `index` [B] of every row -> Law with T = 1."""
+        if self.columns == 1:
+            return self
         probs = ids = None
         if self.probs is not None:
             at = index[:, None, None].expand(-1, 1, self.probs.shape[2])
@@ -94,11 +112,16 @@ class Law:
         """
         if self.probs is None:
             return self
+        drawn = q.ids if q.probs is None else q.probs if q.ids is None else None
+        if self.ids is None and drawn is not None:
+            found = residual(self.probs, drawn, where[:, None])
+            if found is not None:
+                return Law(found)
         vocabulary = self.probs.shape[2]
         p = self.weights(vocabulary)
-        residual = (p - q.weights(vocabulary)).clamp_min(0.0)
-        usable = where[:, None, None] & (residual.sum(-1, keepdim=True) > 0)
-        return Law(torch.where(usable, residual, p), self.ids, self.certain)
+        left = (p - q.weights(vocabulary)).clamp_min(0.0)
+        usable = where[:, None, None] & (left.sum(-1, keepdim=True) > 0)
+        return Law(torch.where(usable, left, p), self.ids, self.certain)
 
     @property
     def _certain(self) -> Tensor:

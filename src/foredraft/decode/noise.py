@@ -21,9 +21,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foredraft.kernels.rows import race
+from foredraft.kernels.rows import noise_keys, race, units
 
-__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "Noise", "NoiseKeys", "seed_key"]
+__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "Keys", "Noise", "NoiseKeys", "seed_key"]
 
 DRAFT: Final = 1  # the drafter's own draw
 ACCEPT: Final = 2  # the coin of the acceptance test
@@ -54,8 +54,25 @@ def _fold(key: Tensor, field: Tensor | int) -> Tensor:
     return _mix(key + _GOLDEN + (field if isinstance(field, Tensor) else _signed(field)))
 
 
+def _keys(
+    base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
+) -> Tensor:
+    """One field folded in after the other -> [B, T] int64."""
+    found = noise_keys(base, rounds, position, attempt, purpose)
+    if found is not None:
+        return found
+    key = _fold(base, purpose)
+    if rounds is not None:
+        key = _fold(key, rounds)
+    key = _fold(key[:, None], position)
+    return _fold(key, 0 if attempt is None else attempt)
+
+
 def _unit(key: Tensor) -> Tensor:
     """Uniform float64 in [0, 1) with 53 bits."""
+    found = units(key)
+    if found is not None:
+        return found
     return ((key >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
@@ -71,60 +88,75 @@ def seed_key(seed: int, sample: int) -> int:
     return _signed(mix(mix(seed + 0x9E3779B97F4A7C15) + sample + 0x9E3779B97F4A7C15))
 
 
-@dataclass(frozen=True)
-class NoiseKeys:
-    """Keys of B rows at T successive positions.
+class Keys:
+    """Keys of B rows at T positions: what draws are a function of.
 
-    base: [B] int64 from `seed_key`; position: [B, T] int64, absolute; attempt: [B, T] int64, how many
-    rollbacks of a ban crossed the position; round: [B] int64, the sequence's own round count. whole: the keys
-    of which these are a part, and which part, so that what was hashed once is not hashed again.
+    base: [B] int64 from `seed_key`.
     """
+
+    base: Tensor
+
+    def bits(self, purpose: int) -> Tensor:
+        """[B, T] int64"""
+        raise NotImplementedError
+
+    def column(self, index: int) -> Keys:
+        """The keys of one column, the same in every row, as T = 1."""
+        return _Part(self.base, self, lambda x: x[:, index : index + 1])
+
+    def first(self, count: int) -> Keys:
+        """The keys of the first `count` columns."""
+        return _Part(self.base, self, lambda x: x[:, :count])
+
+    def columns(self, index: Tensor) -> Keys:
+        """The keys at column `index` [B] of every row, as T = 1."""
+        return _Part(self.base, self, lambda x: x.gather(1, index[:, None]))
+
+
+@dataclass(frozen=True)
+class NoiseKeys(Keys):
+    """position: [B, T] int64, absolute; attempt: [B, T] int64, how many rollbacks of a ban crossed the
+    position, None where none did; round: [B] int64, the sequence's own count."""
 
     base: Tensor
     position: Tensor
     attempt: Tensor | None
     round: Tensor
-    whole: tuple[NoiseKeys, Callable[[Tensor], Tensor]] | None = None
     _hashed: dict[int, Tensor] = field(default_factory=dict, repr=False)  # purpose -> bits
 
-    def column(self, index: int) -> NoiseKeys:
-        """The keys of one column, the same in every row, as T = 1."""
-        return self._part(lambda x: x[:, index : index + 1])
-
-    def first(self, count: int) -> NoiseKeys:
-        """The keys of the first `count` columns."""
-        return self._part(lambda x: x[:, :count])
-
-    def columns(self, index: Tensor) -> NoiseKeys:
-        """The keys at column `index` [B] of every row, as T = 1."""
-        return self._part(lambda x: x.gather(1, index[:, None]))
-
     def bits(self, purpose: int) -> Tensor:
-        """[B, T] int64. The round is left out for `coupled`: its noise belongs to the position."""
-        if self.whole is not None:
-            keys, part = self.whole
-            return part(keys.bits(purpose))
+        """The round is left out for `coupled`: its noise belongs to the position."""
         if purpose not in self._hashed:
-            key = _fold(self.base, purpose)
-            if purpose != COUPLED:
-                key = _fold(key, self.round)
-            key = _fold(key[:, None], self.position)
-            self._hashed[purpose] = _fold(key, 0 if self.attempt is None else self.attempt)
+            rounds = None if purpose == COUPLED else self.round
+            self._hashed[purpose] = _keys(self.base, rounds, self.position, self.attempt, purpose)
         return self._hashed[purpose]
 
-    def _part(self, part: Callable[[Tensor], Tensor]) -> NoiseKeys:
-        attempt = None if self.attempt is None else part(self.attempt)
-        return NoiseKeys(self.base, part(self.position), attempt, self.round, (self, part))
+
+@dataclass(frozen=True)
+class _Part(Keys):
+    """Some of the positions: what is hashed, is hashed once, of the whole."""
+
+    base: Tensor
+    whole: Keys
+    part: Callable[[Tensor], Tensor]
+
+    def bits(self, purpose: int) -> Tensor:
+        return self.part(self.whole.bits(purpose))
 
 
 class Noise:
-    """The two draws. Tests swap in one that forks every branch and multiplies the probabilities."""
+    """The two draws. Tests swap in one that forks every branch and multiplies the probabilities.
 
-    def coin(self, keys: NoiseKeys, purpose: int) -> Tensor:
+    raced: its picks are the exponential race by the bits of their keys, so a kernel may run it elsewhere.
+    """
+
+    raced = True
+
+    def coin(self, keys: Keys, purpose: int) -> Tensor:
         """Uniform in [0, 1) -> [B, T] float64."""
         return _unit(keys.bits(purpose))
 
-    def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
+    def pick(self, weights: Tensor, keys: Keys, purpose: int) -> Tensor:
         """Draw token ids with the law of weights [B, T, V] (unnormalised) -> [B, T] int64.
 
         Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.

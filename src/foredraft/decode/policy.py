@@ -26,6 +26,11 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def looks(self) -> bool:
+        """Whether `go_on` may ever stop a draft; if not, nobody has to ask it between two tokens."""
+        ...
+
     def start(self) -> Any:
         """State of a new sequence."""
         ...
@@ -48,6 +53,7 @@ class Fixed:
 
     max_draft: int
     name: str = "fixed"
+    looks = False
 
     def start(self) -> None:
         return None
@@ -72,6 +78,7 @@ class Heuristic:
     max_draft: int
     first: int = 5
     name: str = "heuristic"
+    looks = False
 
     def start(self) -> list[int]:
         return [min(self.first, self.max_draft)]

@@ -22,7 +22,7 @@ from foredraft.model.device import upload
 __all__ = ["Reading", "read"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """One row of it. p, q: what the laws gave the drafted tokens, next_p: the next; none unless traced."""
 
@@ -66,7 +66,9 @@ def read(
             pair = [p.at(draft.tokens), draft.q.at(draft.tokens)]
             tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
     verdicts, *more = _read(tensors)
-    rows_read = [row if draft.sick is not None else [*row[:3], 0, *row[3:]] for row in verdicts.tolist()]
+    rows_read = verdicts.tolist()
+    if draft.sick is None:
+        rows_read = [[*row[:3], 0, *row[3:]] for row in rows_read]
     scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
     chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
     return [
@@ -102,6 +104,8 @@ def _reading(
 
 def _read(tensors: list[Tensor]) -> list[Integers]:
     """The one synchronisation."""
+    if len(tensors) == 1:
+        return [tensors[0].cpu().numpy()]
     flat: Integers = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu().numpy()
     several = []
     for tensor in tensors:

@@ -21,8 +21,9 @@ from torch import Tensor
 from foredraft.decode.law import Law
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.past import Past
-from foredraft.kernels.rows import best, nucleus, softmax, trim
+from foredraft.kernels.rows import best, law
 from foredraft.model.device import upload
+from foredraft.model.runner import Drawing
 
 __all__ = ["SamplingTable", "law_of"]
 
@@ -47,7 +48,7 @@ class SamplingTable:
     top_p: Tensor | None  # [B] float32
     min_p: Tensor | None  # [B] float32
     typical_p: Tensor | None  # [B] float32
-    cut: Tensor | None  # [B] bool: rows with a top_p, a min_p or a typical_p
+    cut: Tensor | None  # [B] bool: rows with a top_p or a min_p
     penalties: Tensor | None  # [3, B] float32: repetition, presence, frequency
     biased: Tensor | None  # [B, N] int64: ids, padded with 0
     bias: Tensor | None  # [B, N] float32, padded with 0
@@ -68,7 +69,7 @@ class SamplingTable:
         greedy = [p.greedy for p in params]
         # greedy rows need no cuts: argmax survives every one of them
         top_k = [0 if p.greedy else p.top_k for p in params]
-        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0 or p.typical_p < 1) for p in params]
+        cut = [not p.greedy and (p.top_p < 1 or p.min_p > 0) for p in params]
         penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         biases = [p.logit_bias or {} for p in params]
         barred = [
@@ -99,6 +100,18 @@ class SamplingTable:
             else None,
         )
 
+    def drawing(self, keys: Tensor) -> Drawing | None:
+        """All that a draw from these laws needs, with the noise of K of them [B, K]; None where logits are
+        edited or cut in other ways too, or where some rows, not all, are greedy."""
+        if not self.plain or self.greedy is not None or self.typical_p is not None:
+            return None
+        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.cut, keys.contiguous())
+
+    @property
+    def plain(self) -> bool:
+        """No row's logits are edited by a bias, a bar or a penalty."""
+        return self.biased is None and self.least is None and self.penalties is None
+
     def of_prompt(self) -> SamplingTable:
         """Without what counts or bars new tokens."""
         if self.penalties is None:
@@ -127,26 +140,22 @@ def law_of(
     """
     logits = _edited(logits, table, masks, past)
     if argmax or table.all_greedy:
-        ids, top = _best(logits)
-        return Law(ids=ids), _finite(top)
-    probs, top = _transformed(logits, table)
+        ids, finite = _best(logits)
+        return Law(ids=ids), finite
+    probs, finite = _transformed(logits, table)
     if table.greedy is None:
-        return Law(probs), _finite(top)
-    return Law(probs, _best(logits)[0], table.greedy), _finite(top)
+        return Law(probs), finite
+    return Law(probs, _best(logits)[0], table.greedy), finite
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens [B, T], ties to the smallest id, and their logits; NaN where there is one."""
+    """The likeliest tokens [B, T], ties to the smallest id, and whether all logits are finite."""
     found = best(logits)
     if found is not None:
         return found
     ids = logits.argmax(-1)
-    return ids, logits.gather(-1, ids[..., None])[..., 0]
-
-
-def _finite(top: Tensor) -> Tensor:
-    """Whether all logits were, by the largest: NaN and +inf win."""
-    return top - top == 0
+    top = logits.gather(-1, ids[..., None])[..., 0]
+    return ids, top - top == 0  # NaN and +inf win
 
 
 def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Past | None) -> Tensor:
@@ -179,40 +188,41 @@ def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Pa
 
 
 def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    """[B, T, V] -> probabilities after temperature and cuts, and the largest logit, NaN if there is one."""
+    """[B, T, V] -> probabilities after temperature and cuts, and whether all logits are finite."""
+    options = table.temperature, table.top_k, table.top_p, table.min_p, table.cut
+    probs, finite = law(logits, *options) or _law(logits, table)
+    if table.typical_p is not None:
+        probs = _typical(probs, table.typical_p[:, None, None])
+    return probs, finite
+
+
+def _law(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+    """Probabilities after temperature, top_k, top_p and min_p, and whether all logits are finite."""
     if table.top_k is not None:  # before the temperature, which changes no order
         most = min(table.top_k_most, logits.shape[-1])
         largest = logits.topk(most, dim=-1).values  # [B, T, most]
         k = table.top_k.clamp(1, most)[:, None, None].expand(-1, logits.shape[1], 1)
         cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))
         logits = logits.masked_fill(cut, -math.inf)
-    probs, top = _softened(logits, table.temperature[:, None])
+    top = logits.amax(-1)
+    # The largest logit is subtracted before the division: no temperature, however small, overflows.
+    probs = ((logits - top[..., None]) / table.temperature[:, None, None]).softmax(-1)
+    finite = top - top == 0  # NaN and +inf win
+    if table.cut is None:
+        return probs, finite
     least = torch.zeros_like(top)  # [B, T]
     if table.top_p is not None:
         top_p = table.top_p[:, None]
         least = _least_in_nucleus(probs, top_p).where(top_p < 1, 0.0)
     if table.min_p is not None:
         least = least.maximum(probs.amax(-1) * table.min_p[:, None])
-    if table.typical_p is not None:
-        probs = _typical(probs.where(probs >= least[..., None], 0.0), table.typical_p[:, None, None])
-    return (probs if table.cut is None else _trimmed(probs, least, table.cut[:, None])), top
-
-
-def _softened(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(logits / temperature [B, 1]), and the largest logit, NaN where there is one."""
-    found = softmax(logits, temperature)
-    if found is not None:
-        return found
-    top = logits.amax(-1)
-    # The largest logit is subtracted before the division: no temperature, however small, overflows.
-    return ((logits - top[..., None]) / temperature[..., None]).softmax(-1), top
+    kept = probs.where(probs >= least[..., None], 0.0)
+    # only rows that are cut: no other's bits may change
+    return torch.where(table.cut[:, None, None], kept / _total(kept), kept), finite
 
 
 def _least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
     """The least probability kept [B, T]: tokens with less than the mass [B, 1] ranked above them are."""
-    least = nucleus(probs, mass)
-    if least is not None:
-        return least
     ordered = probs.sort(-1, descending=True).values
     before = _running(ordered) - ordered  # mass ranked above; the first is always kept
     # a mass too small for float32 keeps the first all the same, and NaN has no last at all
@@ -220,24 +230,15 @@ def _least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
     return ordered.gather(-1, last)[..., 0]
 
 
-def _trimmed(probs: Tensor, least: Tensor, cut: Tensor) -> Tensor:
-    """Without what is below `least` [B, T]; rows that are cut [B, 1] sum to one again, and no other's bits
-    change for them. The probabilities may be overwritten."""
-    if trim(probs, least, cut):
-        return probs
-    kept = probs.where(probs >= least[..., None], 0.0)
-    return torch.where(cut[..., None], kept / _total(kept), kept)
-
-
 def _typical(probs: Tensor, mass: Tensor) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the law's entropy, up to the mass [B, 1, 1]."""
-    p = probs / _total(probs)
-    surprise = -p.log()
-    entropy = _total((p * surprise).where(p > 0, 0.0))
-    distance = (surprise - entropy).abs().where(p > 0, math.inf)
+    """Keep the tokens whose surprise is nearest to the law's entropy, up to the mass [B, 1, 1] below 1."""
+    surprise = -probs.log()
+    entropy = _total((probs * surprise).where(probs > 0, 0.0))
+    distance = (surprise - entropy).abs().where(probs > 0, math.inf)
     ordered, at = distance.sort(-1)
-    last = (_running(p.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
-    return probs.where((distance <= ordered.gather(-1, last)) | (mass >= 1), 0.0)
+    last = (_running(probs.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
+    kept = probs.where(distance <= ordered.gather(-1, last), 0.0)
+    return torch.where(mass < 1, kept / _total(kept), probs)
 
 
 def _total(x: Tensor) -> Tensor:

@@ -24,6 +24,12 @@ class Scheduler:
         self.waiting.append(sequence)
 
     @property
+    def steady(self) -> bool:
+        """There are rounds to take, and nothing else to do."""
+        sequences = self.rows.sequences
+        return not self.waiting and bool(sequences) and all(s.state is State.RUNNING for s in sequences)
+
+    @property
     def running(self) -> bool:
         return any(s.state is State.RUNNING for s in self.rows.sequences)
 

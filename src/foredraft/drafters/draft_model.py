@@ -16,7 +16,7 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Resume, Runner, next_chunk
+from foredraft.model.runner import Drafted, Drawing, Resume, Runner, next_chunk
 
 __all__ = ["DraftModel"]
 
@@ -67,6 +67,18 @@ class DraftModel:
         assert forward.logits is not None
         logits = forward.logits[:, 0]
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
+
+    def draft(
+        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+    ) -> Drafted | None:
+        if self.vocabulary is not None:
+            return None
+        drafted = self.draft_pass.at_once(self.cache, tokens, starts, most, drawing)
+        if drafted is not None:
+            for row, (start, own, count) in enumerate(zip(starts, tokens, most, strict=True)):
+                if count:
+                    self._read[row] = start + len(own) + count - 1
+        return drafted
 
     def resume(self) -> Resume | None:
         return None

@@ -20,13 +20,13 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.skips import Skips
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Resume, Runner
+from foredraft.model.runner import Drafted, Drawing, Resume, Runner
 
 __all__ = ["LayerSkip"]
 
 
 class LayerSkip:
-    """A Stepper over the target's own runner and cache."""
+    """A Looper over the target's own runner and cache."""
 
     name = "layer-skip"
     taps: tuple[int, ...] = ()
@@ -60,6 +60,11 @@ class LayerSkip:
             self._states.append(forward.hidden)
         assert forward.logits is not None
         return forward.logits[:, 0]
+
+    def draft(
+        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+    ) -> Drafted | None:
+        return self.draft_pass.at_once(self.cache, tokens, starts, most, drawing)
 
     def resume(self) -> Resume | None:
         if self.skips.exit is None:

@@ -1,5 +1,5 @@
 // The passes of a decoder on a CPU, for bfloat16 and float32 (passes.inc), and what is decided over a vocabulary
-// (rows.inc).
+// (rows.inc); stretches.inc puts both together.
 //
 // Every sum is added in an order that depends on nothing but the position's own place: not on how many rows,
 // queries or keys share the pass, nor on the number of threads. So every shape gives a position the same bits.
@@ -20,7 +20,8 @@ typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
 
-enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, KEYS = 64, QUERIES = 12, GROUP = 6, WIDEST_HEAD = 512 };
+enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, WIDEST_HEAD = 512, LINE = 64 };
+enum { KEYS = 128, QUERIES = 12, GROUP = 6 };  // of attention: keys and query rows at once, and those in registers
 #ifdef __AVX512F__
 enum { TILE = 12 };  // rows of a tile: two accumulators each, of 32 registers
 #else
@@ -43,6 +44,8 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, inner, gelu;
     float scale, softcap, logit_softcap;  // 0: no cap
+    const void *embedding;  // [vocabulary, hidden]
+    float embedding_scale;  // 0: none
     Norm norm;
     Linear head;
     Layer *layer;
@@ -52,7 +55,7 @@ typedef struct {
     int64_t groups;  // runs of columns of one row, at successive positions
     const int64_t *first, *count, *start, *row;  // of each: first column, columns, first position, cache row
     const void *const *rotary;  // tables, [positions, cos|sin, dim] each
-    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim]
+    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], but keys in blocks (attention.inc)
     int64_t rows, positions;
 } Pass;
 
@@ -130,6 +133,15 @@ static inline Share share(int64_t count) {
     return (Share){count * me / threads, count * (me + 1) / threads};
 }
 
+// The pieces that a group's attention is cut into.
+static inline int64_t pieces(const Model *m, const Pass *p, int64_t g) {
+    return (p->count[g] * (m->heads / m->kv_heads) + QUERIES - 1) / QUERIES * m->kv_heads;
+}
+
+static inline void bring(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)from + i);
+}
+
 // A weight [n, words] in blocks; what is missing of the last one is zero.
 void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *packed, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -151,6 +163,19 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
     }
 }
 
+// How a token is drawn, of each row; no temperature: the likeliest. The others may be missing, or say nothing by 1
+// (top_p) or 0 (top_k, min_p). cut: whether top_p or min_p says anything.
+typedef struct {
+    const float *temperature;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const uint8_t *cut;
+} Drawing;
+
+static void draw(
+    const Drawing *how, int64_t row, const float *logits, int64_t n, const int64_t *key, int64_t *token,
+    uint8_t *finite, float *law, int threads);
+
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define NAME(x) JOIN(x, SUFFIX)
@@ -160,6 +185,7 @@ typedef float Float32;
 #define WORD 1
 #define SUFFIX _float32
 #include "passes.inc"
+#include "stretches.inc"
 #undef E
 #undef WORD
 #undef SUFFIX
@@ -169,6 +195,7 @@ typedef uint16_t BFloat16;
 #define WORD 2
 #define SUFFIX _bfloat16
 #include "passes.inc"
+#include "stretches.inc"
 #undef E
 #undef WORD
 #undef SUFFIX

@@ -23,7 +23,7 @@ __all__ = ["compiler", "library", "loaded", "unavailable_because"]
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "passes.inc", "rows.inc")
+SOURCES = ("kernels.c", "passes.inc", "attention.inc", "stretches.inc", "rows.inc")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
 COMPILERS = (["cc"], ["gcc"])
 SECONDS = 120  # that compiling may take; it takes two

@@ -1,4 +1,5 @@
-"""What is decided over a vocabulary, a row at a time: float32 rows on the CPU, where the kernels are loaded.
+"""What is decided over a vocabulary, a row at a time, and the noise that decides: float32 rows on the CPU,
+where the kernels are loaded.
 
 Contract: each function gives None where it does not serve, and its caller's own definition holds. A row's
 result is the same alone and among others.
@@ -15,81 +16,115 @@ from torch import Tensor
 
 from foredraft.kernels.loading import loaded
 
-__all__ = ["best", "nucleus", "race", "softmax", "trim"]
+__all__ = ["best", "law", "noise_keys", "race", "residual", "units"]
+
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "best": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+    "law": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
+    "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
+    "race": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
+    "units": (c_void_p, c_int64, c_void_p),
+}
 
 
 def best(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Where every row [..., V] is largest, first of all, and that value, NaN where there is one: two times
-    [...]."""
-    kernels = _serving(x)
-    if kernels is None:
+    """Where every row [..., V] is largest, first of all: int64 [...]; whether that value is finite: bool."""
+    run = _serving("best", x)
+    if run is None:
         return None
-    ids, tops = x.new_empty(x.shape[:-1], dtype=torch.int64), x.new_empty(x.shape[:-1])
-    _call(kernels.foredraft_best, x, (), ids, tops)
-    return ids, tops
+    x = x.contiguous()  # rows may lie apart or not, by what shared their pass
+    shape, columns = x.shape[:-1], x.shape[-1]
+    ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
+    run(x.data_ptr(), ids.numel(), columns, ids.data_ptr(), finite.data_ptr(), torch.get_num_threads())
+    return ids, finite
 
 
-def softmax(x: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor] | None:
-    """softmax(x / temperature) of every row [..., V], and its largest value [...], NaN where there is one;
-    temperature [...]."""
-    kernels = _serving(x)
-    if kernels is None:
+def law(
+    x: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    cut: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """softmax(x / temperature) of every row [B, T, V], cut by top_k, top_p and min_p, and whether its largest
+    value is finite [B, T] bool; the parameters and cut (whether top_p or min_p cuts) [B]."""
+    run = _serving("law", x)
+    if run is None:
         return None
-    probs, tops = x.new_empty(x.shape), x.new_empty(x.shape[:-1])
-    _call(kernels.foredraft_softmax, x, (_alike(temperature, x),), probs, tops)
-    return probs, tops
+    x = x.contiguous()
+    batch, columns, size = x.shape
+    probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
+    options = map(_address, (temperature, top_k, top_p, min_p, cut))
+    outs = probs.data_ptr(), finite.data_ptr()
+    run(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
+    return probs, finite
 
 
-def trim(probs: Tensor, least: Tensor, cut: Tensor) -> bool:
-    """In place: what is below `least` becomes 0, and rows [..., V] that are `cut` sum to one again; least and
-    cut [...]. Whether that was done."""
-    kernels = _serving(probs)
-    if kernels is None or not probs.is_contiguous():
-        return False
-    _call(kernels.foredraft_trim, probs, (_alike(least, probs), _alike(cut, probs)))
-    return True
+def residual(p: Tensor, q: Tensor, where: Tensor) -> Tensor | None:
+    """What is positive of p - q in the rows [..., V] where `where` [...] says so and anything is, else p.
 
-
-def nucleus(probs: Tensor, mass: Tensor) -> Tensor | None:
-    """The least probability that a nucleus of `mass` [...] keeps of each row [..., V] -> [...]: that of the
-    last token, from the likeliest down, with less than the mass ranked above it."""
-    kernels = _serving(probs)
-    if kernels is None:
+    q: [..., V], or the one id that it is certain of [...] int64.
+    """
+    run = _serving("residual", p)
+    if run is None:
         return None
-    out = probs.new_empty(probs.shape[:-1])
-    _call(kernels.foredraft_nucleus, probs, (_alike(mass, probs),), out)
+    p, q, where = p.contiguous(), q.contiguous(), where.contiguous()
+    out = p.new_empty(p.shape)
+    certain = q.dtype == torch.int64
+    law_of, id_of = (None, q.data_ptr()) if certain else (q.data_ptr(), None)
+    run(p.data_ptr(), law_of, id_of, where.data_ptr(), where.numel(), p.shape[-1], out.data_ptr())
     return out
 
 
 def race(weights: Tensor, keys: Tensor) -> Tensor | None:
     """The winners of the exponential race of each row [..., V], by the noise of its key [...] -> [...]."""
-    kernels = _serving(weights)
-    if kernels is None:
+    run = _serving("race", weights)
+    if run is None:
         return None
-    out = keys.new_empty(weights.shape[:-1])
-    _call(kernels.foredraft_race, weights, (_alike(keys, weights),), out)
+    weights, keys = weights.contiguous(), keys.contiguous()
+    out = keys.new_empty(keys.shape)
+    size = weights.shape[-1]
+    run(weights.data_ptr(), keys.data_ptr(), keys.numel(), size, out.data_ptr(), torch.get_num_threads())
     return out
 
 
-def _serving(x: Tensor) -> ctypes.CDLL | None:
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+def noise_keys(
+    base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
+) -> Tensor | None:
+    """`decode.noise`'s hash of the fields of a key: base and rounds [B], position and attempt [B, T], all
+    int64 -> [B, T]."""
+    run = _serving("keys", position, torch.int64)
+    if run is None:
         return None
-    return loaded()
+    fields = [None if x is None else x.contiguous() for x in (base, rounds, position, attempt)]
+    out = position.new_empty(position.shape)
+    run(*map(_address, fields), purpose, *position.shape, out.data_ptr())
+    return out
 
 
-def _alike(values: Tensor, x: Tensor) -> Tensor:
-    """One for every row of x."""
-    return values.expand(x.shape[:-1]).contiguous()
+def units(keys: Tensor) -> Tensor | None:
+    """Uniform in [0, 1), 53 bits of each key: int64 -> float64, of the same shape."""
+    run = _serving("units", keys, torch.int64)
+    if run is None:
+        return None
+    keys = keys.contiguous()
+    out = keys.new_empty(keys.shape, dtype=torch.float64)
+    run(keys.data_ptr(), keys.numel(), out.data_ptr())
+    return out
 
 
-def _call(function: Any, x: Tensor, others: tuple[Tensor, ...], *outs: Tensor) -> None:
-    """One of the kernels: x, what else it reads of each row, how many rows and columns, and the results."""
-    x, columns = x.contiguous(), x.shape[-1]  # rows may lie apart or not, by what shared their pass
-    rows = x.numel() // max(columns, 1)
-    if function.argtypes is None:
-        function.argtypes = (
-            *(c_void_p,) * (1 + len(others)), c_int64, c_int64, *(c_void_p,) * len(outs), c_int
-        )  # fmt: skip
-        function.restype = None
-    before, after = ([array.data_ptr() for array in several] for several in ((x, *others), outs))
-    function(*before, rows, columns, *after, torch.get_num_threads())
+def _serving(name: str, x: Tensor, dtype: torch.dtype = torch.float32) -> Any | None:
+    """The kernel for such rows."""
+    kernels: ctypes.CDLL | None = loaded()
+    if kernels is None or x.dtype != dtype or x.device.type != "cpu":
+        return None
+    run: Any = getattr(kernels, f"foredraft_{name}")
+    if run.argtypes is None:
+        run.argtypes, run.restype = SIGNATURES[name], None
+    return run
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

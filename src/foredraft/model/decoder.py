@@ -127,6 +127,7 @@ class Decoder:
         # the reference rounds the factor to the model's dtype before it multiplies
         scale = spec.embedding_scale
         self._scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
+        self.embedding_scale = None if scale is None else float(torch.tensor(scale).to(self.dtype))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, D]"""

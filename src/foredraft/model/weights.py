@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.kernels.pages import Arena
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
@@ -99,6 +100,7 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Dec
     copies = native or packs(tensors.device, tensors.dtype)
     hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    arena = Arena()
 
     def norm(name: str, size: int = hidden) -> RMSNorm:
         weight = tensors.take({f"{name}.weight": (size,)})
@@ -109,7 +111,7 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Dec
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
         weight = tensors.lend(weights) if copies else tensors.take(weights)
         offset = tensors.take(biases) if bias else None
-        return arrange(weight, offset) if native and not weight.is_meta else pack(weight, offset)
+        return arrange(weight, offset, arena) if native and not weight.is_meta else pack(weight, offset)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"

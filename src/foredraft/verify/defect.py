@@ -17,7 +17,7 @@ from foredraft.decode.accept import Verdict
 from foredraft.decode.draft import Draft
 from foredraft.decode.engine import Engine
 from foredraft.decode.law import Law
-from foredraft.decode.noise import RESIDUAL, Noise, NoiseKeys
+from foredraft.decode.noise import RESIDUAL, Keys, Noise
 from foredraft.model.device import upload
 
 __all__ = ["without_residual"]
@@ -27,9 +27,7 @@ __all__ = ["without_residual"]
 def without_residual(engine: Engine) -> Iterator[None]:
     """Within, the rounds of this engine draw every correction from p; `coupled` rows have no residual."""
 
-    def defective(
-        draft: Draft, p: Law, keys: NoiseKeys | None, noise: Noise, is_coupled: list[bool]
-    ) -> Verdict:
+    def defective(draft: Draft, p: Law, keys: Keys | None, noise: Noise, is_coupled: list[bool]) -> Verdict:
         verdict = sound(draft, p, keys, noise, is_coupled)
 
         def pick(weights: Tensor) -> Tensor:

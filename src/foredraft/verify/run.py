@@ -164,7 +164,7 @@ def _about(llm: LLM, drafter: str) -> dict[str, Any]:
         "plan": str(drafting.skips) if isinstance(drafting, LayerSkip) else None,
         "policy": engine.policy.name,
         "greedy_drafts": engine.greedy_drafts,
-        "dtype": str(engine.cache.data.dtype).removeprefix("torch."),
+        "dtype": str(engine.cache.dtype).removeprefix("torch."),
         "device": str(engine.device),
         "deterministic": llm.deterministic,
         "max_batch": engine.cache.rows,

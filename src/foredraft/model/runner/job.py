@@ -22,6 +22,27 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawing:
+    """How tokens are drawn from logits, a row of parameters each; None where nobody uses one."""
+
+    temperature: Tensor  # [B] float32, as the others but for
+    top_k: Tensor | None  # [B] int64
+    top_p: Tensor | None  # [B]
+    min_p: Tensor | None  # [B]
+    cut: Tensor | None  # [B] bool: rows with a top_p or a min_p
+    keys: Tensor  # [B, K] int64: the noise of each draw
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens that a model gave itself, one after the other; zeros past a row's own number."""
+
+    tokens: Tensor  # [B, K] int64
+    finite: Tensor  # [B, K] bool: the logits that each was drawn from
+    probs: Tensor | None  # [B, K, V] float32: their laws; None: they are the likeliest
+
+
+@dataclass(slots=True)
 class Job:
     """The arguments of one forward, resolved."""
 
@@ -38,18 +59,22 @@ class Job:
     head: bool
     recorded: bool  # may be replayed from a recording
 
-    def shape(self) -> PassShape:
-        """Padded, and within the cache."""
-        cache, shapes, (batch, width) = self.cache, self.shapes, self.tokens.shape
-        queries = shapes.queries(width, batch)
-        last = max(self.starts[b] for b in self.active)
+    def check(self, queries: int) -> int:
+        """The last position that a row starts from; so many columns of each fit into the cache."""
+        cache, last = self.cache, max(self.starts[b] for b in self.active)
         if last + queries > cache.scratch:
             raise ValueError(
                 f"{queries} columns at position {last} overrun a cache row of {cache.positions} positions"
             )
         if queries > cache.slack:
             raise ValueError(f"{queries} columns are more than the slack of {cache.slack} positions holds")
-        length = min(shapes.length(last + width), cache.stored)
+        return last
+
+    def shape(self) -> PassShape:
+        """Padded, and within the cache."""
+        shapes, (batch, width) = self.shapes, self.tokens.shape
+        queries = shapes.queries(width, batch)
+        length = min(shapes.length(self.check(queries) + width), self.cache.stored)
         return PassShape(self.first_row, batch, queries, length, shapes.span, shapes.apart)
 
     def unknown(self, resume: Resume) -> Job | None:

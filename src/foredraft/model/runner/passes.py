@@ -43,7 +43,7 @@ def build_pass(
 
     `tables` are the rotary tables [P, 2, D]. A single row's start may be a number.
     """
-    columns = torch.arange(shape.queries, device=cache.data.device)
+    columns = torch.arange(shape.queries, device=cache.device)
     if isinstance(starts, int):
         positions = (columns + starts)[None]  # [1, T]
         rows: Tensor | slice = slice(starts, starts + shape.queries)  # of the rotary tables
@@ -63,7 +63,7 @@ def build_pass(
         queries=shape.queries,
         length=shape.length,
         rotary={window: rotations[spec.rope_of(window)] for window in dict.fromkeys(spec.windows)},
-        masks=causal_masks(spec, positions, shape.length, cache.data.dtype),
+        masks=causal_masks(spec, positions, shape.length, cache.dtype),
         write=write,
         real=real,
         span=shape.span,

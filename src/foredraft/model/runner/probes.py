@@ -66,8 +66,15 @@ class AttentionProbe:
     """
 
     def __init__(
-        self, spec: ModelSpec, context: int, queries: int, like: Tensor, random: torch.Generator
+        self,
+        spec: ModelSpec,
+        context: int,
+        queries: int,
+        like: Tensor,
+        random: torch.Generator,
+        blocked: bool = False,
     ) -> None:
+        """blocked: for the kernels."""
         self.spec = replace(spec, layers=1, windows=(None,))
         self.context, self.queries = context, queries
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
@@ -87,12 +94,13 @@ class AttentionProbe:
         )  # [1, Hk, T * G, D], [1, Hk, P, D]
         self.v = v.to(like.device, like.dtype)
         self.noise = _normal((1, heads, 1024, dim), random).to(like.device, like.dtype)
-        self.cache = KVCache(self.spec, 8, 3584, device=like.device, dtype=like.dtype)
+        self.cache = KVCache(self.spec, 8, 3584, device=like.device, dtype=like.dtype, blocked=blocked)
 
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
         """[T, Hk, G, D] of the probed row, at `place` in a batch, with garbage of `scale` past its
         context."""
-        k, v = self.fill(batch, length, place, scale)
+        self.fill(batch, length, place, scale)
+        k, v = self.cache.read(0, 0, batch, length)
         q, groups = self.queries_of(batch, queries, place), self.spec.groups
         starts = torch.tensor([max(0, self.context - 7 * abs(row - place)) for row in range(batch)])
         positions = starts.to(q.device)[:, None] + torch.arange(queries, device=q.device)
@@ -100,13 +108,12 @@ class AttentionProbe:
         out = mix(self.spec, q, k, v, mask, apart)[place]  # [Hk, T * G, D]
         return out.view(-1, queries, groups, out.shape[-1]).transpose(0, 1)
 
-    def fill(self, batch: int, length: int, place: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Keys and values of the batch in the cache, [B, Hk, L, D] each: the probed row's, and garbage."""
-        k, v = self.cache.read(0, 0, batch, length)
-        for store, held in ((k, self.k), (v, self.v)):
-            store.copy_(self.noise.repeat(1, 1, length // 1024 + 1, 1)[:, :, :length] * scale)
-            store[place, :, : held.shape[2]] = held[0]
-        return k, v
+    def fill(self, batch: int, length: int, place: int, scale: float) -> None:
+        """Have the cache hold the probed row, at `place` in the batch, and garbage."""
+        noise = self.noise[0].repeat(1, length // 1024 + 1, 1)[:, :length] * scale  # [Hk, L, D]
+        for row in range(batch):
+            self.cache.write(0, row, 0, noise, noise)
+        self.cache.write(0, place, 0, self.k[0], self.v[0])
 
     def queries_of(self, batch: int, queries: int, place: int) -> Tensor:
         """[B, Hk, T * G, D]: the probed row's, and others."""

@@ -24,8 +24,8 @@ from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.gather import Gathering
 from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
-from foredraft.model.runner.job import Job, Resume
-from foredraft.model.runner.native import NativePasses
+from foredraft.model.runner.job import Drafted, Drawing, Job, Resume
+from foredraft.model.runner.native import NativePasses, stretch
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
 from foredraft.model.runner.shapes import ANY, LOOSE, ExactShapes, find_shapes
@@ -66,8 +66,8 @@ class Runner:
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # that the rotary tables hold
-        self._reserve(2 * CHUNK)
         self._native = NativePasses.of(decoder)
+        self._reserve(2 * CHUNK)
         self.shapes = self._shapes(deterministic, probed)
         self.max_queries = max(self.shapes.query_buckets, default=64)
 
@@ -97,7 +97,13 @@ class Runner:
         """A zeroed cache for `rows` sequences of at most `positions` tokens."""
         decoder = self.decoder
         cache = KVCache(
-            decoder.spec, rows, positions, device=decoder.device, dtype=decoder.dtype, slack=CHUNK
+            decoder.spec,
+            rows,
+            positions,
+            device=decoder.device,
+            dtype=decoder.dtype,
+            slack=CHUNK,
+            blocked=self._native is not None,
         )
         self._reserve(cache.stored)
         return cache
@@ -192,6 +198,42 @@ class Runner:
         )
         return self._forward(job)
 
+    def draft(
+        self,
+        cache: KVCache,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None = None,
+        *,
+        plan: Plan | None = None,
+    ) -> Drafted | None:
+        """Row b reads tokens[b] from position starts[b] on, and then most[b] tokens of its own, one after the
+        other, all in one call; rows with most[b] = 0 do nothing. drawing: None for the likeliest.
+
+        None where no kernels serve: the caller takes the steps by itself.
+        """
+        if self._native is None:
+            return None
+        active = [row for row, count in enumerate(most) if count]
+        last = max(starts[row] + len(tokens[row]) + most[row] - 1 for row in active)
+        if last > cache.scratch:
+            raise ValueError(
+                f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
+            )
+        flat = [token for row in active for token in tokens[row]]
+        self.forwarded += len(flat) + sum(most[row] - 1 for row in active)
+        return self._native.draft(
+            flat,
+            cache,
+            [(row, starts[row], len(tokens[row])) for row in active],
+            plan or self._full,
+            self.decoder.spec.layers,
+            [most[row] for row in active],
+            drawing,
+            len(most),
+        )
+
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [B, T, V] of states after the last layer [B, T, D], at any shape: for those of a prompt."""
@@ -222,9 +264,9 @@ class Runner:
     ) -> Forward:
         """The job's pass from layer `start` on, which `hidden` enters; without it, the tokens enter."""
         cache, device = job.cache, self.decoder.device
-        shape = job.shape()
         if self._native is not None:
-            return self._stretch_natively(self._native, job, hidden, start, at)
+            return stretch(self._native, job, hidden, start, at)
+        shape = job.shape()
         starts = [min(start, cache.scratch) for start in job.starts]
         real = self._gathered(job, shape)
         graphs = self.graphs if job.recorded and real is None else None
@@ -241,44 +283,6 @@ class Runner:
         body = Body(self.decoder, self._run, self._tables, cache)
         return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
 
-    def _stretch_natively(
-        self, native: NativePasses, job: Job, hidden: Tensor | None, start: int, at: Tensor | None
-    ) -> Forward:
-        """The same by the kernels, which compute the real columns alone."""
-        batch, width = job.tokens.shape
-        whole = all(len(columns) == width for columns in job.real)
-        states = self.decoder.embed(job.tokens) if hidden is None else hidden
-        x = states.reshape(batch * width, -1)  # [B * T, D]
-        real = None
-        if not whole:
-            real = upload([b * width + t for b, some in enumerate(job.real) for t in some], x.device)
-            x = x[real]  # [N, D]
-        elif hidden is not None:
-            x = x.clone()
-        rows = enumerate(zip(job.starts, job.real, strict=True), start=job.first_row)
-        columns = [(row, start + some.start, len(some)) for row, (start, some) in rows if some]
-
-        def spread(computed: Tensor) -> Tensor:
-            """[N, ...] -> [B, T, ...]"""
-            if real is None:
-                return computed.view(batch, width, -1)
-            grid = computed.new_zeros(batch * width, computed.shape[-1])
-            return grid.index_copy_(0, real, computed).view(batch, width, -1)
-
-        kept: dict[int, Tensor] = {}
-        for depth in sorted({*job.taps, job.stop}):
-            native.run(x, job.cache, self._tables, columns, job.plan, start, depth)
-            start = depth
-            if depth in job.taps:
-                kept[depth] = spread(x.clone())
-        out = spread(x)
-        if not job.head:
-            return Forward(None, out, kept)
-        if at is None:
-            return Forward(spread(native.head(x)), out, kept)
-        chosen = out[torch.arange(batch), at]
-        return Forward(native.head(chosen)[:, None], out, kept)
-
     def _gathered(self, job: Job, shape: PassShape) -> list[int] | None:
         """The columns b * T' + t that a gathered pass computes; None: all, in place."""
         if shape.batch == 1 or self.gathers is False:
@@ -294,3 +298,5 @@ class Runner:
             decoder = self.decoder
             self._tables = rope_tables(decoder.spec, positions, decoder.device, decoder.dtype)
             self._positions = positions
+            if self._native is not None:
+                self._native.rotate_by(self._tables)

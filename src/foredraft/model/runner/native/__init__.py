@@ -4,5 +4,6 @@ from foredraft.kernels.loading import library
 from foredraft.model.runner.native.check import unserved_because
 from foredraft.model.runner.native.linear import NativeLinear, arrange, fits
 from foredraft.model.runner.native.passes import NativePasses
+from foredraft.model.runner.native.stretches import stretch
 
-__all__ = ["NativeLinear", "NativePasses", "arrange", "fits", "library", "unserved_because"]
+__all__ = ["NativeLinear", "NativePasses", "arrange", "fits", "library", "stretch", "unserved_because"]

@@ -73,7 +73,7 @@ def _right(columns: int, like: Tensor, random: torch.Generator) -> bool:
 
 def _attends(spec: ModelSpec, like: Tensor, random: torch.Generator) -> bool:
     """Whether a row's attention has the same bits in every pass, whatever lies past it in the cache."""
-    probe = AttentionProbe(spec, CONTEXT, QUERIES, like, random)
+    probe = AttentionProbe(spec, CONTEXT, QUERIES, like, random, blocked=True)
     reference = _attention(probe, 1, QUERIES, 0, 1.0)
     return bool(reference.isfinite().all()) and all(
         torch.equal(_attention(probe, batch, queries, place, scale), reference[:queries])

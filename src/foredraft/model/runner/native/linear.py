@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.loading import library
+from foredraft.kernels.pages import Arena
 
 __all__ = ["NativeLinear", "arrange", "fits", "suffix"]
 
@@ -67,12 +68,13 @@ def fits(dtype: torch.dtype, columns: int) -> bool:
     return dtype in WORD and columns % WORD[dtype] == 0
 
 
-def arrange(weight: Tensor, bias: Tensor | None) -> NativeLinear:
-    """The product on a copy of this weight [M, K]."""
+def arrange(weight: Tensor, bias: Tensor | None, arena: Arena | None = None) -> NativeLinear:
+    """The product on a copy of this weight [M, K], which lies in the arena, where one is given."""
     weight = weight.contiguous()
     rows, columns = weight.shape
     missing = -rows % BLOCK
-    packed = weight.new_empty((rows + missing) // BLOCK, columns, BLOCK)
+    shape = ((rows + missing) // BLOCK, columns, BLOCK)
+    packed = weight.new_empty(shape) if arena is None else arena.empty(shape, weight.dtype)
     pack = _library().foredraft_pack
     pack.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
     words = columns // WORD[weight.dtype]

@@ -8,6 +8,7 @@ them; this object holds addresses, and the decoder that owns them.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from itertools import accumulate
@@ -20,6 +21,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
+from foredraft.model.runner.job import Drafted, Drawing
 from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
 __all__ = ["Columns", "NativePasses"]
@@ -49,6 +51,8 @@ class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "gelu")),
         *((name, c_float) for name in ("scale", "softcap", "logit_softcap")),
+        ("embedding", c_void_p),
+        ("embedding_scale", c_float),
         ("norm", CNorm),
         ("head", CLinear),
         ("layer", ctypes.POINTER(CLayer)),
@@ -58,12 +62,19 @@ class CModel(ctypes.Structure):
 class CPass(ctypes.Structure):
     _fields_ = (
         ("groups", c_int64),
-        *((name, ctypes.POINTER(c_int64)) for name in ("first", "count", "start", "row")),
+        *((name, c_void_p) for name in ("first", "count", "start", "row")),
         ("rotary", ctypes.POINTER(c_void_p)),
         ("cache", c_void_p),
         ("rows", c_int64),
         ("positions", c_int64),
     )
+
+
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "cut")
+
+
+class CDrawing(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in DRAWING)
 
 
 class NativePasses:
@@ -85,6 +96,7 @@ class NativePasses:
         self.decoder = decoder
         self.ropes = list(dict.fromkeys(spec.rope_of(window) for window in spec.windows))
         inner = decoder.layers[0].mlp.down.shape[1]
+        self._embedding = decoder.embedding.contiguous()  # whose address the kernels have
         self._layers = (CLayer * spec.layers)(*map(self._layer, range(spec.layers)))
         self._model = CModel(
             spec.layers,
@@ -97,38 +109,57 @@ class NativePasses:
             spec.attention_scale,
             spec.attention_softcap or 0.0,
             spec.logit_softcap or 0.0,
+            self._embedding.data_ptr(),
+            decoder.embedding_scale or 0.0,
             _norm(decoder.norm),
             _linear(decoder.output),
             self._layers,
         )
         mixed, width = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self._room = spec.hidden_size + max(width, 2 * inner) + max(mixed, inner)  # elements a column
-        self._run = getattr(kernels, "foredraft_run" + suffix(decoder.dtype))
-        self._run.argtypes = (
-            c_void_p, c_void_p, c_void_p, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_int,
+        self._rotary: Sequence[int] = ()
+        self._tables: Mapping[Rope, Tensor] = {}
+        self._forward = getattr(kernels, "foredraft_forward" + suffix(decoder.dtype))
+        self._forward.argtypes = (
+            *(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int,
         )  # fmt: skip
         self._head = getattr(kernels, "foredraft_head" + suffix(decoder.dtype))
         self._head.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int)
-        self._run.restype = self._head.restype = None
+        self._draft = getattr(kernels, "foredraft_draft" + suffix(decoder.dtype))
+        self._draft.argtypes = (
+            *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
+            *(c_void_p,) * 7, c_int,
+        )  # fmt: skip
+        self._forward.restype = self._head.restype = self._draft.restype = None
 
-    def run(
+    def rotate_by(self, tables: Mapping[Rope, Tensor]) -> None:
+        """Use these rotary tables, [P, 2, D] each."""
+        self._tables = tables  # alive as long as their addresses are used
+        self._rotary = [tables[rope].data_ptr() for rope in self.ropes]
+
+    def forward(
         self,
+        tokens: Tensor | None,
         hidden: Tensor,
         cache: KVCache,
-        tables: Mapping[Rope, Tensor],
         columns: Columns,
         plan: Plan,
         start: int,
         stop: int,
-    ) -> None:
+        *,
+        head: bool = False,
+    ) -> Tensor | None:
         """States [N, D] entering layer `start` -> states entering layer `stop`, in place; their keys and
-        values go to the cache. tables: rotary, [P, 2, D]."""
+        values go to the cache. tokens [N]: embedded first, into `hidden`. head: gives logits
+        [N, V] float32."""
         count = len(hidden)
-        pass_ = pass_over(cache, columns, [tables[rope].data_ptr() for rope in self.ropes])
+        pass_ = pass_over(cache, columns, self._rotary)
         room = hidden.new_empty(count * self._room)
-        self._run(
+        logits = self._logits(hidden) if head else None
+        self._forward(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
+            None if tokens is None else tokens.data_ptr(),
             hidden.data_ptr(),
             count,
             bytes(plan.attention),
@@ -136,13 +167,69 @@ class NativePasses:
             start,
             stop,
             room.data_ptr(),
+            None if logits is None else logits.data_ptr(),
             torch.get_num_threads(),
         )
+        return logits
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        cache: KVCache,
+        columns: Columns,
+        plan: Plan,
+        stop: int,
+        most: Sequence[int],
+        drawing: Drawing | None,
+        rows: int,
+    ) -> Drafted:
+        """Tokens [N] of the columns, then most[g] tokens of each group g's own, one after the other. rows: of
+        the batch, whose first the columns' first cache row is. drawing: None for the likeliest."""
+        spec, groups, steps = self.decoder.spec, len(columns), max(most)
+        pass_ = pass_over(cache, columns, self._rotary)
+        given = array("q", (*tokens, *(row for row, _, _ in columns), *most))
+        at, _ = given.buffer_info()
+        slots = at + 8 * len(tokens)
+        room = self._embedding.new_empty(len(tokens) * (self._room + spec.hidden_size))
+        drawn = torch.zeros(rows, steps, dtype=torch.int64)
+        finite = torch.zeros(rows, steps, dtype=torch.bool)
+        probs = None if drawing is None else torch.zeros(rows, steps, spec.vocab_size)
+        logits = torch.empty(groups, spec.vocab_size)
+        how = CDrawing()
+        if drawing is not None:
+            how = CDrawing(*(_address(getattr(drawing, name)) for name in DRAWING))
+        self._draft(
+            ctypes.addressof(self._model),
+            ctypes.addressof(pass_),
+            at,
+            len(tokens),
+            bytes(plan.attention),
+            bytes(plan.mlp),
+            stop,
+            slots,
+            slots + 8 * groups,
+            steps,
+            ctypes.addressof(how),
+            None if drawing is None else drawing.keys.data_ptr(),
+            room.data_ptr(),
+            logits.data_ptr(),
+            drawn.data_ptr(),
+            finite.data_ptr(),
+            None if probs is None else probs.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Drafted(drawn, finite, probs)
+
+    def states(self, count: int) -> Tensor:
+        """Room for the states of so many columns [N, D]."""
+        return self._embedding.new_empty(count, self.decoder.spec.hidden_size)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return hidden.new_empty(len(hidden), self.decoder.spec.vocab_size, dtype=torch.float32)
 
     def head(self, hidden: Tensor) -> Tensor:
         """States after the last layer [N, D] -> logits [N, V] float32, the soft-cap included."""
-        logits = hidden.new_empty(len(hidden), self.decoder.spec.vocab_size, dtype=torch.float32)
-        room = torch.empty_like(hidden)
+        logits, room = self._logits(hidden), torch.empty_like(hidden)
         self._head(
             ctypes.addressof(self._model),
             hidden.data_ptr(),
@@ -172,20 +259,23 @@ class NativePasses:
 def pass_over(cache: KVCache, columns: Columns, rotary: Sequence[int]) -> CPass:
     """The pass of these columns, one after the other; rotary: the addresses of the tables."""
     groups = len(columns)
-    numbers = c_int64 * groups
     rows, starts, counts = zip(*columns, strict=True)
-    firsts = accumulate(counts[:-1], initial=0)
-    return CPass(
+    numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows))
+    at, _ = numbers.buffer_info()
+    pass_ = CPass(
         groups,
-        numbers(*firsts),
-        numbers(*counts),
-        numbers(*starts),
-        numbers(*rows),
+        *range(at, at + 32 * groups, 8 * groups),
         (c_void_p * len(rotary))(*rotary),
-        cache.data.data_ptr(),
+        cache.memory.data_ptr(),
         cache.rows,
         cache.stored,
     )
+    pass_.numbers = numbers  # alive as long as the pass
+    return pass_
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _norm(norm: RMSNorm | None) -> CNorm:

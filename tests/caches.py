@@ -1,0 +1,33 @@
+"""What a cache holds, however its keys lie."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from foredraft.model.cache import KVCache
+
+
+def dense(cache: KVCache) -> Tensor:
+    """[layers, k|v, R, H, P, D], a copy."""
+    return _held(cache, 0, cache.rows, cache.stored)
+
+
+def held(cache: KVCache, row: int, length: int) -> Tensor:
+    """A row's first positions, [layers, k|v, H, length, D], a copy."""
+    return _held(cache, row, 1, length)[:, :, 0]
+
+
+def _held(cache: KVCache, first_row: int, count: int, length: int) -> Tensor:
+    layers = range(len(cache.memory))
+    return torch.stack([torch.stack(cache.read(layer, first_row, count, length)) for layer in layers])
+
+
+def poison(cache: KVCache, row: int, position: int) -> None:
+    """Have all layers' keys and values of one position be no numbers."""
+    layers, _, _, heads, _, dim = cache.memory.shape
+    broken = torch.full((heads, 1, dim), math.nan)
+    for layer in range(layers):
+        cache.write(layer, row, position, broken, broken)

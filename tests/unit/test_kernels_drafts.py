@@ -1,0 +1,152 @@
+"""A draft in one call: against the same a step at a time, and planted defects."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import save_checkpoint
+from compiling import plant
+from foredraft import kernels
+from foredraft.decode.noise import DRAFT, NoiseKeys
+from foredraft.decode.noise import Noise as Races
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.runner import Drafted, Runner
+from foredraft.model.weights import load_decoder
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+
+DTYPES = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+READ = [[5, 9], [11], [7, 8, 30], [2], [13]]  # what each row has to read first
+STARTS = [10, 0, 3, 17, 9]
+MOST = [4, 1, 6, 0, 3]
+PARAMS = (
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(temperature=1.3, top_k=5),
+    SamplingParams(min_p=0.05),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.5, min_p=0.2),
+)
+
+
+@functools.cache
+def decoder(family: str, dtype: torch.dtype) -> Decoder:
+    windowed = {"sliding_window": 12} if family == "gemma2" else {}
+    folder = save_checkpoint(Path(tempfile.mkdtemp()), family, num_key_value_heads=2, **windowed)
+    return load_decoder(folder, dtype=dtype, native=True)
+
+
+def noise(rows: int = len(READ)) -> NoiseKeys:
+    return NoiseKeys(
+        torch.arange(rows) * 77, torch.arange(max(MOST)).expand(rows, -1), None, torch.arange(rows)
+    )
+
+
+def filled(runner: Runner) -> KVCache:
+    """Every row has read 20 tokens."""
+    cache = runner.new_cache(len(READ), 64)
+    tokens = torch.randint(3, 97, (len(READ), 20), generator=torch.Generator().manual_seed(1))
+    runner.forward(cache, tokens, [0] * len(READ))
+    return cache
+
+
+def at_once(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = None) -> Drafted:
+    table = SamplingTable.of(PARAMS, CPU)
+    drawing = table.drawing(noise().bits(DRAFT)) if sampled else None
+    drafted = runner.draft(cache, READ, STARTS, MOST, drawing, plan=plan)
+    assert drafted is not None
+    return drafted
+
+
+def by_steps(
+    runner: Runner, cache: KVCache, row: int, sampled: bool, plan: Plan | None = None
+) -> tuple[list[int], list[Tensor]]:
+    """Of one row: its tokens and their laws."""
+    params = PARAMS[row] if sampled else SamplingParams(temperature=0)
+    table, own, start = SamplingTable.of([params], CPU), READ[row], STARTS[row]
+    tokens, laws = [], []
+    for step in range(MOST[row]):
+        logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
+        assert logits is not None
+        law, finite = law_of(logits[:, -1:], table)
+        assert finite.all()
+        keys = noise().column(step)
+        token = law.draw(lambda w: Races().pick(w.expand(len(READ), -1, -1), keys, DRAFT)[row : row + 1])  # noqa: B023
+        tokens.append(int(token))
+        laws.append(torch.zeros(0) if law.probs is None else law.probs[0, 0])
+        start, own = start + len(own), [tokens[-1]]
+    return tokens, laws
+
+
+def same(family: str, dtype: torch.dtype, sampled: bool, plan: Plan | None = None) -> None:
+    runner = Runner(decoder(family, dtype))
+    cache, other = filled(runner), filled(runner)
+    drafted = at_once(runner, cache, sampled, plan)
+    for row, count in enumerate(MOST):
+        tokens, laws = by_steps(runner, other, row, sampled, plan)
+        assert drafted.tokens[row].tolist() == tokens + [0] * (max(MOST) - count)
+        assert drafted.finite[row, :count].all()
+        for step, law in enumerate(laws):
+            assert not sampled or (drafted.probs is not None and torch.equal(drafted.probs[row, step], law))
+    assert torch.equal(cache.data, other.data)  # and nobody else's position was written
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_same_as_by_steps(family: str, dtype: torch.dtype, sampled: bool) -> None:
+    same(family, dtype, sampled)
+
+
+def test_a_plan_skips() -> None:
+    full = Plan.full(decoder("llama", torch.float32).spec.layers)
+    same("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
+
+
+def test_what_is_not_finite_is_seen() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache = filled(runner)
+    cache.data[0, 1, 2, 0, 1] = float("nan")
+    for sampled in (False, True):
+        drafted = at_once(runner, cache, sampled)
+        assert not drafted.finite[2].any()
+        assert all(drafted.finite[row, :count].all() for row, count in enumerate(MOST) if row != 2)
+
+
+def test_a_draft_past_the_cache_is_refused() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache = runner.new_cache(1, 64)
+    with pytest.raises(ValueError, match="64 positions"):
+        runner.draft(cache, [[1]], [cache.scratch - 1], [3])
+
+
+def check_all() -> None:
+    test_the_same_as_by_steps("gemma2", torch.float32, True)
+    test_a_plan_skips()
+
+
+DEFECTS = {
+    "the first column of several read": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
+    "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
+    "a row draws on past its number": ("if (step + 1 >= most[who[g]]) continue;", "if (step + 1 >= steps) continue;"),
+    "cache rows mixed up": ("row[left] = row[g];", "row[left] = left;"),
+    "the parameters of the group, not the row": ("draw(how, at, logits", "draw(how, g, logits"),
+    "noise of the step before": ("keys ? keys + cell : NULL", "keys ? keys + cell - (step > 0) : NULL"),
+    "the skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, *DEFECTS[name])
+    with pytest.raises(AssertionError):
+        check_all()

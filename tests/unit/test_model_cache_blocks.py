@@ -1,0 +1,155 @@
+"""Keys in blocks, as the kernels want them: reading, writing, copying and wiping do what they do to a plain cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from caches import dense
+from foredraft.model.cache import BLOCK, KVCache
+from foredraft.model.spec import ModelSpec
+from planting import Mutant, assert_caught
+
+DTYPES = (torch.float32, torch.bfloat16)
+LAYERS, ROWS, HEADS, DIM = 2, 3, 2, 6
+SPEC = ModelSpec.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 9,
+        "hidden_size": HEADS * DIM,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 8,
+        "max_position_embeddings": 64,
+    }
+)
+EDGES = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 700, 1023, 1024)
+
+
+def pair(dtype: torch.dtype) -> tuple[KVCache, KVCache]:
+    """A plain cache and one in blocks that hold the same values everywhere."""
+    plain, blocked = (
+        KVCache(SPEC, ROWS, 500, device=torch.device("cpu"), dtype=dtype, blocked=blocked)
+        for blocked in (False, True)
+    )
+    plain.memory.copy_(torch.randn(plain.memory.shape, generator=torch.Generator().manual_seed(0)))
+    for layer, row in itertools.product(range(LAYERS), range(ROWS)):
+        blocked.write(layer, row, 0, *plain.data[layer, :, row])
+    return plain, blocked
+
+
+def check_the_layout() -> None:
+    for dtype in DTYPES:
+        plain, blocked = pair(dtype)
+        words = plain.data[:, 0].contiguous().view(torch.int32)  # [layers, R, H, P, W]
+        keys = blocked.memory[:, 0].view(torch.int32).view(LAYERS, ROWS, HEADS, -1, words.shape[-1], BLOCK)
+        for position in range(plain.stored):
+            block, lane = divmod(position, BLOCK)
+            assert torch.equal(keys[:, :, :, block, :, lane], words[:, :, :, position])
+        assert torch.equal(blocked.memory[:, 1], plain.data[:, 1])
+
+
+def check_reading_and_writing() -> None:
+    for dtype in DTYPES:
+        plain, blocked = pair(dtype)
+        assert torch.equal(dense(blocked), plain.data)
+        for length in EDGES[1:]:
+            for got, want in zip(blocked.read(1, 1, 2, length), plain.read(1, 1, 2, length), strict=True):
+                assert torch.equal(got, want)
+        for start, stop in itertools.combinations(EDGES, 2):
+            values = torch.randn(2, HEADS, stop - start, DIM).to(dtype)
+            for cache in (plain, blocked):
+                cache.write(1, 2, start, *values)
+            assert torch.equal(dense(blocked), plain.data), (start, stop)
+
+
+def check_copies() -> None:
+    for dtype, length in itertools.product(DTYPES, EDGES):
+        plain, blocked = pair(dtype)
+        for cache in (plain, blocked):
+            cache.copy_row(0, 2, length)
+        assert blocked.lengths == plain.lengths == [0, 0, length]
+        assert torch.equal(dense(blocked), plain.data), length
+
+
+def check_wipes() -> None:
+    for dtype, length in itertools.product(DTYPES, EDGES):
+        plain, blocked = pair(dtype)
+        for cache in (plain, blocked):
+            cache.wipe(1, length)
+        assert not dense(blocked)[:, :, 1, :, length:].any()
+        assert torch.equal(dense(blocked), plain.data), length
+
+
+CHECKS = [check_the_layout, check_reading_and_writing, check_copies, check_wipes]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_blocks(check: object) -> None:
+    assert callable(check)
+    check()
+
+
+def test_keys_in_blocks_have_no_plain_view() -> None:
+    _, blocked = pair(torch.float32)
+    with pytest.raises(AssertionError):
+        _ = blocked.data
+
+
+MUTANTS = [
+    Mutant(
+        "a key in the next lane",
+        ((KVCache.write, "positions % BLOCK] = words", "(positions + 1) % BLOCK] = words"),),
+        check_the_layout,
+    ),
+    Mutant(
+        "a key in the next lane, written and read",
+        (
+            (KVCache.write, "positions % BLOCK] = words", "(positions + 1) % BLOCK] = words"),
+            (KVCache.read, ".flatten(4)", ".roll(-1, 3).flatten(4)"),
+        ),
+        check_the_layout,
+    ),
+    Mutant(
+        "reading ends before the block that is read in part",
+        ((KVCache.read, "math.ceil(length / BLOCK)", "length // BLOCK"),),
+        check_reading_and_writing,
+    ),
+    Mutant(
+        "a block that is held in part left out of a copy",
+        ((KVCache._parted, "held.append(parted[:, :, :, :some])", "held.append(parted[:, :, :, :0])"),),
+        check_copies,
+    ),
+    Mutant(
+        "a block that is held in part copied whole",
+        ((KVCache._parted, "held.append(parted[:, :, :, :some])", "held.append(parted)"),),
+        check_copies,
+    ),
+    Mutant(
+        "whole blocks forgotten",
+        ((KVCache._parted, "held.append(keys[:, :, :whole])", "pass"),),
+        check_copies,
+    ),
+    Mutant(
+        "wiping takes the block's earlier keys along",
+        ((KVCache._parted, "past.append(parted[:, :, :, some:])", "past.append(parted)"),),
+        check_wipes,
+    ),
+    Mutant(
+        "wiping begins at the next block",
+        ((KVCache._parted, "past.append(parted[:, :, :, some:])", "pass"),),
+        check_wipes,
+    ),
+    Mutant(
+        "wiping skips a block",
+        ((KVCache._parted, "whole + bool(some)", "whole + 1"),),
+        check_wipes,
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(mutant, monkeypatch)
