@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foredraft.decode.draft import Drafter
     from foredraft.decode.policy import Policy
+    from foredraft.drafters.skips import Skips
     from foredraft.drafters.vocabulary import VocabularyMap
+    from foredraft.model.cache import KVCache
     from foredraft.model.runner import Runner
     from foredraft.model.tokenizer import Tokenizer
 
@@ -35,15 +37,18 @@ __all__ = [
 class Parts:
     """What a drafter may be made of; rows, positions: as the target's cache has.
 
-    tokenizers: the target's and the draft's. vocabulary: between the two, None where their ids are the same.
+    cache: the target's. tokenizers: the target's and the draft's. vocabulary: between the two, None where
+    their ids are the same. skips: what of the target a draft of its own leaves out.
     """
 
     target: Runner
+    cache: KVCache
     draft: Runner | None
     rows: int
     positions: int
     tokenizers: tuple[Tokenizer | None, ...] = ()
     vocabulary: VocabularyMap | None = None
+    skips: Skips | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,9 @@ class DrafterKind:
 
     make: None where nothing drafts of its own. needs_draft: it is made of a draft model, which has the
     target's tokenizer or, if the drafter `retokenizes`, another. chooses: it stands for all that are loaded,
-    of whom the policy chooses. stretch: positions of the draft's cache for each of the target's. stepper: it
-    gives logits, from which a draft is sampled or taken greedily. lossless: the output has exactly the
-    target's law.
+    of whom the policy chooses. stretch: positions of the draft's cache for each of the target's. needs_plan:
+    it is made of the target, less what a plan leaves out. stepper: it gives logits, from which a draft is
+    sampled or taken greedily. lossless: the output has exactly the target's law.
     """
 
     summary: str
@@ -63,6 +68,7 @@ class DrafterKind:
     retokenizes: bool = False
     chooses: bool = False
     stretch: int = 1
+    needs_plan: bool = False
     stepper: bool = False
     lossless: bool = True
 
@@ -138,6 +144,12 @@ DRAFTERS: dict[str, DrafterKind] = {
         retokenizes=True,
         stretch=RETOKENIZED,
     ),
+    "layer-skip": DrafterKind(
+        "the model itself drafts, with some of its layers left out",
+        lambda parts: _in("drafters.layer_skip").LayerSkip(parts.target, parts.cache, parts.skips),
+        needs_plan=True,
+        stepper=True,
+    ),
     "auto": DrafterKind(
         "of those that are loaded, the one that pays most, round by round", None, chooses=True
     ),
@@ -203,8 +215,10 @@ RULES: dict[str, RuleKind] = {
 }
 
 
-def default_drafter(draft_given: bool, other_tokenizer: bool = False) -> str:
+def default_drafter(draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False) -> str:
     """Who drafts where nobody is named; other_tokenizer: the draft model has one of its own."""
+    if plan_given:
+        return "layer-skip"
     if not draft_given:
         return "none"
     return "retokenize" if other_tokenizer else "draft-model"

@@ -19,7 +19,9 @@ from foredraft.decode.policy.survival import Track
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.skips import Skips
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer
@@ -69,6 +71,26 @@ def letters(size: int, merged: list[str], special: int) -> Tokenizer:
     inner.decoder = tokenizers.decoders.Fuse()
     inner.add_special_tokens(["<s>"])
     return Tokenizer(inner)
+
+
+class StepByStep:
+    """A draft pass that is this function, and takes no steps at once."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self.step(*args, **more)
+
+    def at_once(self, *args: Any) -> None:
+        return None
+
+
+def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "layer-skip") -> LayerSkip:
+    """The shipped one, over the target itself."""
+    drafter = LayerSkip(target, cache, skips)  # type: ignore[arg-type]
+    drafter.name = name
+    return drafter
 
 
 class TappingStepper:
@@ -299,8 +321,6 @@ class StopUnsure(Alone):
     name: str = "stop-unsure"
     looks = True
 
-    looks = True
-
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
 
@@ -418,12 +438,14 @@ __all__ = [
     "NoRepeat",
     "RandomBudgets",
     "ScriptedGuesser",
+    "StepByStep",
     "StopUnsure",
     "TappingStepper",
     "Whims",
     "arbitrary",
     "draft_model",
     "foreseeing",
+    "layer_skip",
     "mapped",
     "retokenize",
     "solitary",

@@ -10,6 +10,9 @@ of its context, and an upper one that reads something else yields the poisoned l
 - A position never written (and the padding of a pass) holds a poison id; a context that contains it yields
   a law of its own, and is counted in `poisoned`.
 - NaN anywhere in a row, even past every length, makes all of the row's logits NaN, as 0 x NaN does.
+- A plan that leaves layers out (there are two, the levels) gives another table's logits. Without the lower one,
+  it reads and writes the upper level alone, with ids that the target would never have there; without the upper
+  one, it reads and writes the lower level as the target does.
 - Idle rows write to the scratch positions and return logits that no draw must ever follow.
 """
 
@@ -26,6 +29,7 @@ from torch import Tensor
 from foredraft.decode.noise import DRAFT, Keys, Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.model.decoder import Plan
 from foredraft.model.runner import Drafted, Drawing, Forward, Resume
 
 CHECKSUMS = 3
@@ -114,6 +118,8 @@ class Tabular:
     """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
 
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
+    Its drafts for itself have the law of `skipping`. sick: they are NaN, and so is what they write where the
+    target would write something else.
     loops: it takes all the steps of a draft in one call.
     """
 
@@ -126,13 +132,15 @@ class Tabular:
         fatal: int | None = None,
         patience: int = 6,
         venom: int | None = None,
+        sick: bool = False,
         loops: bool = False,
     ) -> None:
         self.loops = loops
         self.table, self.vocabulary = table, table.vocabulary
         self.chunk, self.max_queries = chunk, max_queries
         self.fatal, self.patience, self.venom = fatal, patience, venom
-        self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000))
+        self.skipping, self.sick = table, sick
+        self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000, layers=2))
         self.poisoned = 0  # real columns whose context was poisoned
         self.passes = 0
 
@@ -148,6 +156,7 @@ class Tabular:
         first_row: int = 0,
         idle: Seq[bool] | None = None,
         counts: list[int] | None = None,
+        plan: Plan | None = None,
         resume: Resume | None = None,
         taps: Seq[int] = (),
         at: Tensor | None = None,
@@ -158,6 +167,8 @@ class Tabular:
         rows = np.arange(first_row, first_row + batch)
         positions = self._positions(cache, width, starts, idle)
         real = _real(batch, width, idle, counts)
+        if plan is not None and not all((*plan.attention, *plan.mlp)):
+            return self._skip(cache, tokens.numpy(), rows, positions, real, plan)
         known = np.zeros(batch, dtype=int)
         if resume is not None:
             assert resume.depth == DEPTH
@@ -173,6 +184,33 @@ class Tabular:
         states = torch.from_numpy(hidden)
         return Forward(torch.from_numpy(logits), states, {depth: states for depth in taps if depth == DEPTH})
 
+    def _skip(
+        self,
+        cache: TokenCache,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        real: np.ndarray,
+        plan: Plan,
+    ) -> Forward:
+        """What the other table says, from the level that runs whole."""
+        if all((plan.attention[0], plan.mlp[0])):
+            states = self._lower(cache, tokens, rows, positions, real, np.ones(real.shape, dtype=bool))
+        else:
+            strange = (tokens + 1.0) % self.vocabulary
+            if self.venom is not None:
+                strange[tokens == self.venom] = np.nan
+            if self.sick:
+                strange[:] = np.nan
+            cache.data[1][rows[:, None], positions] = np.where(real, strange, cache.poison)
+            states = _states(cache, 1, rows, positions)
+        broken = np.isnan(cache.data[:2, rows]).any((0, 2))[:, None] | np.isnan(states).any(-1)
+        token, before, checksum, _ = np.nan_to_num(states).astype(int).transpose(2, 0, 1)
+        logits = self.skipping.logits[checksum, before, token].copy()
+        logits[~real] = SPIKE * np.arange(self.vocabulary, dtype=np.float32)
+        logits[(broken | self.sick) & real] = np.nan
+        return Forward(torch.from_numpy(logits), torch.from_numpy(states), {})
+
     def prefill(
         self, cache: TokenCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()
     ) -> Forward:
@@ -186,6 +224,8 @@ class Tabular:
         starts: list[int],
         most: list[int],
         drawing: Drawing | None = None,
+        *,
+        plan: Plan | None = None,
     ) -> Drafted | None:
         """By its own definition, a row and a step at a time."""
         if not self.loops:
@@ -196,7 +236,7 @@ class Tabular:
         probs = None if drawing is None else torch.zeros(len(most), steps, self.vocabulary)
         for row, (own, start, count) in enumerate(zip(tokens, starts, most, strict=True)):
             for step in range(count):
-                logits = self.forward(cache, torch.tensor([own]), [start], first_row=row).logits
+                logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
                 assert logits is not None
                 at = logits[:, -1:]
                 law, known = law_of(at, SamplingTable.of([_params(drawing, row)], at.device))

@@ -11,9 +11,10 @@ import laws
 import pytest
 import torch
 from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
-from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, foreseeing
+from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StepByStep, StopUnsure, foreseeing
 from tabular import Table, Tabular
 
+from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.policy import Fixed, Heuristic, Policy
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 
@@ -71,7 +72,7 @@ def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
             assert turn.emitted == turn.accepted + 1
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "tapping"])
+@pytest.mark.parametrize("drafter", ["draft-model", "tapping", "early-exit"])
 def test_a_perfect_drafter_is_accepted_whole(drafter: str) -> None:
     """The draft model is the target: any position it is off by, or token it missed, would show."""
     sequences = [greedy(prompt, drafter, temperature=t) for prompt in PROMPTS for t in (0, 1.3)]
@@ -314,7 +315,9 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         assert all(math.isfinite(x) for x in [*one.p, *one.q, one.next_p])
         assert one.discarded == (one.emitted == 0)
     wary = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
-    assert bool(wary) == (drafter in ("script", "draft-model", "looping", "tapping"))
+    assert bool(wary) == (
+        drafter in ("script", "draft-model", "looping", "tapping", "layer-skip", "early-exit")
+    )
 
 
 def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
@@ -322,6 +325,7 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
         engine = make_engine(TARGET, DRAFT, Fixed(3), rows=1)
         model: Any = engine.drafters["draft-model"]
         model.runner = Tabular(DRAFT, **broken)
+        model.draft_pass = DraftPass(model.runner)
         return engine
 
     engine = engine_of(fatal=0, patience=4)
@@ -340,6 +344,38 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
     assert run(engine, [heir]) == [reference(heir.prompt)]
     assert heir.drafter == "draft-model"
     assert heir.drafter_faults == 1
+
+
+@pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
+def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str) -> None:
+    """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
+    engine = make_engine(Tabular(TARGET, sick=True), DRAFT, Fixed(3), rows=3)
+    sequences = [greedy(PROMPTS[2], drafter), greedy(PROMPTS[3]), greedy(PROMPTS[4], drafter)]
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    for sequence in sequences[::2]:
+        assert (sequence.drafter, sequence.drafter_faults) == (None, 2)
+    assert all(turn.emitted for s in sequences for turn in s.rounds), "none was given up"
+
+
+def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second step fails: the next draft must not hand on those of the first."""
+    engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
+    engine.submit(greedy((0, 1), "early-exit"))
+    drafter: Any = engine.drafters["early-exit"]
+    draft_pass, calls = drafter.draft_pass, itertools.count()
+
+    def break_off(*args: Any, **more: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("out of memory")
+        return draft_pass(*args, **more)
+
+    drafter.draft_pass = StepByStep(break_off)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert drafter._states
+    engine.fail_batch("out of memory")
+    heir = greedy((1, 2), "early-exit")
+    assert run(engine, [heir]) == [reference(heir.prompt)]
 
 
 def test_states_below_a_resumed_depth_are_computed_for_who_taps_them() -> None:

@@ -8,14 +8,16 @@ import lossy_mutants
 import mutants
 import pass_mutants
 import pytest
+import skip_mutants
 import transform_mutants
 
 from foredraft import kernels
 from foredraft.kernels import rows
 from planting import Mutant, assert_caught
 
-CHECKS = mutants.CHECKS + transform_mutants.CHECKS + pass_mutants.CHECKS + lossy_mutants.CHECKS
-MUTANTS = mutants.MUTANTS + transform_mutants.MUTANTS + pass_mutants.MUTANTS + lossy_mutants.MUTANTS
+MODULES = (mutants, transform_mutants, pass_mutants, lossy_mutants, skip_mutants)
+CHECKS = [check for module in MODULES for check in module.CHECKS]
+MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
 
 
 @pytest.fixture

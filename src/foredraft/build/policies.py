@@ -40,16 +40,23 @@ def _read(name: str, value: float | str, setting: Setting) -> float | str:
 
 
 def make_policy(
-    policy: str, settings: Mapping[str, float | str], max_draft: int | None, target: Runner
+    policy: str,
+    settings: Mapping[str, float | str],
+    max_draft: int | None,
+    target: Runner,
+    planned: int | None = None,
 ) -> Policy:
-    """With the longest draft that was asked for, or its own, as far as the target's passes take it."""
-    return POLICIES[policy].make(longest_draft(policy, max_draft, target), **settings)
+    """With the longest draft that was asked for, or its own, as far as the target's passes take it. planned:
+    the longest that a plan was made for; a policy that weighs costs finds its own."""
+    own = planned if planned is not None and not POLICIES[policy].weighs else POLICIES[policy].max_draft
+    return POLICIES[policy].make(longest_draft(max_draft, own, target), **settings)
 
 
-def longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
+def longest_draft(max_draft: int | None, own: int, target: Runner) -> int:
+    """Raises ConfigError where no pass takes what was asked for; `own` is cut to what it takes."""
     most = target.max_queries - 1
     if max_draft is None:
-        return min(POLICIES[policy].max_draft, most)
+        return min(own, most)
     if max_draft > most:
         raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
     return max_draft

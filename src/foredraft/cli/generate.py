@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["INTERRUPTED", "check", "generate", "read_prompt", "refuse_lossy"]
+__all__ = ["INTERRUPTED", "check", "generate", "named", "read_prompt", "refuse_lossy"]
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -154,13 +154,14 @@ def check_text(what: str, text: str) -> None:
 
 def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
     """Refuse what could only be ignored: no request of this command names another drafter."""
-    name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
+    name = named(drafting, model)
     drafter = DRAFTERS[name]
     if drafting.draft is not None and not drafter.needs_draft and not drafter.chooses:
         raise ConfigError(f"--draft has no use with --drafter {name}; leave one out")
     if output.compare and name == "none":
         raise ConfigError("--compare finds only plain decoding; give --draft, or --drafter lookup")
     inert = [] if drafter.stepper or drafter.chooses else ["draft_sampling"]
+    inert += [] if drafter.needs_plan or drafter.chooses else ["plan"]
     if name == "none":
         inert += ["policy", "policy_option", "max_draft"]
     for option in inert:
@@ -180,6 +181,12 @@ def refuse_lossy(drafting: DraftingOptions) -> None:
         raise ConfigError(f"--acceptance {rule} is not lossless: there is nothing to compare; leave it out")
     if drafting.rollback is not None:
         raise ConfigError("--rollback is for --acceptance bild alone, which is not lossless; leave it out")
+
+
+def named(drafting: DraftOptions, model: ModelOptions) -> str:
+    """The drafter, named or by default."""
+    draft_given = drafting.draft is not None or model.model is None
+    return drafting.drafter or default_drafter(draft_given, plan_given=drafting.plan is not None)
 
 
 def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None) -> int:

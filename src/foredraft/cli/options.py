@@ -107,6 +107,9 @@ class DraftingOptions:
     """The draft model: a folder, or a Hugging Face id."""
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the hub."""
+    plan: str | None = None
+    """What of the model layer-skip leaves out: a file of `foredraft tune`, or exit:LAYER, or
+    skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Without it, the plan kept for this model, if any."""
     policy: Annotated[
         PolicyName | None,
         Parameter(help=f"How long a draft is. {POLICY_HELP}. Without it, {next(iter(POLICIES))}."),
@@ -118,10 +121,13 @@ class DraftingOptions:
         ),
     ] = ()
     max_draft: Annotated[
-        int | None, Parameter(help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}.")
+        int | None,
+        Parameter(
+            help=f"Longest draft, in tokens. Without it, the plan's with layer-skip, {MAX_DRAFT_HELP}."
+        ),
     ] = None
     draft_sampling: Literal["sampled", "greedy"] | None = None
-    """How a draft model picks: as the target would (the default), or its likeliest token."""
+    """How a model that drafts picks: as the target would (the default), or its likeliest token."""
     acceptance: Annotated[
         RuleName | None,
         Parameter(
@@ -142,8 +148,9 @@ class DraftOptions(DraftingOptions):
     drafter: Annotated[
         DrafterName | None,
         Parameter(
-            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it, {default_drafter(True)} where there is a"
-            f" draft model and {default_drafter(False)} otherwise."
+            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it,"
+            f" {default_drafter(False, plan_given=True)} with --plan, {default_drafter(True)} where there is"
+            f" a draft model, and {default_drafter(False)} otherwise."
         ),
     ] = None
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.bench.workload import prompt_of
-from foredraft.cli.generate import check, read_prompt, refuse_lossy
+from foredraft.cli.generate import check, named, read_prompt, refuse_lossy
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS, default_drafter
+from foredraft.kinds import DRAFTERS
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def verify(
     """
     check(model, drafting, OutputOptions())
     refuse_lossy(drafting)
-    name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
+    name = named(drafting, model)
     if name == "none":
         raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
     prompts = read_prompts(texts, verifying.prompts, model.model)
@@ -165,6 +165,7 @@ def lines(report: Report, names: dict[str, str | None]) -> list[str]:
 def tested(report: Report, names: dict[str, str | None]) -> str:
     about = report.about
     draft = f" ({names['draft']})" if names["draft"] and DRAFTERS[about["drafter"]].needs_draft else ""
+    draft = f" ({about['plan']})" if about["plan"] else draft
     return (
         f"Target {names['model']}, {about['dtype']} on {about['device']}"
         f"{'' if about['deterministic'] else ', not deterministic'}; drafter {about['drafter']}{draft}"

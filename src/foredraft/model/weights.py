@@ -33,7 +33,7 @@ from foredraft.model.runner.native import arrange
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
-__all__ = ["Shapes", "Source", "build_decoder", "load_decoder", "weight_bytes"]
+__all__ = ["Shapes", "Source", "build_decoder", "load_decoder", "weight_bytes", "weight_headers"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -85,6 +85,14 @@ def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, n
     sizes = _Sizes(device, dtype)
     build_decoder(spec, sizes, native)
     return sizes.values * dtype.itemsize
+
+
+def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype and shape, as the files have it, of every tensor of a checkpoint; no value is read."""
+    with ExitStack() as stack:
+        files = _Tensors(folder, stack, torch.device("cpu"), torch.float32).files
+        slices = {name: file.get_slice(name) for name, file in files.items()}
+        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
 
 
 def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Decoder:

@@ -1,0 +1,165 @@
+"""Plan files: which sub-layers a draft leaves out, of which model, and what that was found to gain.
+
+Contract: a file is whole or absent, and read strictly: every field is there, of its type, and nothing else.
+A plan belongs to one model, told by its `model_hash`; where it is used with another, it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError
+from foredraft.files import write_whole
+from foredraft.kernels.machine import cache_folder
+from foredraft.model.config import read_json, shortened
+from foredraft.model.weights import weight_headers
+
+__all__ = ["PlanFile", "find_plan", "keep_plan", "model_hash", "plan_place", "read_plan", "write_plan"]
+
+FORMAT = 1
+REMEDY = "give a file that `foredraft tune` wrote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """A plan and where it comes from.
+
+    model: its name, for people. max_draft: the draft length it is best at. alpha, c, tau, speedup: measured
+    on held-out prompts (docs/architecture.md, "Words"); predicted: the speed-up that was expected of it.
+    date: of the measurement, as YYYY-MM-DD. foredraft: the version that wrote it.
+    Either `skip_attention` and `skip_mlp` name what is left out, or `exit` does (`Skips`).
+    """
+
+    model: str
+    model_hash: str
+    layers: int
+    skip_attention: tuple[int, ...] = ()
+    skip_mlp: tuple[int, ...] = ()
+    exit: int | None = None
+    device: str
+    dtype: str
+    max_draft: int
+    alpha: float
+    c: float
+    tau: float
+    speedup: float
+    predicted: float
+    date: str
+    foredraft: str
+    format: int = FORMAT
+
+    @property
+    def skips(self) -> Skips:
+        return Skips(self.skip_attention, self.skip_mlp, self.exit)
+
+    def check(self, hash: str, model: str) -> None:
+        """Raises ConfigError where it is of another model than the one of this hash, which people call so."""
+        if self.model_hash != hash:
+            raise ConfigError(
+                f"plan is one of {shortened(self.model)}, which is another model than {model}; make one with"
+                " `foredraft tune`"
+            )
+
+
+def read_plan(file: Path) -> PlanFile:
+    """Raises ConfigError that names what is wrong with it."""
+    where = f"plan is {str(file)!r}"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where}, which cannot be read ({error.strerror}); {REMEDY}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}, which is not JSON ({error}); {REMEDY}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}, which holds no JSON object; {REMEDY}")
+    if found.get("format") != FORMAT:
+        raise ConfigError(
+            f"{where}, whose format is {shortened(found.get('format'))}, and this version reads {FORMAT};"
+            " make the plan anew with `foredraft tune`"
+        )
+    for name, type_ in _TYPES.items():
+        if name not in found or not _is(found[name], type_):
+            value = shortened(found[name]) if name in found else "missing"
+            raise ConfigError(f"{where}, whose {name} is {value}, not {_WORDS[type_]}; {REMEDY}")
+    if unknown := sorted(found.keys() - _TYPES.keys()):
+        raise ConfigError(f"{where}, which holds {shortened(unknown[0])}, unknown to this version; {REMEDY}")
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
+    plan = PlanFile(**given)
+    plan.skips.check(plan.layers, f"plan {str(file)!r}")
+    return plan
+
+
+def write_plan(plan: PlanFile, file: Path, option: str = "plan") -> None:
+    """Raises ConfigError, by the option whose value the file is, where it cannot be written."""
+    plan.skips.check(plan.layers)
+    write_whole(file, json.dumps(asdict(plan), indent=1, allow_nan=False) + "\n", option)
+
+
+def plan_place(hash: str) -> Path | None:
+    """Where the plan of a model is looked for; its folder may not be there yet. None: nothing is kept."""
+    folder = cache_folder()
+    return None if folder is None else folder / "plans" / f"{hash}.json"
+
+
+def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
+    """Write it where `find_plan` finds it; None: nothing is kept."""
+    place = plan_place(plan.model_hash)
+    if place is not None:
+        with suppress(OSError):  # writing tells
+            place.parent.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, place, option)
+    return place
+
+
+def find_plan(hash: str) -> PlanFile | None:
+    """The plan kept for the model of this hash. Raises ConfigError where it is there and cannot be used."""
+    place = plan_place(hash)
+    if place is None or not place.is_file():
+        return None
+    plan = read_plan(place)
+    plan.check(hash, f"the one that {place} is for")
+    return plan
+
+
+def model_hash(folder: Path) -> str:
+    """Which model a folder holds, told by its config.json and by its tensors' names, dtypes and shapes: their
+    values are not read, and how they are spread over files does not count.
+
+    Raises CheckpointError.
+    """
+    known = {"config": read_json(folder / "config.json"), "tensors": weight_headers(folder)}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+# By the annotation, what JSON may hold there.
+_WORDS = {
+    "str": "a text",
+    "int": "a whole number of 1 or more",
+    "float": "a finite number",
+    "int | None": "a whole number or null",
+    "tuple[int, ...]": "a list of whole numbers",
+}
+_TYPES = {field.name: str(field.type) for field in fields(PlanFile)}
+
+
+def _is(value: Any, type_: str) -> bool:
+    match type_:
+        case "str":
+            return isinstance(value, str)
+        case "int":
+            return type(value) is int and value >= 1
+        case "float":
+            return type(value) in (int, float) and math.isfinite(value)
+        case "int | None":
+            return value is None or type(value) is int
+        case _:
+            return isinstance(value, list) and all(type(each) is int for each in value)
