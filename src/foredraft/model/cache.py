@@ -54,10 +54,10 @@ class KVCache:
         k, v = self.data[layer, :, first_row : first_row + count, :, :length].unbind(0)
         return k, v
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make `target` hold the first `length` positions of `source`."""
+    def copy_row(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Make `target` hold the first `length` positions of `source`, whose first `start` it holds already."""
         if source != target:
-            self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+            self.data[:, :, target, :, start:length] = self.data[:, :, source, :, start:length]
         self.lengths[target] = length
 
     def wipe(self, row: int, length: int) -> None:
