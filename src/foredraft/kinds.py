@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foredraft.decode.draft import Drafter
     from foredraft.decode.policy import Policy
+    from foredraft.drafters.skips import Skips
     from foredraft.drafters.vocabulary import VocabularyMap
+    from foredraft.model.cache import KVCache
     from foredraft.model.runner import Runner
     from foredraft.model.tokenizer import Tokenizer
 
@@ -25,15 +27,18 @@ __all__ = ["DRAFTERS", "POLICIES", "DrafterKind", "Parts", "PolicyKind", "defaul
 class Parts:
     """What a drafter may be made of; rows, positions: as the target's cache has.
 
-    tokenizers: the target's and the draft's. vocabulary: between the two, None where their ids are the same.
+    cache: the target's. tokenizers: the target's and the draft's. vocabulary: between the two, None where
+    their ids are the same. skips: what of the target a draft of its own leaves out.
     """
 
     target: Runner
+    cache: KVCache
     draft: Runner | None
     rows: int
     positions: int
     tokenizers: tuple[Tokenizer | None, ...] = ()
     vocabulary: VocabularyMap | None = None
+    skips: Skips | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,8 @@ class DrafterKind:
 
     make: None where nothing drafts. needs_draft: it is made of a draft model, which has the target's
     tokenizer or, if the drafter `retokenizes`, another. stretch: positions of the draft's cache for each of
-    the target's. stepper: it gives logits, from which a draft is sampled or taken greedily. lossless: the
-    output has exactly the target's law.
+    the target's. needs_plan: it is made of the target, less what a plan leaves out. stepper: it gives logits,
+    from which a draft is sampled or taken greedily. lossless: the output has exactly the target's law.
     """
 
     summary: str
@@ -51,6 +56,7 @@ class DrafterKind:
     needs_draft: bool = False
     retokenizes: bool = False
     stretch: int = 1
+    needs_plan: bool = False
     stepper: bool = False
     lossless: bool = True
 
@@ -95,6 +101,12 @@ DRAFTERS: dict[str, DrafterKind] = {
         retokenizes=True,
         stretch=RETOKENIZED,
     ),
+    "layer-skip": DrafterKind(
+        "the model itself drafts, with some of its layers left out",
+        lambda parts: _in("drafters.layer_skip").LayerSkip(parts.target, parts.cache, parts.skips),
+        needs_plan=True,
+        stepper=True,
+    ),
 }
 
 POLICIES: dict[str, PolicyKind] = {
@@ -109,8 +121,10 @@ POLICIES: dict[str, PolicyKind] = {
 }
 
 
-def default_drafter(draft_given: bool, other_tokenizer: bool = False) -> str:
+def default_drafter(draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False) -> str:
     """Who drafts where nobody is named; other_tokenizer: the draft model has one of its own."""
+    if plan_given:
+        return "layer-skip"
     if not draft_given:
         return "none"
     return "retokenize" if other_tokenizer else "draft-model"

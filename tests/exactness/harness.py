@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from forking import ForkingNoise
-from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model, mapped, retokenize
+from parts import ScriptedGuesser, TappingStepper, arbitrary, draft_model, layer_skip, mapped, retokenize
 from tabular import Table, Tabular, TokenCache
 
 from foredraft.decode.draft import Draft, RoundInputs
@@ -18,10 +18,21 @@ from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.lookup import Lookup
 from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Forward
 
 CPU = torch.device("cpu")
-DRAFTERS = (None, "draft-model", "tapping", "script", "lookup", "mapped", "retokenize")
+DRAFTERS = (
+    None,
+    "draft-model",
+    "tapping",
+    "script",
+    "lookup",
+    "mapped",
+    "retokenize",
+    "layer-skip",
+    "early-exit",
+)
 
 
 class CheckedEngine(Engine):
@@ -37,6 +48,8 @@ class CheckedEngine(Engine):
         assert all(
             length <= budget for length, budget in zip(draft.lengths.tolist(), inputs.budgets, strict=True)
         )
+        for sequence, idle in zip(inputs.sequences, inputs.idle, strict=True):
+            assert idle or self.cache.lengths[sequence.row] == len(sequence.tokens) - 1, "a draft moves none"
         if isinstance(self.noise, ForkingNoise):
             self.noise.lengths = draft.lengths.tolist()
         return super()._verify(inputs, draft)
@@ -92,6 +105,7 @@ def make_engine(
     """An engine with one drafter of each kind: all that `DRAFTERS` names."""
     model = target if isinstance(target, Tabular) else Tabular(target)
     draft = draft or model.table
+    model.skipping = draft
     cache = model.new_cache(rows, positions)
     kinds = [
         draft_model(draft, rows, positions),
@@ -100,6 +114,8 @@ def make_engine(
         Lookup(2),
         mapped(draft, rows, positions),
         retokenize(draft, rows, positions),
+        layer_skip(model, cache, Skips(attention=(0,))),
+        layer_skip(model, cache, Skips(exit=1), "early-exit"),
     ]
     return CheckedEngine(
         model,  # type: ignore[arg-type]

@@ -17,7 +17,9 @@ from foredraft.decode.law import Law
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.skips import Skips
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer
@@ -60,6 +62,13 @@ def letters(size: int, merged: list[str], special: int) -> Tokenizer:
     inner.decoder = tokenizers.decoders.Fuse()
     inner.add_special_tokens(["<s>"])
     return Tokenizer(inner)
+
+
+def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "layer-skip") -> LayerSkip:
+    """The shipped one, over the target itself."""
+    drafter = LayerSkip(target, cache, skips)  # type: ignore[arg-type]
+    drafter.name = name
+    return drafter
 
 
 class TappingStepper:
@@ -366,6 +375,7 @@ __all__ = [
     "arbitrary",
     "draft_model",
     "foreseeing",
+    "layer_skip",
     "mapped",
     "retokenize",
 ]

@@ -10,6 +10,9 @@ of its context, and an upper one that reads something else yields the poisoned l
 - A position never written (and the padding of a pass) holds a poison id; a context that contains it yields
   a law of its own, and is counted in `poisoned`.
 - NaN anywhere in a row, even past every length, makes all of the row's logits NaN, as 0 x NaN does.
+- A plan that leaves layers out (there are two, the levels) gives another table's logits. Without the lower one,
+  it reads and writes the upper level alone, with ids that the target would never have there; without the upper
+  one, it reads and writes the lower level as the target does.
 - Idle rows write to the scratch positions and return logits that no draw must ever follow.
 """
 
@@ -22,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, Resume
 
 CHECKSUMS = 3
@@ -91,6 +95,7 @@ class Tabular:
     """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
 
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
+    sick: its drafts for itself are NaN, and so is what they write. Their law is `skipping`'s.
     """
 
     def __init__(
@@ -102,11 +107,13 @@ class Tabular:
         fatal: int | None = None,
         patience: int = 6,
         venom: int | None = None,
+        sick: bool = False,
     ) -> None:
         self.table, self.vocabulary = table, table.vocabulary
         self.chunk, self.max_queries = chunk, max_queries
         self.fatal, self.patience, self.venom = fatal, patience, venom
-        self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000))
+        self.skipping, self.sick = table, sick
+        self.decoder = SimpleNamespace(spec=SimpleNamespace(max_positions=10_000, layers=2))
         self.poisoned = 0  # real columns whose context was poisoned
         self.passes = 0
 
@@ -122,6 +129,7 @@ class Tabular:
         first_row: int = 0,
         idle: Seq[bool] | None = None,
         counts: list[int] | None = None,
+        plan: Plan | None = None,
         resume: Resume | None = None,
         taps: Seq[int] = (),
         at: Tensor | None = None,
@@ -132,6 +140,8 @@ class Tabular:
         rows = np.arange(first_row, first_row + batch)
         positions = self._positions(cache, width, starts, idle)
         real = _real(batch, width, idle, counts)
+        if plan is not None and not all((*plan.attention, *plan.mlp)):
+            return self._skip(cache, tokens.numpy(), rows, positions, real, plan)
         known = np.zeros(batch, dtype=int)
         if resume is not None:
             assert resume.depth == DEPTH
@@ -146,6 +156,34 @@ class Tabular:
             logits = logits[np.arange(batch), at.numpy()][:, None]
         states = torch.from_numpy(hidden)
         return Forward(torch.from_numpy(logits), states, {depth: states for depth in taps if depth == DEPTH})
+
+    def _skip(
+        self,
+        cache: TokenCache,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        real: np.ndarray,
+        plan: Plan,
+    ) -> Forward:
+        """What the other table says, from the level that runs whole."""
+        if all((plan.attention[0], plan.mlp[0])):
+            states = self._lower(cache, tokens, rows, positions, real, np.ones(real.shape, dtype=bool))
+        else:
+            strange = (tokens + 1.0) % self.vocabulary
+            if self.venom is not None:
+                strange[tokens == self.venom] = np.nan
+            cache.data[1][rows[:, None], positions] = np.where(real, strange, cache.poison)
+            states = _states(cache, 1, rows, positions)
+        if self.sick:
+            states[real] = np.nan
+            cache.data[1][rows[:, None], positions] = np.where(real, np.nan, cache.poison)
+        broken = np.isnan(cache.data[:2, rows]).any((0, 2))[:, None] | np.isnan(states).any(-1)
+        token, before, checksum, _ = np.nan_to_num(states).astype(int).transpose(2, 0, 1)
+        logits = self.skipping.logits[checksum, before, token].copy()
+        logits[~real] = SPIKE * np.arange(self.vocabulary, dtype=np.float32)
+        logits[broken & real] = np.nan
+        return Forward(torch.from_numpy(logits), torch.from_numpy(states), {})
 
     def prefill(
         self, cache: TokenCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()

@@ -28,7 +28,7 @@ from foredraft.decode.sequence import Sequence, State
 V, LENGTH, GAMMA = 5, 20, 3
 TARGET, DRAFT = Table(V, 21), Table(V, 22)
 PROMPT = (3, 1, 4, 1, 0)
-DRAFTERS = ("draft-model", "tapping", "lookup", "mapped", "retokenize")
+DRAFTERS = ("draft-model", "tapping", "lookup", "mapped", "retokenize", "layer-skip", "early-exit")
 CONSTRAINTS: dict[str, Callable[[], Constraint]] = {
     "no repeat": lambda: NoRepeat(V),
     "late ban": lambda: LateBan(V, (1, 0)),

@@ -14,6 +14,7 @@ from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_
 from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, foreseeing
 from tabular import Table, Tabular
 
+from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.policy import Fixed, Heuristic, Policy
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 
@@ -71,7 +72,7 @@ def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
             assert turn.emitted == turn.accepted + 1
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "tapping"])
+@pytest.mark.parametrize("drafter", ["draft-model", "tapping", "early-exit"])
 def test_a_perfect_drafter_is_accepted_whole(drafter: str) -> None:
     """The draft model is the target: any position it is off by, or token it missed, would show."""
     sequences = [greedy(prompt, drafter, temperature=t) for prompt in PROMPTS for t in (0, 1.3)]
@@ -314,7 +315,7 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
         assert all(math.isfinite(x) for x in [*one.p, *one.q, one.next_p])
         assert one.discarded == (one.emitted == 0)
     wary = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
-    assert bool(wary) == (drafter in ("script", "draft-model", "tapping"))
+    assert bool(wary) == (drafter in ("script", "draft-model", "tapping", "layer-skip", "early-exit"))
 
 
 def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
@@ -322,6 +323,7 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
         engine = make_engine(TARGET, DRAFT, Fixed(3), rows=1)
         model: Any = engine.drafters["draft-model"]
         model.runner = Tabular(DRAFT, **broken)
+        model.draft_pass = DraftPass(model.runner)
         return engine
 
     engine = engine_of(fatal=0, patience=4)

@@ -15,6 +15,8 @@ import torch
 
 from foredraft.bench.records import Bandwidth, Cost, Costs, Spread
 from foredraft.bench.timing import interleaved
+from foredraft.decode.draft import Drafter
+from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.llm import LLM
 
 __all__ = ["WIDE", "measure_costs", "predicted", "round_cost"]
@@ -80,18 +82,18 @@ def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], 
     return lambda: runner.forward(cache, tokens, starts)
 
 
-def _draft(drafter: Any, batch: int, context: int, longest: int) -> Callable[[], object] | None:
+def _draft(drafter: Drafter, batch: int, context: int, longest: int) -> Callable[[], object] | None:
     """`longest` tokens of each sequence, drafted one after the other: only the first one's forward finds
     the weights as the target left them. None where the drafter has no model."""
-    runner = getattr(drafter, "runner", None)
-    if runner is None:
+    if not isinstance(drafter, ModelDrafter):
         return None
-    cache = runner.new_cache(batch, context + longest)
+    draft_pass = drafter.draft_pass
+    cache = draft_pass.runner.new_cache(batch, context + longest)
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=cache.data.device)
     at = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
 
     def draft() -> None:
         for position in range(context, context + longest):
-            runner.forward(cache, tokens, [position - 1] * batch, at=at, exact=False)
+            draft_pass(cache, tokens, [position - 1] * batch, at=at)
 
     return draft

@@ -20,6 +20,7 @@ from foredraft.build.pairing import (
     tokenizer_of,
     vocabulary_map,
 )
+from foredraft.build.planning import GivenPlan, SelfDraft, chosen_plan
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, RequestError
@@ -50,6 +51,7 @@ def load(
     draft: str | Path | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
+    plan: GivenPlan | None = None,
     policy: str = "fixed",
     max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
@@ -67,14 +69,18 @@ def load(
 
     Args:
         path: A folder or a hub id; None is the demo pair, with its draft model.
-        drafter: Who drafts unless a request says otherwise: "none", "lookup", "draft-model" or "retokenize".
-            None means "none" without a draft, "draft-model" with one that has the target's tokenizer, and
-            "retokenize" with any other.
+        drafter: Who drafts unless a request says otherwise: "none", "lookup", "draft-model", "retokenize" or
+            "layer-skip". None means "layer-skip" where a plan is given, else "none" without a draft,
+            "draft-model" with one that has the target's tokenizer, and "retokenize" with any other.
         draft: The draft model's folder or hub id.
         revision: The branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: The same of the draft model.
+        plan: What of the model its own drafts leave out: a file that `foredraft tune` wrote, what is in one
+            (`PlanFile`), or spelled as "exit:8" or "skip:attn=3,5-7/mlp=4". None: the one that is kept for
+            this model, if any.
         policy: How long a draft is: "fixed" or "heuristic".
-        max_draft: Tokens drafted in a round at most, by default the policy's own number.
+        max_draft: Tokens drafted in a round at most, by default the plan's number where "layer-skip" drafts
+            by default, else the policy's.
         draft_sampling: "sampled" drafts from q, "greedy" drafts its argmax (a one-hot q); both are exact.
         dtype: "bfloat16", "float16" or "float32", by default the checkpoint's.
         device: "cpu", "cuda", "cuda:1", ...; by default "cuda" where there is one.
@@ -114,8 +120,6 @@ def load(
         raise ConfigError(
             f"drafter is {drafter!r}; give draft=, the folder or hub id of the small model, too"
         )
-    if draft_sampling == "greedy" and draft is None:
-        raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
     where = find_device(device)
     if compile:
         check_compiler(where)
@@ -128,10 +132,11 @@ def load(
         folders.append(resolve(str(draft), draft_revision, report))
     tokenizers = tuple(tokenizer_of(folder) for folder in folders)
     other = draft is not None and not same_vocabulary(folders, tokenizers)
-    drafter = drafter or default_drafter(draft is not None, other)
-    kinds = fitting_kinds(draft is not None, other)
-    check_kind(drafter, draft_sampling, kinds, folders)
     specs = [ModelSpec.from_folder(folder) for folder in folders]
+    drafter = drafter or default_drafter(draft is not None, other, plan_given=plan is not None)
+    self_draft = chosen_plan(plan, folders[0], specs[0].layers, needed=DRAFTERS[drafter].needs_plan)
+    kinds = fitting_kinds(draft is not None, other, self_draft is not None)
+    check_kind(drafter, draft_sampling, kinds, folders)
     dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]
     tokenizer, default_params = tokenizers[0], _default_params(folders[0], specs[0])
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
@@ -148,14 +153,25 @@ def load(
         runners.append(_runner(folder, where, each, exact, compile, kernels))
     report("load", len(folders), len(folders))
     target = runners[0]
-    longest = _longest_draft(policy, max_draft, target)
+    own = self_draft if DRAFTERS[drafter].needs_plan else None
+    longest = _longest_draft(policy, max_draft, target, own)
 
     vocabulary = None if other else vocabulary_map(runners, tokenizers, where)
-    parts = Parts(target, runners[1] if len(runners) == 2 else None, rows, positions, tokenizers, vocabulary)
+    cache = target.new_cache(rows, positions)
+    parts = Parts(
+        target,
+        cache,
+        runners[1] if len(runners) == 2 else None,
+        rows,
+        positions,
+        tokenizers,
+        vocabulary,
+        None if self_draft is None else self_draft.skips,
+    )
     spec = specs[0]
     engine = Engine(
         target,
-        target.new_cache(rows, positions),
+        cache,
         POLICIES[policy].make(longest),
         {name: kind.make(parts) for name, kind in kinds.items() if kind.make is not None},
         vocabulary=spec.vocab_size,
@@ -221,10 +237,12 @@ def _default_params(folder: Path, spec: ModelSpec) -> SamplingParams:
     return params
 
 
-def _longest_draft(policy: str, max_draft: int | None, target: Runner) -> int:
+def _longest_draft(policy: str, max_draft: int | None, target: Runner, own: SelfDraft | None) -> int:
+    """own: of the target's drafts for itself, where these are the default."""
     most = target.max_queries - 1
     if max_draft is None:
-        return min(POLICIES[policy].max_draft, most)
+        planned = None if own is None else own.max_draft
+        return min(planned or POLICIES[policy].max_draft, most)
     if max_draft > most:
         raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
     return max_draft

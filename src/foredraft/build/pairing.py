@@ -57,17 +57,20 @@ def same_vocabulary(folders: list[Path], tokenizers: tuple[Tokenizer | None, ...
     return True  # sizes are all there is to go by
 
 
-def fitting_kinds(draft_given: bool, other_tokenizer: bool) -> dict[str, DrafterKind]:
+def fitting_kinds(
+    draft_given: bool, other_tokenizer: bool, plan_given: bool = False
+) -> dict[str, DrafterKind]:
     """Those there is all for that they need: whoever drafts by default, a request may name any of them."""
     return {
         name: kind
         for name, kind in DRAFTERS.items()
-        if not kind.needs_draft or (draft_given and kind.retokenizes == other_tokenizer)
+        if (not kind.needs_draft or (draft_given and kind.retokenizes == other_tokenizer))
+        and (not kind.needs_plan or plan_given)
     }
 
 
 def check_kind(drafter: str, draft_sampling: str, kinds: dict[str, DrafterKind], folders: list[Path]) -> None:
-    """A draft model is for the drafters that its tokenizer fits."""
+    """A draft model is for the drafters that its tokenizer fits, and greedy drafts are for a model's."""
     fitting = " or ".join(repr(name) for name, kind in kinds.items() if kind.needs_draft)
     if drafter not in kinds:
         has = "the tokenizer of" if DRAFTERS[drafter].retokenizes else "another tokenizer than"
@@ -75,11 +78,14 @@ def check_kind(drafter: str, draft_sampling: str, kinds: dict[str, DrafterKind],
             f"drafter is {drafter!r}, but the draft model {folders[1]} has {has} the target {folders[0]};"
             f" give drafter={fitting}, or leave it out"
         )
-    if draft_sampling == "greedy" and not any(kind.stepper for kind in kinds.values()):
-        raise ConfigError(
-            f"draft_sampling is 'greedy', but the draft model {folders[1]} has another tokenizer than the"
-            f" target {folders[0]}, and is never sampled from; leave it out"
-        )
+    if draft_sampling == "sampled" or any(kind.stepper for kind in kinds.values()):
+        return
+    if len(folders) == 1:
+        raise ConfigError("draft_sampling is 'greedy', but no model drafts; give draft=, or leave it out")
+    raise ConfigError(
+        f"draft_sampling is 'greedy', but the draft model {folders[1]} has another tokenizer than the"
+        f" target {folders[0]}, and is never sampled from; leave it out"
+    )
 
 
 def vocabulary_map(

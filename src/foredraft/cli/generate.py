@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["INTERRUPTED", "check", "generate", "read_prompt"]
+__all__ = ["INTERRUPTED", "check", "generate", "named", "read_prompt"]
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -153,18 +153,25 @@ def check_text(what: str, text: str) -> None:
 
 def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
     """Refuse what could only be ignored: no request of this command names another drafter."""
-    name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
+    name = named(drafting, model)
     drafter = DRAFTERS[name]
     if drafting.draft is not None and not drafter.needs_draft:
         raise ConfigError(f"--draft has no use with --drafter {name}; leave one out")
     if output.compare and drafter.make is None:
         raise ConfigError("--compare finds only plain decoding; give --draft, or --drafter lookup")
     inert = [] if drafter.stepper else ["draft_sampling"]
+    inert += [] if drafter.needs_plan else ["plan"]
     if drafter.make is None:
         inert += ["policy", "max_draft"]
     for option in inert:
         if getattr(drafting, option) is not None:
             raise ConfigError(f"--{option.replace('_', '-')} has no use with drafter {name}; leave it out")
+
+
+def named(drafting: DraftOptions, model: ModelOptions) -> str:
+    """The drafter, named or by default."""
+    draft_given = drafting.draft is not None or model.model is None
+    return drafting.drafter or default_drafter(draft_given, plan_given=drafting.plan is not None)
 
 
 def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None) -> int:

@@ -94,6 +94,9 @@ class DraftingOptions:
     """The draft model: a folder, or a Hugging Face id."""
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the hub."""
+    plan: str | None = None
+    """What of the model its own drafts leave out: a file of `foredraft tune`, or exit:LAYER, or
+    skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Without it, the plan kept for this model, if any."""
     policy: Annotated[
         PolicyName | None,
         Parameter(help=f"How long a draft is. {POLICY_HELP}. Without it, {next(iter(POLICIES))}."),
@@ -116,8 +119,9 @@ class DraftOptions(DraftingOptions):
     drafter: Annotated[
         DrafterName | None,
         Parameter(
-            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it, {default_drafter(True)} where there is a"
-            f" draft model and {default_drafter(False)} otherwise."
+            help=f"Who guesses ahead. {DRAFTER_HELP}. Without it,"
+            f" {default_drafter(False, plan_given=True)} with --plan, {default_drafter(True)} where there is"
+            f" a draft model, and {default_drafter(False)} otherwise."
         ),
     ] = None
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.bench.workload import prompt_of
-from foredraft.cli.generate import check, read_prompt
+from foredraft.cli.generate import check, named, read_prompt
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS, default_drafter
+from foredraft.kinds import DRAFTERS
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
@@ -49,8 +49,7 @@ def verify(
         Prompts to go on from; - reads one from stdin.
     """
     check(model, drafting, OutputOptions())
-    name = drafting.drafter or default_drafter(drafting.draft is not None or model.model is None)
-    if DRAFTERS[name].make is None:
+    if DRAFTERS[named(drafting, model)].make is None:
         raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
     prompts = read_prompts(texts, verifying.prompts, model.model)
     from foredraft.verify import Options

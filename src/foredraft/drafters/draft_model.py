@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.cache import KVCache
@@ -34,6 +35,7 @@ class DraftModel:
         self, runner: Runner, rows: int, positions: int, vocabulary: VocabularyMap | None = None
     ) -> None:
         self.runner, self.vocabulary = runner, vocabulary
+        self.draft_pass = DraftPass(runner)
         longest = min(positions, runner.decoder.spec.max_positions)
         self.max_length: int | None = longest
         self.cache = runner.new_cache(rows, longest)
@@ -61,9 +63,7 @@ class DraftModel:
                 self._read[row] = start + count
         if self.vocabulary is not None:
             tokens = self.vocabulary.read(tokens)
-        forward = self.runner.forward(
-            self.cache, tokens, starts, idle=idle, counts=counts, at=at, exact=False
-        )
+        forward = self.draft_pass(self.cache, tokens, starts, idle=idle, counts=counts, at=at)
         assert forward.logits is not None
         logits = forward.logits[:, 0]
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.spelling import Spelling, characters
 from foredraft.drafters.translation import Translation
@@ -71,6 +72,7 @@ class Retokenize:
         self, runner: Runner, rows: int, positions: int, target: Tokenizer, draft: Tokenizer
     ) -> None:
         self.runner = runner
+        self.draft_pass = DraftPass(runner)
         self.positions = min(positions, runner.decoder.spec.max_positions)
         self.cache = runner.new_cache(rows, self.positions)
         self._target, self._draft = Spelling(target), Spelling(draft)
@@ -127,9 +129,9 @@ class Retokenize:
         drawn: list[Tensor] = []
         finite: list[Tensor] = []
         for step in range(max(steps)):
-            forward = self.runner.forward(
+            forward = self.draft_pass(
                 self.cache, tokens, starts, first_row=rows.start, idle=[step >= n for n in steps],
-                counts=counts, at=upload([n - 1 for n in counts], tokens.device), exact=False,
+                counts=counts, at=upload([n - 1 for n in counts], tokens.device),
             )  # fmt: skip
             assert forward.logits is not None
             top, tokens = forward.logits[:, 0].max(-1, keepdim=True)  # [B, 1] each

@@ -1,0 +1,189 @@
+"""A model that drafts for itself: real forwards, whatever is left out of them, leave the very bits of plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bits import PROMPTS, VOCABULARY, row_of, steps_of
+
+import foredraft
+from checkpoints import FAMILIES, reference_model
+from foredraft import LLM, SamplingParams, build
+from foredraft.decode.policy import Fixed, Heuristic
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.skips import Skips
+from foredraft.model.runner import Resume
+
+NEW, ROWS = 40, 8
+GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
+BY = ("operators", "kernels")
+
+
+def skips_of(layers: int) -> dict[str, Skips]:
+    every, last = tuple(range(layers)), layers - 1
+    return {
+        "nothing": Skips(),
+        "alternating": Skips(every[1::2], every[::2]),
+        "ends": Skips((0, last), (last,)),
+        "attention": Skips(every),
+        "everything": Skips(every, every),
+        "early": Skips(exit=1),
+        "late": Skips(exit=last),
+    }
+
+
+def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
+    """A model with one drafter for every plan, and a lookup."""
+    model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    model.save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "operators":
+            patch.setattr(build, "unserved_because", lambda *_: "for a test")
+        llm = foredraft.load(
+            folder, plan="skip:none", dtype=dtype, device="cpu", max_batch=ROWS, max_length=512
+        )
+    runner: Any = llm.engine.target
+    assert (runner._native is not None) == (by == "kernels")
+    for name, skips in skips_of(llm.spec.layers).items():
+        drafter = LayerSkip(runner, llm.engine.cache, skips)
+        drafter.name = name
+        llm.engine.drafters[name] = drafter
+    return llm
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(f, d, by) for f in ("llama", "gemma2") for d in ("bfloat16", "float32") for by in BY],
+    ids="-".join,
+)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return load(tmp_path_factory.mktemp("model"), *request.param)
+
+
+PLANS = tuple(skips_of(3))
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[list[int]]:
+    return plainly(llm)
+
+
+def plainly(llm: LLM) -> list[list[int]]:
+    """Each prompt alone, one token a pass."""
+    return [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+
+
+def assert_plain(llm: LLM, kinds: list[str], want: list[list[int]]) -> None:
+    outputs = llm.generate(PROMPTS, [replace(GREEDY, speculation=kind) for kind in kinds])
+    for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
+        assert output.token_ids == wanted, f"prompt {index} under {kind}"
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 7])
+def test_greedy_ids_in_a_batch_of_all_plans(llm: LLM, plain: list[list[int]], gamma: int) -> None:
+    """Every plan meets every prompt at some γ; a lookup and plain steps are among them."""
+    llm.engine.policy = Fixed(gamma)
+    assert_plain(llm, list(islice(cycle([*PLANS, "lookup", "none"]), gamma, gamma + len(PROMPTS))), plain)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> None:
+    llm.engine.policy = Heuristic(7)
+    assert_plain(llm, [name] * len(PROMPTS), plain)
+    [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, speculation=name))
+    assert alone.token_ids == plain[4]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_cache_after_rollbacks(llm: LLM, name: str) -> None:
+    """The very bits that plain decoding leaves behind."""
+    llm.engine.policy = Fixed(5)
+    prompt, length = PROMPTS[4], len(PROMPTS[4]) + NEW - 1
+    for sequence in steps_of(llm, prompt, name, NEW):
+        tokens, cached = list(sequence.tokens), row_of(llm, sequence, length)
+        assert name == "nothing" or any(turn.accepted < turn.drafted for turn in sequence.rounds)
+    for sequence in steps_of(llm, prompt, None, NEW):
+        assert sequence.tokens[: length + 1] == tokens[: length + 1]
+        assert torch.equal(row_of(llm, sequence, length), cached)
+
+
+def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
+    llm.engine.policy = Fixed(4)
+    wish = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=NEW, ignore_eos=True)
+    [want] = llm.generate([PROMPTS[3]], replace(wish, speculation="none"))
+    outputs = llm.generate([PROMPTS[3]] * len(PLANS), [replace(wish, speculation=name) for name in PLANS])
+    assert [output.token_ids for output in outputs] == [want.token_ids] * len(PLANS)
+
+
+def test_what_leaves_nothing_out_is_accepted_whole(llm: LLM) -> None:
+    llm.engine.policy = Fixed(4)
+    for output in llm.generate(PROMPTS, replace(GREEDY, speculation="nothing")):
+        assert output.stats.accepted == output.stats.drafted > 0
+
+
+def test_the_verifying_pass_resumes_where_the_draft_left(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pending token and all drafted ones but the last are known, of the rows that exit early."""
+    llm.engine.policy = Fixed(3)
+    seen: list[Resume | None] = []
+    forward = llm.engine.target.forward
+
+    def spy(*args: Any, resume: Resume | None = None, **more: Any) -> Any:
+        if "plan" not in more:
+            seen.append(resume)
+        return forward(*args, resume=resume, **more)
+
+    monkeypatch.setattr(llm.engine.target, "forward", spy)
+    outputs = llm.generate(PROMPTS[:2], [replace(GREEDY, speculation=name) for name in ("early", "ends")])
+    resumes = [resume for resume in seen if resume is not None]
+    assert {resume.depth for resume in resumes} == {1}
+    assert all(1 <= resume.known[0] <= 3 and not any(resume.known[1:]) for resume in resumes)
+    assert sum(resume.known[0] for resume in resumes) == outputs[0].stats.drafted
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "gemma2")])
+def test_every_family(family: str, by: str, tmp_path: Path) -> None:
+    llm = load(tmp_path, family, "float32", by)
+    want = plainly(llm)
+    llm.engine.policy = Fixed(4)
+    for shift in (0, 3):
+        assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), want)
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_early_exit_drafts_what_the_shorter_model_says(family: str, by: str, tmp_path: Path) -> None:
+    """Of transformers, with the layers from the exit on taken out."""
+    model: Any = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    llm = load(tmp_path, family, "float32", by)
+    drafted: list[list[int]] = []
+    step = LayerSkip.step
+
+    def spy(self: LayerSkip, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        logits = step(self, tokens, *rest)
+        drafted[-1].append(int(logits[0].argmax()))
+        return logits
+
+    llm.engine.policy = Fixed(4)
+    model.model.layers = model.model.layers[: llm.spec.layers - 1]
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(LayerSkip, "step", spy)
+        for prompt in PROMPTS[1:5]:
+            drafted.append([])
+            [output] = llm.generate([prompt], replace(GREEDY, max_new_tokens=5, speculation="late"))
+            text = list(prompt)
+            for token in drafted[-1][:4]:
+                assert int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()) == token
+                text.append(token)
+            assert output.stats.drafted >= 4
+
+
+def test_a_plan_of_a_deeper_model_is_refused(llm: LLM) -> None:
+    runner: Any = llm.engine.target
+    with pytest.raises(foredraft.ConfigError, match="plan exits before layer 9; give 1 to"):
+        LayerSkip(runner, llm.engine.cache, Skips(exit=9))
