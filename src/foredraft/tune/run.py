@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,7 +70,7 @@ def tune(
     room = max(options.new_tokens, new_tokens(options.tokens, len(prompts)))
     ids = [llm.fitting(own, room, truncate) for own in llm.encode(list(prompts))]
     written, held_out = hold_out(ids)
-    with wrapped(runner, "graphs", None):  # every trial's passes would be recorded, and met no more
+    with _unrecorded(runner):
         with stages("calibrate"):
             calibration = calibrate(llm, written, options.tokens, options.temperature, progress)
             teacher = Teacher(runner, calibration, longest, deadline.check)
@@ -180,6 +180,11 @@ def _keep(plan: PlanFile, out: Path | None) -> list[str]:
     if kept is not None:
         files.append(str(kept))
     return files
+
+
+def _unrecorded(runner: Runner) -> AbstractContextManager[None]:
+    """Every trial's passes would be recorded, and met no more."""
+    return nullcontext() if runner.graphs is None else wrapped(runner, "graphs", None)
 
 
 class _Stages:
