@@ -55,7 +55,7 @@ class KVCache:
         return k, v
 
     def copy_row(self, source: int, target: int, length: int, start: int = 0) -> None:
-        """Make `target` hold the first `length` positions of `source`, whose first `start` it holds already."""
+        """Make `target` hold the first `length` positions of `source`; it holds `start` of them already."""
         if source != target:
             self.data[:, :, target, :, start:length] = self.data[:, :, source, :, start:length]
         self.lengths[target] = length

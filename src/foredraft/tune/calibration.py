@@ -62,7 +62,7 @@ def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[i
     Raises ConfigError where there are too few.
     """
     if len(prompts) < 2:
-        raise ConfigError("prompts holds a single prompt; give two or more, of which some are held out")
+        raise ConfigError("a single prompt is given; give prompts= of two or more, since some are held out")
     mixed = list(prompts)
     random.Random(0).shuffle(mixed)
     held_out = mixed[1::HELD_OUT]
@@ -101,9 +101,7 @@ def _texts(llm: LLM, prompts: Sequence[list[int]], new: int, temperature: float)
     """In batches, so that no more are written than are wanted."""
     rows = llm.engine.cache.rows
     for sample in range(SAMPLES if temperature > 0 else 1):
-        params = SamplingParams(
-            temperature=temperature, max_new_tokens=new, seed=sample, speculation="none"
-        )
+        params = SamplingParams(temperature=temperature, max_new_tokens=new, seed=sample, speculation="none")
         for first in range(0, len(prompts), rows):
             batch = list(prompts[first : first + rows])
             each = [params.but(seed=sample * len(prompts) + first + index) for index in range(len(batch))]

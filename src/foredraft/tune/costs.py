@@ -1,17 +1,17 @@
 """What a plan's draft steps cost, in plain steps: a part that every draft has, and each sub-layer's own.
 
-Contract: a plan is never timed by itself. Bare passes of a few plans, each without one kind of sub-layer, take
-turns with verifying passes, as in a round; the parts are what explains their medians best (least squares). The
-part that every draft has is embedding, norm, head and draw. All other host work of a round is missing, as in
-every prediction (docs/architecture.md, "Words").
+Contract: a plan is never timed by itself. Bare passes of a few plans, each without one kind of sub-layer,
+take turns with verifying passes, as in a round; the parts are what explains their medians best (least
+squares). The part that every draft has is embedding, norm, head and draw. All other host work of a round is
+missing, as in every prediction (docs/architecture.md, "Words").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.llm import LLM
 from foredraft.model.decoder import Plan
+from foredraft.model.runner import Runner
 from foredraft.tune.rounds import Floats
 
 __all__ = ["PlanCosts", "measure_plan_costs"]
@@ -89,7 +90,8 @@ def _timed(
     llm: LLM, plans: list[Plan], context: int, longest: int, temperature: float, repeats: int
 ) -> list[float]:
     """Seconds of a plain step, and of one draft step of each plan: a draft's share of its last one."""
-    runner: Any = llm.engine.target
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
     cache = runner.new_cache(1, context + longest + 1)
     device = cache.data.device
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -104,8 +106,9 @@ def _timed(
         def run() -> None:
             for position in range(context, context + longest):
                 logits = runner.forward(cache, one, [position - 1], plan=plan, exact=False).logits
+                assert logits is not None
                 keys = NoiseKeys(zero, one + position, None, zero)
-                law_of(logits, table)[0].draw(lambda weights, keys=keys: noise.pick(weights, keys, DRAFT))
+                law_of(logits, table)[0].draw(partial(noise.pick, keys=keys, purpose=DRAFT))
 
         return run
 

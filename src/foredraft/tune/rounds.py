@@ -65,7 +65,7 @@ class Rounds:
 
     @property
     def taus(self) -> Floats:
-        """Mean accepted lengths -> [K], of rounds that no end of a text cuts; where there are none, of all."""
+        """Mean accepted lengths -> [K], of rounds that no end of a text cuts; else, of all."""
         longest, _, positions = self.starts.shape
         ends = np.arange(positions) + np.arange(2, longest + 2)[:, None]  # [K, N] of a round accepted whole
         whole = self.starts * (ends[:, None] <= self.lengths[:, None])

@@ -1,4 +1,4 @@
-"""The whole search: texts, costs, trials, the best plans in real decoding, and the plan file of the winner."""
+"""The whole search: texts, costs, trials, the best plans in real decoding, the plan file of the winner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from foredraft.tune.costs import measure_plan_costs
 from foredraft.tune.options import Options
 from foredraft.tune.race import race
 from foredraft.tune.records import Finalist, Progress, Report
-from foredraft.tune.search import Deadline, Search, best_of, warm_starts
+from foredraft.tune.search import Deadline, Search, best_of
 from foredraft.tune.study import StudyPlace
 from foredraft.tune.teacher import Teacher
 
@@ -60,7 +60,10 @@ def tune(
     stages = _Stages()
     deadline = Deadline.after(options.timeout)
     place = StudyPlace(options.storage)
-    folder = demo.target_path() if model is None else resolve(model, loading.pop("revision", None))
+    revision = loading.pop("revision", None)
+    if revision is not None and model is None:
+        raise ConfigError(f"revision is {revision!r}, but no hub id is given that has it; leave it out")
+    folder = demo.target_path() if model is None else resolve(model, revision)
     hash = model_hash(folder)
     with stages("load"):
         llm = _load(folder, prompts, options, loading, progress)
@@ -84,7 +87,7 @@ def tune(
         finished, finalists, winner, files = True, [], None, []
         try:
             with stages("rank"):
-                search.begin_with(warm_starts(teacher))
+                search.begin()
             with stages("search"):
                 search.run(progress)
         except KeyboardInterrupt:
@@ -105,7 +108,7 @@ def tune(
         layers=llm.spec.layers,
         study=name,
         storage=place.shown,
-        options=asdict(options) | {"storage": place.shown},
+        options=asdict(options) | {"storage": place.shown, "dtype": _dtype(llm)},
         machine=machine(llm.engine.device),
         tokens=calibration.tokens,
         costs=search.costs,
@@ -138,8 +141,11 @@ def _load(
 
 def _study_name(hash: str, llm: LLM, calibration: Calibration, longest: int) -> str:
     """Trials of one study are held against the same texts, by one model at one temperature."""
-    dtype = str(llm.engine.cache.data.dtype).removeprefix("torch.")
-    return f"{hash[:16]} {dtype} T={calibration.temperature:g} K={longest} {calibration.digest[:16]}"
+    return f"{hash[:16]} {_dtype(llm)} T={calibration.temperature:g} K={longest} {calibration.digest[:16]}"
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.engine.cache.data.dtype).removeprefix("torch.")
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:
@@ -158,7 +164,7 @@ def _plan_file(won: Finalist, model: str, hash: str, llm: LLM) -> PlanFile:
         skip_attention=skips.attention,
         skip_mlp=skips.mlp,
         device=llm.engine.device.type,
-        dtype=str(llm.engine.cache.data.dtype).removeprefix("torch."),
+        dtype=_dtype(llm),
         max_draft=won.draft,
         alpha=won.alpha,
         c=won.c,

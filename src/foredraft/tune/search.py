@@ -133,17 +133,26 @@ class Search:
                 " fewer tokens"
             )
 
-    def begin_with(self, plans: dict[str, Skips]) -> None:
-        """Have these tried before what the sampler proposes, unless they were."""
-        for origin, skips in plans.items():
-            if str(skips) not in self._taus:
-                left_out = {"attention": set(skips.attention), "mlp": set(skips.mlp)}
+    def begin(self) -> None:
+        """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
+        told = self.study.user_attrs.get("begin with")
+        if told is None:
+            plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
+            told = json.dumps(plans)
+            self.study.set_user_attr("begin with", told)
+        state = optuna.trial.TrialState
+        open_ = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
+        begun = {trial.user_attrs.get(WARM) for trial in open_}
+        for origin, spelled in json.loads(told).items():
+            if spelled not in self._taus and origin not in begun:
+                skips = Skips.spelled(spelled)
+                left_out = {"attention": skips.attention, "mlp": skips.mlp}
                 params = {
                     f"{kind}.{layer}": layer in layers
                     for kind, layers in left_out.items()
                     for layer in range(self.layers)
                 }
-                self.study.enqueue_trial(params, user_attrs={WARM: origin}, skip_if_exists=True)
+                self.study.enqueue_trial(params, user_attrs={WARM: origin})
 
     def importance(self) -> dict[str, float]:
         """Of each sub-layer's switch for the predicted speed-up, by its name; they sum to 1. Empty where the
@@ -186,5 +195,7 @@ def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
 
 
 def _costs(told: str) -> PlanCosts:
-    found = json.loads(told)
-    return PlanCosts(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+    found: dict[str, Any] = json.loads(told)
+    for name in ("attention", "verifying"):
+        found[name] = tuple(found[name])
+    return PlanCosts(**found)

@@ -1,7 +1,8 @@
 """Studies: where trials are kept, so that a search can be broken off, gone on with, and shared.
 
-Contract: a finished trial is in the storage before the next one begins. A trial whose process died is given up
-once its heartbeats have stopped for a while, and tried once more. Only here and in `search` is Optuna known.
+Contract: a finished trial is in the storage before the next one begins. A trial whose process died is given
+up once its heartbeats have stopped for a while, and tried once more. Only here and in `search` is Optuna
+known.
 
 Raises ConfigError, when it is imported, where optuna is not installed.
 """
@@ -28,7 +29,7 @@ HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until ther
 SHORT = 60  # trials up to which a Gaussian process is worth its time
 SQLITE = "sqlite:///"
 
-optuna.logging.get_logger("optuna").setLevel(logging.WARNING)
+optuna.logging.get_logger("optuna").setLevel(logging.ERROR)  # a trial that is given up is no news
 
 
 class StudyPlace:

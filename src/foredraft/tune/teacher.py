@@ -14,6 +14,7 @@ decoding, and nothing here knows them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -93,9 +94,7 @@ class Teacher:
         found: list[list[Block]] = []
         for row, (text, offset) in enumerate(zip(self.texts, offsets, strict=True)):
             cuts = [0, *range(offset or self.longest, text.new, self.longest), text.new]
-            found.append(
-                [(row, a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)][::-1]
-            )
+            found.append([(row, a, b - a) for a, b in pairwise(cuts)][::-1])
         return found
 
     def restore(self) -> None:
@@ -134,10 +133,10 @@ class Teacher:
                 self.cache, tokens, starts, first_row=blocks[0][0], idle=idle, counts=counts, plan=plan,
                 want_logits=False, exact=False,
             ).hidden  # fmt: skip
-            real = torch.arange(tokens.shape[1], device=tokens.device) < upload(counts, tokens.device)[:, None]
+            device = tokens.device
+            real = torch.arange(tokens.shape[1], device=device) < upload(counts, device)[:, None]
             next_tokens = upload(
-                [t for row, first, count in blocks for t in self._new(row)[first : first + count]],
-                tokens.device,
+                [t for row, first, count in blocks for t in self._new(row)[first : first + count]], device
             )
             p = torch.cat([self._p[row, first : first + count] for row, first, count in blocks])
             chances = (self._at(hidden[real], next_tokens) / p).clamp_max(1).cpu().numpy()
