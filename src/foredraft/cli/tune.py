@@ -86,7 +86,7 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
         return read_prompts((), file, model)
     if model is not None:
         raise ConfigError(
-            "prompts= is not given, and only you know what this model is used for; give a file, a prompt a"
+            "prompts is not given, and only you know what this model is used for; give a file, a prompt a"
             " line"
         )
     from foredraft import demo

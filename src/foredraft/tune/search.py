@@ -56,14 +56,15 @@ class Deadline:
 
 
 def warm_starts(teacher: Teacher) -> dict[str, Skips]:
-    """Plans to begin with, by what they are."""
+    """Different plans to begin with, by what they are."""
     layers = teacher.runner.decoder.spec.layers
     found = {"nothing": Skips(), "every other layer": every_other(layers)}
     ranked, programmed = greedy(teacher), clasp(teacher, 2 * layers - 1)
     for eighth in range(1, SIZES):
         size = round(2 * layers * eighth / SIZES)
-        found[f"greedy {size}"] = skips_of(ranked[:size])
-        found[f"clasp {size}"] = skips_of(programmed[size])
+        for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
+            if (skips := skips_of(sub_layers)) not in found.values():
+                found[f"{kind} {size}"] = skips
     return found
 
 
