@@ -260,7 +260,7 @@ class TuneOptions:
     """Where trials are kept: an Optuna URL, as sqlite:///FILE or that of a PostgreSQL database, which several
     machines may share. Without it, a file in the cache folder."""
     sampler: SamplerName | None = None
-    """Who proposes plans. Without it, gp up to 60 trials and tpe beyond."""
+    """Who proposes plans. Without it, gp at first, and tpe from the 80th trial on."""
     temperature: float = 0.0
     """Of the texts, and of the law that drafts are held against; 0 is greedy."""
     max_draft: int = 8

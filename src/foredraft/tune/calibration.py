@@ -92,8 +92,8 @@ def calibrate(
         if written >= tokens:
             return Calibration(tuple(texts), temperature)
     raise ConfigError(
-        f"prompts give {written} new tokens that do not repeat themselves, and tokens is {tokens}; give more"
-        " prompts, or fewer tokens"
+        f"tokens is {tokens}, but these prompts give {written} new ones that do not repeat themselves; give"
+        " more prompts, or fewer tokens"
     )
 
 

@@ -18,7 +18,7 @@ SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 class Options:
     """trials: of the study, those that it holds already included. timeout: seconds until no trial begins any
     more. storage: an Optuna URL; None: a file in the user's cache folder. sampler: who proposes plans; None:
-    "gp" for a short search and "tpe" for a longer one. max_draft: the longest draft that is considered.
+    "gp" at first, and "tpe" from the 80th trial on. max_draft: the longest draft that is considered.
     tokens: that a trial is held against. finalists: plans that are timed in real decoding. new_tokens: of
     each held-out prompt then. repeats: of every such run. seed: of the sampler.
 

@@ -22,7 +22,7 @@ from foredraft.tune.costs import PlanCosts
 from foredraft.tune.options import Options
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Progress, Trial
-from foredraft.tune.study import StudyPlace, optuna, sampler_for
+from foredraft.tune.study import StudyPlace, make_sampler, optuna, sampler_for
 from foredraft.tune.teacher import Teacher
 
 __all__ = ["Deadline", "OutOfTime", "Search", "best_of", "warm_starts"]
@@ -83,7 +83,8 @@ class Search:
     ) -> None:
         self.options, self.teacher, self.deadline = options, teacher, deadline
         self.layers = teacher.runner.decoder.spec.layers
-        self.study = place.study(name, options.sampler or sampler_for(options.trials), options.seed)
+        self.study = place.study(name)
+        self._propose_by = ""
         told = self.study.user_attrs.get("costs")
         self.costs = measure() if told is None else _costs(told)
         if told is None:
@@ -112,6 +113,7 @@ class Search:
         best = max((trial.predicted for trial in self.trials()), default=0.0)
         total = self.options.trials
         progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
+        self._choose_sampler(done)
 
         def after(study: Any, trial: Any) -> None:
             nonlocal done, best
@@ -119,7 +121,9 @@ class Search:
                 done += 1
                 best = max(best, trial.value)
                 progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
-                if len(study.get_trials(deepcopy=False, states=(trial.state,))) >= total:
+                ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
+                self._choose_sampler(ended)
+                if ended >= total:
                     study.stop()
             if self.deadline.passed:
                 study.stop()
@@ -167,6 +171,14 @@ class Search:
         except (ValueError, RuntimeError):  # too few trials, or all alike
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
+
+    def _choose_sampler(self, done: int) -> None:
+        """Who proposes the next plan, after so many trials."""
+        name = self.options.sampler or sampler_for(done)
+        if name != self._propose_by:
+            # whoever goes on must not propose again what was proposed at the beginning
+            self.study.sampler = make_sampler(name, self.options.seed + len(self.study.trials))
+            self._propose_by = name
 
     def _try(self, trial: Any) -> float:
         left_out: dict[str, list[int]] = {"attention": [], "mlp": []}

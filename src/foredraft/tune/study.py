@@ -20,13 +20,13 @@ from foredraft.errors import ConfigError
 from foredraft.kernels.machine import cache_folder
 from foredraft.tune.options import SamplerName
 
-__all__ = ["StudyPlace", "optuna"]
+__all__ = ["StudyPlace", "make_sampler", "optuna", "sampler_for"]
 
 optuna = module("optuna", "the search")
 sqlalchemy = module("sqlalchemy", "the search")
 
 HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until there have been none for too long
-SHORT = 60  # trials up to which a Gaussian process is worth its time
+EARLY = 80  # trials until which a Gaussian process is worth its time
 SQLITE = "sqlite:///"
 
 optuna.logging.get_logger("optuna").setLevel(logging.ERROR)  # a trial that is given up is no news
@@ -46,24 +46,22 @@ class StudyPlace:
         if url is not None or own is not None:
             self.storage = _opened(url or f"{SQLITE}{own}", self.shown, ours=own is not None)
 
-    def study(self, name: str, sampler: SamplerName, seed: int) -> Any:
+    def study(self, name: str) -> Any:
         """The study of this name, begun or gone on with."""
         try:
-            study = optuna.create_study(
+            return optuna.create_study(
                 study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
             )
         except sqlalchemy.exc.SQLAlchemyError as error:
             raise _unusable(self.shown, error) from error
-        # whoever goes on must not propose again what was proposed at the beginning
-        study.sampler = _sampler(sampler, seed + len(study.get_trials(deepcopy=False)))
-        return study
 
 
-def sampler_for(trials: int) -> SamplerName:
-    return "gp" if trials <= SHORT else "tpe"
+def sampler_for(done: int) -> SamplerName:
+    """A Gaussian process learns more from each trial, and takes longer with each."""
+    return "gp" if done < EARLY else "tpe"
 
 
-def _sampler(name: SamplerName, seed: int) -> Any:
+def make_sampler(name: SamplerName, seed: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         match name:
