@@ -73,6 +73,7 @@ class Prophet:
         idle: list[bool],
         counts: list[int],
         at: Tensor,
+        plan: None,
         exact: bool,
     ) -> Forward:
         assert not exact

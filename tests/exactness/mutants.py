@@ -16,7 +16,7 @@ from parts import LateBan, RandomBudgets, StopUnsure
 from foredraft.decode import accept, draft, law, noise, rows, sampling, sequence
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed
-from foredraft.drafters import draft_model, lookup
+from foredraft.drafters import draft_model, layer_skip, lookup
 from planting import Mutant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -90,6 +90,28 @@ def greedy_tokens(drafter: str = "draft-model") -> None:
 
 def tapped_states() -> None:
     greedy_tokens("tapping")
+
+
+def skipping_tokens() -> None:
+    greedy_tokens("layer-skip")
+
+
+def exiting_tokens() -> None:
+    greedy_tokens("early-exit")
+
+
+def law_of_skipping_drafts() -> None:
+    cases = [enumeration.case("as it is", d) for d in ("layer-skip", "early-exit", "script")]
+    enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
+
+
+def broken_self_drafts() -> None:
+    for drafter in ("layer-skip", "early-exit"):
+        identity.test_a_target_whose_own_drafts_break_goes_on_without_them(drafter)
+
+
+def draft_broken_off() -> None:
+    identity.test_a_draft_that_broke_off_leaves_no_states(pytest.MonkeyPatch())
 
 
 def whole_acceptance() -> None:
@@ -372,6 +394,88 @@ MUTANTS = [
             ),
         ),
         greedy_tokens,
+    ),
+    Mutant(
+        "a draft's own rows taken for the text while it is made",
+        (
+            (
+                layer_skip.LayerSkip.step,
+                "assert forward.logits is not None",
+                "self.cache.lengths[0] = starts[0] + 1; assert forward.logits is not None",
+            ),
+        ),
+        skipping_tokens,
+    ),
+    Mutant(
+        "a draft's own rows left visible to the next round",
+        (
+            (
+                layer_skip.LayerSkip.step,
+                "assert forward.logits is not None",
+                "self.reach = starts[0] + 1; assert forward.logits is not None",
+            ),
+            (
+                COMMIT,
+                "self.cache.lengths[sequence.row] = len(sequence.tokens) - 1",
+                "self.cache.lengths[sequence.row] = max(len(sequence.tokens) - 1,"
+                " getattr(self.drafters.get(sequence.drafter), 'reach', 0))",
+            ),
+        ),
+        skipping_tokens,
+    ),
+    Mutant(
+        "a draft begins after the rows of the last one",
+        (
+            (
+                layer_skip.LayerSkip.step,
+                "forward = self.draft_pass(self.cache, tokens, starts, idle=idle)",
+                "starts = [start + (start > 8) for start in starts];"
+                " forward = self.draft_pass(self.cache, tokens, starts, idle=idle)",
+            ),
+        ),
+        exiting_tokens,
+    ),
+    Mutant(
+        "the plan of a draft applied to the verifying pass",
+        (
+            (
+                Engine._verify,
+                "taps=taps,\n",
+                "taps=taps, plan=self.drafters['layer-skip'].draft_pass.plan,\n",
+            ),
+        ),
+        law_of_skipping_drafts,
+    ),
+    Mutant(
+        "the last drafted token taken for read",
+        (
+            (
+                layer_skip.LayerSkip.resume,
+                "1), self._known)",
+                "1), [known + (known > 0) for known in self._known])",
+            ),
+        ),
+        exiting_tokens,
+    ),
+    Mutant(
+        "states known of rows that took no part in a step",
+        ((layer_skip.LayerSkip.step, "known + (not dummy)", "known + 1"),),
+        law_of_skipping_drafts,
+    ),
+    Mutant(
+        "states of a draft that broke off handed on",
+        ((layer_skip.LayerSkip.leave, "self._forget()", "pass"),),
+        draft_broken_off,
+    ),
+    Mutant(
+        "states of the draft before handed on",
+        ((layer_skip.LayerSkip.resume, "self._forget()", "pass"),),
+        exiting_tokens,
+    ),
+    Mutant(
+        "the target's own row emptied for what it drafted",
+        ((Engine._cure, "if cache is not self.cache:", "if True:"),),
+        broken_self_drafts,
     ),
     Mutant(
         "draft model's cache not rolled back",

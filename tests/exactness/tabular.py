@@ -95,7 +95,8 @@ class Tabular:
     """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
 
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
-    sick: its drafts for itself are NaN, and so is what they write. Their law is `skipping`'s.
+    Its drafts for itself have the law of `skipping`. sick: they are NaN, and so is what they write where the
+    target would write something else.
     """
 
     def __init__(
@@ -173,16 +174,15 @@ class Tabular:
             strange = (tokens + 1.0) % self.vocabulary
             if self.venom is not None:
                 strange[tokens == self.venom] = np.nan
+            if self.sick:
+                strange[:] = np.nan
             cache.data[1][rows[:, None], positions] = np.where(real, strange, cache.poison)
             states = _states(cache, 1, rows, positions)
-        if self.sick:
-            states[real] = np.nan
-            cache.data[1][rows[:, None], positions] = np.where(real, np.nan, cache.poison)
         broken = np.isnan(cache.data[:2, rows]).any((0, 2))[:, None] | np.isnan(states).any(-1)
         token, before, checksum, _ = np.nan_to_num(states).astype(int).transpose(2, 0, 1)
         logits = self.skipping.logits[checksum, before, token].copy()
         logits[~real] = SPIKE * np.arange(self.vocabulary, dtype=np.float32)
-        logits[broken & real] = np.nan
+        logits[(broken | self.sick) & real] = np.nan
         return Forward(torch.from_numpy(logits), torch.from_numpy(states), {})
 
     def prefill(

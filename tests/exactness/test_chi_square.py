@@ -25,6 +25,8 @@ ROWS: list[tuple[str | None, dict[str, Any]]] = [
     ("tapping", {"top_p": 0.8, "acceptance": "coupled"}),
     ("lookup", {"min_p": 0.2}),
     (None, {}),
+    ("layer-skip", {}),
+    ("early-exit", {"temperature": 0.8}),
 ]
 
 

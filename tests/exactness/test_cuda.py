@@ -58,6 +58,19 @@ def test_greedy_ids(tmp_path: Path, dtype: str) -> None:
         assert [o.token_ids for o in outputs] == alone, name
 
 
+@pytest.mark.parametrize(
+    "plan", ["skip:none", "skip:attn=0,2/mlp=1", "skip:attn=0-2/mlp=0-2", "exit:1", "exit:2"]
+)
+def test_greedy_ids_of_a_model_that_drafts_for_itself(tmp_path: Path, dtype: str, plan: str) -> None:
+    """Steps of every plan are recorded, those of an early exit at exact shapes."""
+    target = save_variant(tmp_path / "target", "llama")
+    llm = foredraft.load(target, plan=plan, dtype=dtype, device="cuda", max_batch=8, max_length=512)
+    alone = [llm.generate([p], SamplingParams(**_options("none")))[0].token_ids for p in PROMPTS]
+    outputs = llm.generate(PROMPTS, SamplingParams(**_options("layer-skip")))
+    assert [o.token_ids for o in outputs] == alone
+    assert all(o.stats.drafted > 0 for o in outputs)
+
+
 @pytest.mark.parametrize("compile", [False, True], ids=["operators", "compiled"])
 def test_recorded_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str, compile: bool) -> None:
     decoder = load_decoder(save_variant(tmp_path, "llama"), torch.device("cuda"), getattr(torch, dtype))

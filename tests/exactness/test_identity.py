@@ -344,6 +344,38 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
     assert heir.drafter_faults == 1
 
 
+@pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
+def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str) -> None:
+    """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
+    engine = make_engine(Tabular(TARGET, sick=True), DRAFT, Fixed(3), rows=3)
+    sequences = [greedy(PROMPTS[2], drafter), greedy(PROMPTS[3]), greedy(PROMPTS[4], drafter)]
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    for sequence in sequences[::2]:
+        assert (sequence.drafter, sequence.drafter_faults) == (None, 2)
+    assert all(turn.emitted for s in sequences for turn in s.rounds), "none was given up"
+
+
+def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second step fails: the next draft must not hand on those of the first."""
+    engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
+    engine.submit(greedy((0, 1), "early-exit"))
+    drafter: Any = engine.drafters["early-exit"]
+    draft_pass, calls = drafter.draft_pass, itertools.count()
+
+    def break_off(*args: Any, **more: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("out of memory")
+        return draft_pass(*args, **more)
+
+    drafter.draft_pass = break_off
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert drafter._states
+    engine.fail_batch("out of memory")
+    heir = greedy((1, 2), "early-exit")
+    assert run(engine, [heir]) == [reference(heir.prompt)]
+
+
 def test_states_below_a_resumed_depth_are_computed_for_who_taps_them() -> None:
     engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
     low: Any = engine.drafters["script"]

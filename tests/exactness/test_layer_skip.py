@@ -18,6 +18,8 @@ from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
+from foredraft.model.runner.graphs import Graphs
+from recorder import Rerun
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -97,6 +99,22 @@ def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> 
     assert_plain(llm, [name] * len(PROMPTS), plain)
     [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, speculation=name))
     assert alone.token_ids == plain[4]
+
+
+@pytest.mark.parametrize("way", ["gathered", "recorded"])
+def test_greedy_ids_whatever_way_passes_run(llm: LLM, plain: list[list[int]], way: str) -> None:
+    """Gathered, or replayed from recordings, of which each plan has its own."""
+    runner: Any = llm.engine.target
+    if runner._native is not None:
+        pytest.skip("the kernels have one way")
+    llm.engine.policy = Fixed(4)
+    runner.gathers, runner.graphs = way == "gathered", Graphs(Rerun()) if way == "recorded" else None
+    try:
+        for shift in range(3):
+            assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), plain)
+        assert runner.graphs is None or runner.graphs.recorder.replays > 0
+    finally:
+        runner.gathers, runner.graphs = None, None
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -181,6 +199,30 @@ def test_an_early_exit_drafts_what_the_shorter_model_says(family: str, by: str, 
                 assert int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()) == token
                 text.append(token)
             assert output.stats.drafted >= 4
+
+
+def test_drafts_that_are_not_finite_harm_nothing(llm: LLM, plain: list[list[int]]) -> None:
+    """What they leave in the target's cache is overwritten in every layer before the target attends to it."""
+    llm.engine.policy = Fixed(4)
+    drafter: Any = llm.engine.drafters["nothing"]
+    draft_pass, decoder = drafter.draft_pass, drafter.draft_pass.runner.decoder
+    embedding, passes = decoder.embedding, 0
+
+    def broken(*args: Any, **more: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        decoder.embedding = torch.full_like(embedding, float("nan"))
+        made = draft_pass(*args, **more)
+        decoder.embedding = embedding
+        return made
+
+    drafter.draft_pass = broken
+    try:
+        outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, speculation="nothing"), trace=True)
+    finally:
+        drafter.draft_pass, decoder.embedding = draft_pass, embedding
+    assert [output.token_ids for output in outputs] == plain[2:4]
+    assert passes >= 8 and not any(one.discarded for output in outputs for one in output.trace)
 
 
 def test_a_plan_of_a_deeper_model_is_refused(llm: LLM) -> None:

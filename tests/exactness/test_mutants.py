@@ -7,14 +7,15 @@ from collections.abc import Callable
 import mutants
 import pass_mutants
 import pytest
+import skip_mutants
 import transform_mutants
 
 from foredraft import kernels
 from foredraft.kernels import rows
 from planting import Mutant, assert_caught
 
-CHECKS = mutants.CHECKS + transform_mutants.CHECKS + pass_mutants.CHECKS
-MUTANTS = mutants.MUTANTS + transform_mutants.MUTANTS + pass_mutants.MUTANTS
+CHECKS = mutants.CHECKS + transform_mutants.CHECKS + pass_mutants.CHECKS + skip_mutants.CHECKS
+MUTANTS = mutants.MUTANTS + transform_mutants.MUTANTS + pass_mutants.MUTANTS + skip_mutants.MUTANTS
 
 
 @pytest.fixture

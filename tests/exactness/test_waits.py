@@ -51,7 +51,9 @@ def llm(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> foredraft.LL
 
 def load(folder: Path) -> foredraft.LLM:
     pair = checkpoints.save_pair(folder)
-    return foredraft.load(pair / "big", draft=pair / "small", device="cpu", max_batch=4, max_length=512)
+    return foredraft.load(
+        pair / "big", draft=pair / "small", plan="exit:2", device="cpu", max_batch=4, max_length=512
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def watch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[lis
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize(
-    "drafters", [["none"], ["draft-model"], ["lookup"], ["none", "lookup", "draft-model"]], ids="+".join
+    "drafters",
+    [["none"], ["draft-model"], ["lookup"], ["layer-skip"], ["none", "lookup", "draft-model", "layer-skip"]],
+    ids="+".join,
 )
 @pytest.mark.parametrize("rows", [1, 4])
 def test_once_a_round(

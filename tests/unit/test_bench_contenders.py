@@ -300,7 +300,7 @@ def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
     field.enter(setting, chosen(None), Memory(setting.device), 7, wanted=False)
     assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
     assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(field.notes) == 5
+    assert len(field.notes) == 6
     assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 
 

@@ -92,7 +92,7 @@ def test_a_new_policy_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
     kind = DRAFTERS[name]
     draft = models / ("foreign" if kind.retokenizes else "small") if kind.needs_draft else None
-    llm = load(models, drafter=name, draft=draft)
+    llm = load(models, drafter=name, draft=draft, plan="exit:1" if kind.needs_plan else None)
     assert llm.default_drafter == (None if name == "none" else name)
     assert all(drafter.name == key for key, drafter in llm.engine.drafters.items())
     stepper = hasattr(llm.engine.drafters.get(name), "step")

@@ -76,6 +76,8 @@ PROGRAMS: dict[str, Program] = {
 
 
 def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:
+    if DRAFTERS[drafter].needs_plan and drafter not in setting.drafters:
+        raise ConfigError(f"{name} has no plan for this model; make one with `foredraft tune`, or give plan=")
     if drafter != "none" and drafter not in setting.drafters:
         has = "the target's" if drafter == "draft-model" else "another"
         raise ConfigError(f"{name} needs a draft model with {has} tokenizer; give draft=")

@@ -22,6 +22,7 @@ from foredraft.bench.race import Progress, Race
 from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.hub import resolve
@@ -126,6 +127,8 @@ def _asked(
     asked = {"model": model or "demo", "draft": draft or (None if model else "demo"), **loading}
     asked |= asdict(options) | {"policy": llm.engine.policy.name, "max_draft": _longest(llm)}
     asked |= {"deterministic": llm.deterministic, "max_repeated": MAX_REPEATED}
+    plans = [str(each.skips) for each in llm.engine.drafters.values() if isinstance(each, LayerSkip)]
+    asked |= {"plan": next(iter(plans), None)}
     asked |= {"workloads": {name: len(own) for name, own in prompts.items()}}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items()}
 

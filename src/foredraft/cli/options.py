@@ -98,17 +98,20 @@ class DraftingOptions:
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the hub."""
     plan: str | None = None
-    """What of the model its own drafts leave out: a file of `foredraft tune`, or exit:LAYER, or
+    """What of the model layer-skip leaves out: a file of `foredraft tune`, or exit:LAYER, or
     skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Without it, the plan kept for this model, if any."""
     policy: Annotated[
         PolicyName | None,
         Parameter(help=f"How long a draft is. {POLICY_HELP}. Without it, {next(iter(POLICIES))}."),
     ] = None
     max_draft: Annotated[
-        int | None, Parameter(help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}.")
+        int | None,
+        Parameter(
+            help=f"Longest draft, in tokens. Without it, the plan's with layer-skip, {MAX_DRAFT_HELP}."
+        ),
     ] = None
     draft_sampling: Literal["sampled", "greedy"] | None = None
-    """How a draft model picks: as the target would (the default), or its likeliest token."""
+    """How a model that drafts picks: as the target would (the default), or its likeliest token."""
     acceptance: Literal["speculative", "coupled"] | None = None
     """speculative accepts more; coupled gives one text per seed, however it is drafted. Without it,
     coupled with --seed and speculative otherwise. Both are lossless."""

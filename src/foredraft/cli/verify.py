@@ -163,6 +163,7 @@ def lines(report: Report, names: dict[str, str | None]) -> list[str]:
 def tested(report: Report, names: dict[str, str | None]) -> str:
     about = report.about
     draft = f" ({names['draft']})" if names["draft"] and DRAFTERS[about["drafter"]].needs_draft else ""
+    draft = f" ({about['plan']})" if about["plan"] else draft
     return (
         f"Target {names['model']}, {about['dtype']} on {about['device']}"
         f"{'' if about['deterministic'] else ', not deterministic'}; drafter {about['drafter']}{draft}"

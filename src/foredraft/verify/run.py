@@ -13,6 +13,7 @@ import torch
 
 import foredraft
 from foredraft.decode.params import SamplingParams
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
 from foredraft.verify.chi_square import samples_for
@@ -157,8 +158,10 @@ def _sampled_tests(
 
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:
     engine = llm.engine
+    drafting = engine.drafters[drafter]
     return {
         "drafter": drafter,
+        "plan": str(drafting.skips) if isinstance(drafting, LayerSkip) else None,
         "policy": engine.policy.name,
         "greedy_drafts": engine.greedy_drafts,
         "dtype": str(engine.cache.data.dtype).removeprefix("torch."),

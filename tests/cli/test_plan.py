@@ -1,0 +1,126 @@
+"""A model that drafts for itself, from the command line: --plan in every command that takes one, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import save_checkpoint
+from foredraft.cli import main
+from foredraft.drafters.plans import PlanFile, keep_plan, model_hash, write_plan
+
+GREEDY = ["--temperature", "0", "--max-new-tokens", "12", "--device", "cpu", "--json"]
+
+
+@pytest.fixture
+def plan(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanFile:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return PlanFile(
+        model="big", model_hash=model_hash(models / "big"), layers=3, skip_attention=(1,), device="cpu",
+        dtype="float32", max_draft=3, alpha=0.8, c=0.5, tau=2.5, speedup=1.25, predicted=1.3,
+        date="2026-11-21", foredraft="0.1.0",
+    )  # fmt: skip
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_text_is_the_same_by_every_plan(
+    models: Path, plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    keep_plan(plan)
+    command = ["generate", "def accept", "--model", str(models / "big"), *GREEDY]
+    assert main(command) == 0
+    want = document(capsys)["outputs"][0]["token_ids"]
+    for options in (
+        ["--plan", str(file)],
+        ["--drafter", "layer-skip"],
+        ["--plan", "exit:2"],
+        ["--plan", "skip:attn=0-2/mlp=1", "--max-draft", "7", "--draft-sampling", "greedy"],
+    ):
+        assert main([*command, *options]) == 0
+        found = document(capsys)
+        assert found["outputs"][0]["token_ids"] == want and found["stats"]["drafted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--drafter", "layer-skip"],
+            "no plan for this model; make one with `foredraft tune`, or give --plan",
+        ),
+        (["--plan", "nowhere.json"], "--plan is 'nowhere.json', which cannot be read"),
+        (["--plan", "skip:heads=1"], "--plan is 'skip:heads=1'; give exit:LAYER, or skip:attn=LAYERS/mlp"),
+        (["--plan", "exit:3"], "plan exits before layer 3; give 1 to 2, for the model has 3 layers"),
+        (["--plan", "other.json"], "--plan is one of 'big', which is another model than"),
+        (["--plan", "exit:1", "--drafter", "lookup"], "--plan has no use with drafter lookup; leave it out"),
+        (["--plan", "exit:1", "--draft", "nowhere"], "--draft has no use with --drafter layer-skip"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    models: Path,
+    plan: PlanFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_plan(plan, tmp_path / "other.json")
+    model = "mute" if "other.json" in arguments else "big"
+    assert main(["generate", "x", "--model", str(models / model), *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert told.err.startswith("foredraft: error: ") and message in told.err
+
+
+def test_verify_holds_it_to_the_target(
+    plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a spread law, drafted by the model without its last layer's attention: often right, often wrong."""
+    model = save_checkpoint(
+        tmp_path / "model", tokenizer=True, seed=3, eos_token_id=None, initializer_range=0.4
+    )
+    quick = ["--tokens", "6", "--detect", "0.1", "--seed", "3", "--max-batch", "32", "--device", "cpu"]
+    command = ["verify", "--model", str(model), *quick, "def accept", "Viktor", "x"]
+    for given in ("skip:attn=2", "exit:2"):
+        assert main([*command, "--plan", given]) == 0
+        told = capsys.readouterr().out
+        assert f"drafter layer-skip ({given}), policy fixed;" in told and "PASSED" in told
+    assert main([*command, "--plan", "skip:attn=2", "--self-test"]) == 1, "a missing residual is found"
+    assert "was found" in capsys.readouterr().out
+    assert main([*command, "--drafter", "layer-skip"]) == 2
+    assert "no plan for this model" in capsys.readouterr().err
+
+
+def test_bench_shows_it_as_a_row(
+    models: Path,
+    plan: PlanFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("foredraft.bench.machine.BYTES", 2**20)
+    (tmp_path / "words.jsonl").write_text('{"prompt": "def accept(draft, p):"}\n')
+    command = [
+        "bench", "--model", str(models / "big"), "--workload", str(tmp_path / "words.jsonl"), "--device", "cpu",
+        "--new-tokens", "8", "--repeats", "1", "--methods", "layer-skip",
+    ]  # fmt: skip
+    assert main([*command, "--plan", "skip:attn=1"]) == 0
+    found = document(capsys)
+    assert [row["contender"] for row in found["rows"]] == ["plain", "layer-skip"]
+    assert found["rows"][1]["exactness"]["identical"] == 1
+    assert found["options"]["plan"] == "skip:attn=1"
+    assert 0 < found["costs"][0]["drafting"]["layer-skip"] < 5
+    assert [model["role"] for model in found["models"]] == ["target"]
+    assert main(command) == 2
+    assert "layer-skip has no plan for this model; make one with `foredraft tune`" in capsys.readouterr().err
