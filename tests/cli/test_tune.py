@@ -164,7 +164,7 @@ def test_an_interrupt_keeps_the_study(
         ),
         (["--storage", "what"], "--storage is 'what', which is no URL"),
         (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
-        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 3072 new ones"),
+        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1536 new ones"),
         (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
         (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
         (["--max-draft", "0"], "--max-draft is 0; give 1 or more"),

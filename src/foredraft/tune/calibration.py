@@ -22,7 +22,7 @@ from foredraft.ngrams import repeated
 __all__ = ["Calibration", "Text", "calibrate", "hold_out", "new_tokens"]
 
 HELD_OUT = 4  # one prompt of so many is kept for the end
-SHORTEST, LONGEST = 64, 512  # new tokens that are asked of a prompt
+SHORTEST, LONGEST = 64, 256  # new tokens that are asked of a prompt
 LEAST = 16  # new tokens of a text that is any use
 SAMPLES = 8  # of a prompt at most, where they differ
 
