@@ -206,3 +206,15 @@ def test_too_few_prompts(
 def test_a_model_of_ones_own_needs_prompts(big: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--model", big]) == 2
     assert "--prompts is not given, and only you know what this model is used for" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_last_stage_keeps_the_trials_too(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "race", interrupted)
+    assert main(given(command, "--trials", "3")) == 130
+    told = document(capsys)
+    assert len(told["trials"]) == 3 and told["finalists"] == [] and told["winner"] is None

@@ -73,35 +73,25 @@ def tune(
     room = max(options.new_tokens, new_tokens(options.tokens, len(prompts)))
     ids = [llm.fitting(own, room, truncate) for own in llm.encode(list(prompts))]
     written, held_out = hold_out(ids)
-    with _unrecorded(runner):
-        with stages("calibrate"):
-            calibration = calibrate(llm, written, options.tokens, options.temperature, progress)
-            teacher = Teacher(runner, calibration, longest, deadline.check)
-        with stages("costs"):
-            context = int(median(text.start + text.new // 2 for text in calibration.texts))
-            name = _study_name(hash, llm, calibration, longest)
-            search = Search(
-                place, name, options, teacher,
-                lambda: measure_plan_costs(llm, context, longest, options.temperature), deadline,
-            )  # fmt: skip
-        finished, finalists, winner, files = True, [], None, []
-        try:
-            with stages("rank"):
-                search.begin()
-            with stages("search"):
-                search.run(progress)
-        except KeyboardInterrupt:
-            if not search.trials():
-                raise
-            finished = False
-    trials = search.trials()
-    if finished:
-        with stages("decode"):
-            finalists = race(llm, best_of(trials, options.finalists), held_out, options, progress)
-        winner = _winner(finalists)
-    if winner is not None:
-        plan = _plan_file(finalists[winner], model or "demo", hash, llm)
-        files = _keep(plan, out)
+    with stages("calibrate"):
+        calibration = calibrate(llm, written, options.tokens, options.temperature, progress)
+        teacher = Teacher(runner, calibration, longest, deadline.check)
+    with stages("costs"):
+        context = int(median(text.start + text.new // 2 for text in calibration.texts))
+        name = _study_name(hash, llm, calibration, longest)
+        search = Search(
+            place, name, options, teacher,
+            lambda: measure_plan_costs(llm, context, longest, options.temperature), deadline,
+        )  # fmt: skip
+    finished, finalists = True, tuple[Finalist, ...]()
+    try:
+        finalists = _finalists(llm, search, held_out, options, stages, progress)
+    except KeyboardInterrupt:
+        if not search.trials():
+            raise
+        finished = False
+    winner = _winner(finalists)
+    files = [] if winner is None else _keep(_plan_file(finalists[winner], model or "demo", hash, llm), out)
     return Report(
         model=model or "demo",
         model_hash=hash,
@@ -112,9 +102,9 @@ def tune(
         machine=machine(llm.engine.device),
         tokens=calibration.tokens,
         costs=search.costs,
-        trials=tuple(trials),
+        trials=tuple(search.trials()),
         importance=search.importance(),
-        finalists=tuple(finalists),
+        finalists=finalists,
         winner=winner,
         plan_files=tuple(files),
         seconds=stages.seconds,
@@ -137,6 +127,24 @@ def _load(
             progress(stage, done, total)
 
     return foredraft.load(folder, drafter="none", needs=needs, progress=loading_only, **loading)
+
+
+def _finalists(
+    llm: LLM,
+    search: Search,
+    held_out: Sequence[list[int]],
+    options: Options,
+    stages: _Stages,
+    progress: Progress,
+) -> tuple[Finalist, ...]:
+    """The best plans of the search, in real decoding."""
+    with _unrecorded(search.teacher.runner):
+        with stages("rank"):
+            search.begin()
+        with stages("search"):
+            search.run(progress)
+    with stages("decode"):
+        return tuple(race(llm, best_of(search.trials(), options.finalists), held_out, options, progress))
 
 
 def _study_name(hash: str, llm: LLM, calibration: Calibration, longest: int) -> str:
