@@ -1,4 +1,4 @@
-"""Modules that only some of the benchmark needs, imported when they are needed."""
+"""Modules that only some of the benchmark, or of the search, needs, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from foredraft.errors import ConfigError
 
 __all__ = ["module"]
 
-INSTALL = {"llama_cpp": "pip install llama-cpp-python"}
+INSTALL = {
+    "llama_cpp": "pip install llama-cpp-python",
+    "optuna": "pip install 'foredraft[tune]'",
+    "sqlalchemy": "pip install 'foredraft[tune]'",
+}
 
 
 def module(name: str, needed_by: str) -> Any:

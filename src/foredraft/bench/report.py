@@ -8,47 +8,31 @@ Raises ConfigError, when it is imported, where matplotlib is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from statistics import median
-from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
+from foredraft.bench.page import DASH, Verdict, plain, render
 from foredraft.bench.plots import plots
 from foredraft.bench.records import PLAIN, Report, Row, Spread
 
 __all__ = ["page"]
 
-DASH = "–"
-
 
 def page(report: Report) -> str:
     """The whole document."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string((files("foredraft.bench") / "report.html").read_text(encoding="utf-8"))
-    return template.render(
+    return render(
+        "foredraft.bench",
+        title="Foredraft benchmark",
         verdicts=[_speed(report), _exactness(report)],
         finished=report.finished,
         facts=_facts(report),
         tables=[_table(report, batch) for batch in sorted({row.batch for row in report.rows})],
-        plots=[(plot, Markup(plot.svg)) for plot in plots(report)],
+        plots=plots(report),
         limit=report.options.get("max_repeated"),
         notes=report.notes,
-        details={"Options": _plain(report.options), "Machine": _plain(report.machine)},
+        details={"Options": plain(report.options), "Machine": plain(report.machine)},
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """kind: "good", "bad" or "none", which the page shows in words, too."""
-
-    kind: str
-    text: str
 
 
 def _speed(report: Report) -> Verdict:
@@ -102,25 +86,6 @@ def _facts(report: Report) -> dict[str, str]:
             f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}"
         )
     return facts
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """Plain values as a person writes them."""
-    return {name: _written(value) for name, value in values.items()}
-
-
-def _written(value: Any) -> str:
-    if value is None:
-        return DASH
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_written(item)}" for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_written, value))
-    return str(value)
 
 
 # --- the table -------------------------------------------------------------------------------------

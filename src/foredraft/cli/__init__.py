@@ -1,9 +1,9 @@
 """The command line: one file a command, thin.
 
 Contract: results go to stdout, everything else to stderr. The exit code is 0, 1 when generation itself
-failed or, in `bench`, gave other tokens than it must, 2 with one line `foredraft: error: ...` when the user
-can mend it, 130 after Ctrl-C; `verify` adds one of its own. Nothing here imports torch before a command needs
-it, so `--help` is quick.
+failed or, in `bench` and `tune`, gave other tokens than it must, 2 with one line `foredraft: error: ...` when
+the user can mend it, 130 after Ctrl-C; `verify` adds one of its own. Nothing here imports torch before a
+command needs it, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import foredraft
 from foredraft.cli.bench import bench
 from foredraft.cli.generate import INTERRUPTED, generate
 from foredraft.cli.spelling import spelled_as_options, with_stdin
+from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
 from foredraft.errors import ForedraftError
 
@@ -37,6 +38,7 @@ app = App(
 )
 app.command(generate, usage="Usage: foredraft generate [PROMPT | -] [OPTIONS]")
 app.command(bench, usage="Usage: foredraft bench [OPTIONS]")
+app.command(tune, usage="Usage: foredraft tune [OPTIONS]")
 app.command(verify, usage="Usage: foredraft verify [PROMPTS...] [OPTIONS]")
 
 

@@ -16,6 +16,7 @@ from cyclopts import Group, Parameter
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
+from foredraft.tune.options import SamplerName
 
 if TYPE_CHECKING:
     DrafterName: TypeAlias = str
@@ -37,6 +38,7 @@ __all__ = [
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
+    "TuneOptions",
     "VerifyOptions",
     "loading",
     "requested",
@@ -51,6 +53,7 @@ CHAT = Group("Chat", sort_key=4)
 OUTPUT = Group("Output", sort_key=5)
 VERIFYING = Group("Verifying", sort_key=3)
 BENCHMARK = Group("Benchmark", sort_key=3)
+SEARCH = Group("Search", sort_key=2)
 
 
 def _described(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str:
@@ -272,9 +275,44 @@ class BenchOptions:
     """Write a report with plots here, one self-contained page."""
 
 
+@Parameter(name="*", group=SEARCH)
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    prompts: str | None = None
+    """A file of prompts: one a line, or .jsonl with a "prompt" in every line; a quarter is held out. Without
+    it, for the demo model alone, those that ship with Foredraft."""
+    trials: int = 200
+    """Plans to try, those of earlier runs of the same search included."""
+    timeout: float | None = None
+    """Begin no trial after so many seconds."""
+    storage: str | None = None
+    """Where trials are kept: an Optuna URL, as sqlite:///FILE or that of a PostgreSQL database, which several
+    machines may share. Without it, a file in the cache folder."""
+    sampler: SamplerName | None = None
+    """Who proposes plans. Without it, gp at first, and tpe from the 80th trial on."""
+    temperature: float = 0.0
+    """Of the texts, and of the law that drafts are held against; 0 is greedy."""
+    max_draft: int = 8
+    """Longest draft that is considered, in tokens."""
+    tokens: int = 4096
+    """New tokens of the model's own that a trial is held against."""
+    finalists: int = 3
+    """Plans that are timed in real decoding of held-out prompts, in the end."""
+    new_tokens: int = 64
+    """Tokens of each held-out prompt."""
+    repeats: int = 3
+    """Runs of everybody on every held-out prompt."""
+    seed: int = 0
+    """Of the sampler."""
+    out: Path | None = None
+    """Write the plan here too, if it wins; generate, bench and verify find it in the cache folder."""
+    html: Path | None = None
+    """Write a report with plots here, one self-contained page."""
+
+
 # of the commands that read `-` as a text from stdin
 PROMPTED = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
-OPTIONS = (*PROMPTED, BenchOptions)
+OPTIONS = (*PROMPTED, BenchOptions, TuneOptions)
 
 
 def loading(model: ModelOptions, drafting: DraftingOptions) -> dict[str, Any]:

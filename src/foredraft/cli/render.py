@@ -33,6 +33,9 @@ STAGES = {
     "load": "Loading",
     "prefill": "Reading the prompt",
     "compare": "Comparing",
+    "calibrate": "Texts to try plans on (tokens)",
+    "trials": "Trials",
+    "decode": "Decoding held-out prompts",
 }
 
 
@@ -180,14 +183,16 @@ class ProgressBars:
         self._alone: str | None = None
         self._tasks: dict[str, TaskID] = {}
 
-    def show(self, stage: str, done: int, total: int) -> None:
+    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """note: stands beside the stage's name."""
         if not sys.stderr.isatty() or self._alone not in (None, stage):
             return
         if self._bars is None:
             self._bars = self._start()
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(STAGES.get(stage, stage))
-        self._bars.update(self._tasks[stage], completed=done, total=total)
+        described = ", ".join(filter(None, (STAGES.get(stage, stage), note)))
+        self._bars.update(self._tasks[stage], completed=done, total=total, description=described)
         self._bars.refresh()
         if done >= total:
             self.clear()

@@ -91,11 +91,11 @@ class KVCache:
         words = keys.to(self.dtype).reshape(*keys.shape[:2], -1, word)  # [H, T, D / word, word]
         self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make `target` hold the first `length` positions of `source`."""
+    def copy_row(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Make `target` hold the first `length` positions of `source`; it holds `start` of them already."""
         if source != target:
-            held, replaced = self._parted(source, length)[0], self._parted(target, length)[0]
-            for one, other in zip(held, replaced, strict=True):
+            held = self._parted(source, length, start)[0]
+            for one, other in zip(held, self._parted(target, length, start)[0], strict=True):
                 other.copy_(one)
         self.lengths[target] = length
 
@@ -104,16 +104,17 @@ class KVCache:
         for past in self._parted(row, length)[1]:
             past.zero_()
 
-    def _parted(self, row: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """A row's keys and values, as views: of the first `length` positions, and of those past them."""
+    def _parted(self, row: int, length: int, start: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        """A row's keys and values, as views: of the first `length` positions, and of those past them. Of the
+        first, those before `start` may be left out."""
         keys, values = self._keys[:, row], self._values[:, row]
-        held, past = [values[:, :, :length]], [values[:, :, length:]]
+        held, past = [values[:, :, start:length]], [values[:, :, length:]]
         whole, some = divmod(length, BLOCK) if self.blocked else (length, 0)
         if some:
             parted = keys[:, :, whole]  # [layers, H, D / word, 32, word]
             held.append(parted[:, :, :, :some])
             past.append(parted[:, :, :, some:])
-        held.append(keys[:, :, :whole])
+        held.append(keys[:, :, start // BLOCK if self.blocked else start : whole])
         past.append(keys[:, :, whole + bool(some) :])
         return held, past
 

@@ -1,0 +1,167 @@
+"""What a search finds, and what it costs: `foredraft tune` against plans without search.
+
+Runs the whole command's work on the demo target (or another model), then holds its best plan against those
+of the greedy ranking and of the dynamic programme, at all their sizes, and against random plans of its own
+size, by the same texts and the same costs. Beside it: each stage's seconds; a trial's, by those of a bare
+forward of the same columns with nothing left out; predicted and decoded tau; speed-ups with their exactness
+flag.
+
+    python benchmarks/tune_demo.py --trials 200 --random 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from timing import spread, timed
+from workload import machine, write
+
+import foredraft
+from foredraft import demo
+from foredraft.cli.tune import prompts_of
+from foredraft.drafters.skips import Skips
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Runner
+from foredraft.tune.calibration import calibrate, hold_out, new_tokens
+from foredraft.tune.options import Options
+from foredraft.tune.ranking import clasp, greedy, skips_of
+from foredraft.tune.records import Report
+from foredraft.tune.run import tune
+from foredraft.tune.teacher import Teacher
+
+
+def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
+    return None
+
+
+def teacher_again(model: str | None, prompts: list[str], options: Options) -> Teacher:
+    """What the search had: its texts are a function of model, prompts and temperature."""
+    llm = foredraft.load(
+        model or demo.target_path(),
+        drafter="none",
+        needs=lambda tokenizer, _: (
+            8,
+            max(len(tokenizer.encode(prompt)) for prompt in prompts)
+            + new_tokens(options.tokens, len(prompts)),
+        ),
+    )
+    written, _ = hold_out(llm.encode(prompts))
+    calibration = calibrate(llm, written, options.tokens, options.temperature, silent)
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    return Teacher(runner, calibration, options.max_draft)
+
+
+def predicted(report: Report, teacher: Teacher, skips: Skips) -> float:
+    plan = skips.plan(report.layers)
+    return float(report.costs.speedups(plan, teacher.rounds(plan).taus).max())
+
+
+def without_search(report: Report, teacher: Teacher, count: int) -> dict[str, Any]:
+    """The best of each kind, by the objective of the search."""
+    everything = 2 * report.layers
+    ranked, programmed = greedy(teacher), clasp(teacher, everything - 1)
+    best = Skips.spelled(report.best.skips)
+    size = len(best.attention) + len(best.mlp)
+    draw = random.Random(0)
+    kinds = {
+        "greedy": [skips_of(ranked[:count]) for count in range(everything)],
+        "clasp": [skips_of(chosen) for chosen in programmed],
+        "random of its size": [skips_of(draw.sample(range(everything), size)) for _ in range(count)],
+    }
+    found: dict[str, Any] = {"search": {"predicted": report.best.predicted, "skips": report.best.skips}}
+    for kind, plans in kinds.items():
+        gains = [predicted(report, teacher, skips) for skips in plans]
+        at = int(np.argmax(gains)) if gains else None
+        found[kind] = at is not None and {
+            "predicted": gains[at],
+            "skips": str(plans[at]),
+            "plans": len(plans),
+        }
+    return found
+
+
+@torch.inference_mode()
+def bare(teacher: Teacher) -> None:
+    """The forward that a trial is held against: all columns, all sub-layers, norm and head, nothing else."""
+    plan = Plan.full(teacher.runner.decoder.spec.layers)
+    for blocks in teacher.passes(
+        teacher.blocks([row % teacher.longest for row in range(len(teacher.texts))])
+    ):
+        tokens, starts = teacher.inputs(blocks)
+        counts = [count for _, _, count in blocks]
+        forward = teacher.runner.forward(
+            teacher.cache, tokens, starts, first_row=blocks[0][0], idle=[not count for count in counts],
+            counts=counts, plan=plan, exact=False, want_logits=False,
+        )  # fmt: skip
+        for hidden in forward.hidden:
+            teacher.runner.head(hidden[None])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", help="a folder; without it, the demo target")
+    parser.add_argument("--prompts", help="a file, as of `foredraft tune`")
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--random", type=int, default=1000, help="random plans of the best one's size")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-draft", type=int, default=8)
+    parser.add_argument("--sampler", choices=["tpe", "gp", "random"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", default="tune_demo")
+    given = parser.parse_args(arguments)
+    options = Options(
+        trials=given.trials, tokens=given.tokens, temperature=given.temperature, max_draft=given.max_draft,
+        sampler=given.sampler, repeats=given.repeats,
+    )  # fmt: skip
+    prompts = prompts_of(given.prompts, given.model)
+    with tempfile.TemporaryDirectory() as folder:  # a study of its own
+        os.environ["FOREDRAFT_CACHE"] = folder
+        seconds, report = timed(lambda: tune(prompts, options, model=given.model), torch.device("cpu"))
+        assert not list(Path(folder).glob("*.html"))
+    teacher = teacher_again(given.model, prompts, options)
+    assert teacher.tokens == report.tokens
+    full = Plan.full(report.layers)
+    device = torch.device("cpu")
+    trials, forwards = [], []
+    for _ in range(given.repeats):
+        forwards.append(timed(lambda: bare(teacher), device)[0])
+        trials.append(timed(lambda: teacher.rounds(full), device)[0])
+    best = Skips.spelled(report.best.skips).plan(report.layers)
+    own = [timed(lambda: teacher.rounds(best), device)[0] for _ in range(given.repeats)]
+    result: dict[str, Any] = {
+        "what": vars(given),
+        "machine": machine(),
+        "seconds": {"all": seconds, **report.seconds},
+        "trials": len(report.trials),
+        "tokens": report.tokens,
+        "costs": asdict(report.costs),
+        "trial": {
+            "forward_seconds": spread(forwards),
+            "nothing_left_out_over_forward": median(trials) / median(forwards),
+            "best_plan_over_forward": median(own) / median(forwards),
+            "search_over_forwards": report.seconds["search"] / len(report.trials) / median(forwards),
+        },
+        "plans": without_search(report, teacher, given.random),
+        "finalists": [
+            asdict(one) | {"predicted_over_decoded_tau": one.predicted_tau / one.tau}
+            for one in report.finalists
+        ],
+        "winner": report.winner,
+    }
+    write(given.name, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What a plan's draft steps cost, in plain steps: a part that every draft has, and each sub-layer's own.
+
+Contract: a plan is never timed by itself. Bare passes of a few plans, each without one kind of sub-layer,
+take turns with verifying passes, as in a round; the parts are what explains their medians best (least
+squares). The part that every draft has is embedding, norm, head and draw. All other host work of a round is
+missing, as in every prediction (docs/architecture.md, "Words").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from foredraft.bench.costs import measure_costs
+from foredraft.bench.timing import interleaved
+from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.llm import LLM
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Runner
+from foredraft.tune.rounds import Floats
+
+__all__ = ["PlanCosts", "measure_plan_costs"]
+
+REPEATS = 30
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCosts:
+    """step_seconds: of a plain step, the unit of all others. fixed: of a draft step that leaves all layers
+    out. attention: by layer. mlp: of any layer. verifying: v(2), v(3), ..."""
+
+    step_seconds: float
+    fixed: float
+    attention: tuple[float, ...]
+    mlp: float
+    verifying: tuple[float, ...]
+
+    def step(self, plan: Plan) -> float:
+        """c of a draft of this plan."""
+        attention = sum(cost for cost, runs in zip(self.attention, plan.attention, strict=True) if runs)
+        return self.fixed + attention + self.mlp * sum(plan.mlp)
+
+    def speedups(self, plan: Plan, taus: Floats) -> Floats:
+        """S = tau / (k c + v(k + 1)) at draft lengths k from 1 on -> [K]."""
+        lengths = np.arange(1, len(taus) + 1)
+        found: Floats = taus / (lengths * self.step(plan) + np.array(self.verifying[: len(taus)]))
+        return found
+
+
+def measure_plan_costs(
+    llm: LLM, context: int, longest: int, temperature: float, repeats: int = REPEATS
+) -> PlanCosts:
+    """At batch 1, with `context` tokens before the drafts, which are `longest` tokens long."""
+    bare = measure_costs(llm, 1, context, longest, step_bytes=0, bandwidth=None, repeats=repeats)
+    verifying = {cost.rows: cost.v for cost in bare.verifying}
+    spec = llm.spec
+    full = Plan.full(spec.layers)
+    windows = tuple(dict.fromkeys(spec.windows))
+    layers_of = {window: [i for i, own in enumerate(spec.windows) if own == window] for window in windows}
+    everything = range(spec.layers)
+    plans = [
+        full,
+        *(full.without(attention=layers) for layers in layers_of.values()),
+        full.without(mlp=everything),
+        full.without(everything, everything),
+    ]
+    step, *drafts = _timed(llm, plans, context, longest, temperature, repeats)
+    counts = [
+        [1, *(sum(plan.attention[i] for i in layers) for layers in layers_of.values()), sum(plan.mlp)]
+        for plan in plans
+    ]
+    parts, *_ = np.linalg.lstsq(np.array(counts, float), np.array(drafts) / step, rcond=None)
+    fixed, *attention, mlp = (max(0.0, float(part)) for part in parts)
+    by_window = dict(zip(windows, attention, strict=True))
+    return PlanCosts(
+        step, fixed, tuple(by_window[window] for window in spec.windows), mlp,
+        tuple(verifying[rows] for rows in range(2, longest + 2)),
+    )  # fmt: skip
+
+
+def _timed(
+    llm: LLM, plans: list[Plan], context: int, longest: int, temperature: float, repeats: int
+) -> list[float]:
+    """Seconds of a plain step, and of one draft step of each plan: a draft's share of its last one."""
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    cache = runner.new_cache(1, context + longest + 1)
+    device = cache.device
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    several = torch.zeros(1, longest + 1, dtype=torch.int64, device=device)
+    table = SamplingTable.of([SamplingParams(temperature=temperature)], device)
+    noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
+
+    def verify() -> None:
+        runner.forward(cache, several, [context - 1])
+
+    def draft(plan: Plan) -> Action:
+        def run() -> None:
+            for position in range(context, context + longest):
+                logits = runner.forward(cache, one, [position - 1], plan=plan, exact=False).logits
+                assert logits is not None
+                keys = NoiseKeys(zero, one + position, None, zero)
+                law_of(logits, table)[0].draw(partial(noise.pick, keys=keys, purpose=DRAFT))
+
+        return run
+
+    actions: dict[object, Action] = {}
+    for number, plan in enumerate(plans):  # a verifying pass before each, as in a round
+        actions[f"verify {number}"] = verify
+        actions[number] = draft(plan)
+    actions["verify"] = verify  # before the first one, where the order is the opposite
+    actions["step"] = lambda: runner.forward(cache, one, [context - 1])
+    seconds = interleaved(actions, llm.engine.device, repeats, warm=2)
+    return [median(seconds["step"]), *(median(seconds[number]) / longest for number in range(len(plans)))]

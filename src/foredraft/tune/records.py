@@ -1,0 +1,98 @@
+"""What a search found: records, for the command line, for the report, and for programs.
+
+Contract: nothing here measures or prints. Costs are in plain steps of the target; words as in
+docs/architecture.md. A figure that could not be had is None, never 0 or NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from foredraft.bench.records import Spread
+from foredraft.tune.costs import PlanCosts
+
+__all__ = ["Finalist", "Progress", "Report", "Trial"]
+
+
+class Progress(Protocol):
+    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One plan held against the texts. skips: as `Skips` spells them. predicted: the speed-up at its best
+    draft length, `draft`. taus: at draft lengths from 1 on. origin: what plan it is, where the search began
+    with it."""
+
+    number: int
+    skips: str
+    predicted: float
+    draft: int
+    taus: tuple[float, ...]
+    origin: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A plan in real decoding of held-out prompts, in turns with plain decoding.
+
+    Attributes:
+        skips: As `Skips` spells them.
+        draft: Its drafts' length.
+        predicted: The speed-up that its trial predicted.
+        predicted_tau: Of the very texts that were decoded, by a trial of every start.
+        tau, alpha: Of the decoding.
+        c: Of a bare draft step.
+        speedup: Over own plain decoding: medians within a prompt's repeats, over the prompts.
+        identical: All tokens were plain decoding's, in every run; None where draws need not be the same.
+        prompts: How many were decoded.
+        repeated: Share of 4-grams that occurred before in the same output.
+    """
+
+    skips: str
+    draft: int
+    predicted: float
+    predicted_tau: float
+    tau: float
+    alpha: float
+    c: float
+    speedup: Spread
+    identical: bool | None
+    prompts: int
+    repeated: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A search. options, machine: names and plain values. model: its name. tokens: that a trial is held
+    against. trials: all of the study that ended. importance: of each sub-layer's switch, by its name.
+    winner: the place among the finalists of the plan that won, None where plain decoding did or none was
+    timed. plan_files: where it was written to. seconds: of each stage. finished: False where it was
+    interrupted."""
+
+    model: str
+    model_hash: str
+    layers: int
+    study: str
+    storage: str
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    tokens: int
+    costs: PlanCosts
+    trials: tuple[Trial, ...]
+    importance: dict[str, float]
+    finalists: tuple[Finalist, ...]
+    winner: int | None
+    plan_files: tuple[str, ...]
+    seconds: dict[str, float]
+    finished: bool = True
+
+    @property
+    def best(self) -> Trial:
+        """By its predicted speed-up."""
+        return max(self.trials, key=lambda trial: (trial.predicted, -trial.number))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; holds no NaN."""
+        return asdict(self)

@@ -1,0 +1,214 @@
+"""The search: trials of plans, proposed by Optuna, each held against the same texts.
+
+The objective is the predicted speed-up at its best draft length; it has no noise. A switch a sub-layer
+(Draft & Verify, Zhang et al. 2023, arXiv:2309.08168, searched boxes by decoding and timing each); here a
+trial is one forward of the draft (`teacher`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError
+from foredraft.tune.costs import PlanCosts
+from foredraft.tune.options import Options
+from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
+from foredraft.tune.records import Progress, Trial
+from foredraft.tune.study import StudyPlace, make_sampler, optuna, sampler_for
+from foredraft.tune.teacher import Teacher
+
+__all__ = ["Deadline", "OutOfTime", "Search", "best_of", "warm_starts"]
+
+SIZES = 8  # of ranked plans that a search begins with
+WARM = "warm start"
+
+
+class OutOfTime(Exception):
+    """A trial that the deadline fell into; it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """at: on the monotonic clock; None: never."""
+
+    at: float | None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    @property
+    def passed(self) -> bool:
+        return self.at is not None and time.monotonic() >= self.at
+
+    def check(self) -> None:
+        """Raises OutOfTime once it has passed."""
+        if self.passed:
+            raise OutOfTime
+
+
+def warm_starts(teacher: Teacher) -> dict[str, Skips]:
+    """Different plans to begin with, by what they are."""
+    layers = teacher.runner.decoder.spec.layers
+    found = {"nothing": Skips(), "every other layer": every_other(layers)}
+    ranked, programmed = greedy(teacher), clasp(teacher, 2 * layers - 1)
+    for eighth in range(1, SIZES):
+        size = round(2 * layers * eighth / SIZES)
+        for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
+            if (skips := skips_of(sub_layers)) not in found.values():
+                found[f"{kind} {size}"] = skips
+    return found
+
+
+class Search:
+    """One process's part in a study. measure: the costs, asked for where the study has none yet: all trials
+    of a study are held against the same ones."""
+
+    def __init__(
+        self,
+        place: StudyPlace,
+        name: str,
+        options: Options,
+        teacher: Teacher,
+        measure: Callable[[], PlanCosts],
+        deadline: Deadline,
+    ) -> None:
+        self.options, self.teacher, self.deadline = options, teacher, deadline
+        self.layers = teacher.runner.decoder.spec.layers
+        self.study = place.study(name)
+        self._propose_by = ""
+        told = self.study.user_attrs.get("costs")
+        self.costs = measure() if told is None else _costs(told)
+        if told is None:
+            self.study.set_user_attr("costs", json.dumps(asdict(self.costs)))
+        self._taus = {trial.skips: trial.taus for trial in self.trials()}
+
+    def trials(self) -> list[Trial]:
+        """Those that ended, in their order."""
+        complete = (optuna.trial.TrialState.COMPLETE,)
+        found = self.study.get_trials(deepcopy=False, states=complete)
+        return [
+            Trial(
+                number=trial.number,
+                skips=trial.user_attrs["skips"],
+                predicted=trial.value,
+                draft=trial.user_attrs["draft"],
+                taus=tuple(trial.user_attrs["taus"]),
+                origin=trial.user_attrs.get(WARM),
+            )
+            for trial in found
+        ]
+
+    def run(self, progress: Progress) -> None:
+        """Trials until the study has enough, or time is up. Raises ConfigError where none ended."""
+        done = len(self.trials())
+        best = max((trial.predicted for trial in self.trials()), default=0.0)
+        total = self.options.trials
+        progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
+        self._choose_sampler(done)
+
+        def after(study: Any, trial: Any) -> None:
+            nonlocal done, best
+            if trial.state is optuna.trial.TrialState.COMPLETE:
+                done += 1
+                best = max(best, trial.value)
+                progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
+                ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
+                self._choose_sampler(ended)
+                if ended >= total:
+                    study.stop()
+            if self.deadline.passed:
+                study.stop()
+
+        if done < total:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                self.study.optimize(self._try, callbacks=[after], catch=(OutOfTime,))
+        if not self.trials():
+            raise ConfigError(
+                f"timeout is {self.options.timeout:g}, in which not one trial ended; give more seconds, or"
+                " fewer tokens"
+            )
+
+    def begin(self) -> None:
+        """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
+        told = self.study.user_attrs.get("begin with")
+        if told is None:
+            plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
+            told = json.dumps(plans)
+            self.study.set_user_attr("begin with", told)
+        state = optuna.trial.TrialState
+        open_ = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
+        begun = {trial.user_attrs.get(WARM) for trial in open_}
+        for origin, spelled in json.loads(told).items():
+            if spelled not in self._taus and origin not in begun:
+                skips = Skips.spelled(spelled)
+                left_out = {"attention": skips.attention, "mlp": skips.mlp}
+                params = {
+                    f"{kind}.{layer}": layer in layers
+                    for kind, layers in left_out.items()
+                    for layer in range(self.layers)
+                }
+                self.study.enqueue_trial(params, user_attrs={WARM: origin})
+
+    def importance(self) -> dict[str, float]:
+        """Of each sub-layer's switch for the predicted speed-up, by its name; they sum to 1. Empty where the
+        trials tell nothing."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                found = optuna.importance.get_param_importances(
+                    self.study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
+                )
+        except (ValueError, RuntimeError):  # too few trials, or all alike
+            return {}
+        return {name: float(share) for name, share in found.items() if np.isfinite(share)}
+
+    def _choose_sampler(self, done: int) -> None:
+        """Who proposes the next plan, after so many trials."""
+        name = self.options.sampler or sampler_for(done)
+        if name != self._propose_by:
+            # whoever goes on must not propose again what was proposed at the beginning
+            self.study.sampler = make_sampler(name, self.options.seed + len(self.study.trials))
+            self._propose_by = name
+
+    def _try(self, trial: Any) -> float:
+        left_out: dict[str, list[int]] = {"attention": [], "mlp": []}
+        for kind, layers in left_out.items():
+            for layer in range(self.layers):
+                if trial.suggest_categorical(f"{kind}.{layer}", [False, True]):
+                    layers.append(layer)
+        skips = Skips(tuple(left_out["attention"]), tuple(left_out["mlp"]))
+        plan = skips.plan(self.layers)
+        taus = self._taus.get(str(skips))
+        if taus is None:
+            taus = tuple(map(float, self.teacher.rounds(plan).taus))
+            self._taus[str(skips)] = taus
+        speedups = self.costs.speedups(plan, np.array(taus))
+        best = int(speedups.argmax())
+        for name, value in (("skips", str(skips)), ("taus", list(taus)), ("draft", best + 1)):
+            trial.set_user_attr(name, value)
+        return float(speedups[best])
+
+
+def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
+    """The best different plans, the best first."""
+    found: dict[str, Trial] = {}
+    for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):
+        found.setdefault(trial.skips, trial)
+    return list(found.values())[:count]
+
+
+def _costs(told: str) -> PlanCosts:
+    found: dict[str, Any] = json.loads(told)
+    for name in ("attention", "verifying"):
+        found[name] = tuple(found[name])
+    return PlanCosts(**found)

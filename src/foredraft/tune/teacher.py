@@ -1,0 +1,173 @@
+"""A trial without decoding: one forward of the draft over texts that the target wrote.
+
+Contract: `chances` are what real drafts of the same plan have on the same text, since what a column sees is
+what it sees in decoding: the target's keys and values before the draft's first column, and the draft's own
+from there on. Where the runner's passes are exact at any shape, they are equal bit for bit.
+
+The texts are cut into drafts of K columns, which lie at different places in different texts, and a pass
+computes one draft of each of several texts. Passes go from the last draft of a text to its first, because a
+draft leaves its own keys where the target's were, and nobody who comes later looks there; before the next
+trial they are put back from a second copy. So the caches' layout, the kernels and the masks are those of
+decoding, and nothing here knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Plan
+from foredraft.model.device import upload
+from foredraft.model.runner import Runner, next_chunk
+from foredraft.tune.calibration import Calibration, Text
+from foredraft.tune.rounds import Floats, Rounds
+
+__all__ = ["Block", "Teacher"]
+
+COLUMNS = 512  # of a pass, at most
+LOGITS = 2**24  # float32 values of logits that are held at once: 64 MiB
+
+Block = tuple[int, int, int]  # (row, position of the first column, how many)
+
+
+class Teacher:
+    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        calibration: Calibration,
+        longest: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner, self.longest, self.between = runner, longest, between
+        self.texts = sorted(calibration.texts, key=lambda text: -text.new)  # so that passes are full
+        self.lengths: NDArray[np.int64] = np.array([text.new for text in self.texts])
+        self.tokens = calibration.tokens
+        device = runner.decoder.device
+        params = SamplingParams(temperature=calibration.temperature)
+        self._greedy, self._table = params.greedy, SamplingTable.of([params], device)
+        rows, positions = len(self.texts), max(len(text.ids) for text in self.texts)
+        # rows from `rows` on hold the target's keys and values, the first `rows` also the draft's
+        self.cache: KVCache = runner.new_cache(2 * rows, positions + longest)
+        width = max(self.lengths) + longest
+        self._p = torch.ones(rows, int(width), device=device)  # of each new token, under the target's law
+        for row, text in enumerate(self.texts):
+            self._read(row, text)
+
+    def rounds(self, plan: Plan, *, every_start: bool = False) -> Rounds:
+        """What drafts of this plan make of the texts.
+
+        A trial takes a token's chance at whatever place in a draft it has there. `every_start` looks at each
+        draft that could begin anywhere, which takes K trials' time.
+        """
+        return Rounds.of(self.chances(plan, every_start=every_start), self.lengths)
+
+    @torch.inference_mode()
+    def chances(self, plan: Plan, *, every_start: bool = False) -> Floats:
+        """As `Rounds.of` takes them, [R, N, K]."""
+        rows, longest = len(self.texts), self.longest
+        most = int(self.lengths[0])
+        if not every_start:
+            flat = np.ones((rows, most + longest))
+            offsets = [row % longest for row in range(rows)]
+            for (row, first, count), own in self._drafted(plan, offsets):
+                flat[row, first : first + count] = own
+            return np.lib.stride_tricks.sliding_window_view(flat, longest, 1)[:, :most]
+        chances = np.ones((rows, most, longest))
+        for offset in range(longest):
+            for (row, first, count), own in self._drafted(plan, [offset] * rows):
+                if (first - offset) % longest == 0:  # what lies before the first whole draft comes again
+                    chances[row, first, :count] = own
+        return chances
+
+    def blocks(self, offsets: list[int]) -> list[list[Block]]:
+        """The drafts of each text, the last one first; `first` counts new tokens."""
+        found: list[list[Block]] = []
+        for row, (text, offset) in enumerate(zip(self.texts, offsets, strict=True)):
+            cuts = [0, *range(offset or self.longest, text.new, self.longest), text.new]
+            found.append([(row, a, b - a) for a, b in pairwise(cuts)][::-1])
+        return found
+
+    def restore(self) -> None:
+        """Put the target's keys and values back wherever a draft may have been."""
+        rows = len(self.texts)
+        for row, text in enumerate(self.texts):
+            self.cache.copy_row(rows + row, row, len(text.ids), text.start - 1)
+
+    def passes(self, blocks: list[list[Block]]) -> Iterator[list[Block]]:
+        """Which drafts a pass computes: of neighbouring rows, one each; of no columns where a row is done."""
+        group = max(1, COLUMNS // self.longest)
+        for first in range(0, len(blocks), group):
+            own = blocks[first : first + group]
+            for turn in range(max(map(len, own))):
+                yield [several[turn] if turn < len(several) else (several[0][0], 0, 0) for several in own]
+
+    def inputs(self, blocks: list[Block]) -> tuple[Tensor, list[int]]:
+        """The columns that the drafts of a pass read [B, T], and the positions of the first ones."""
+        width = max(count for _, _, count in blocks)
+        tokens, starts = [], []
+        for row, first, count in blocks:
+            at = self.texts[row].start - 1 + first  # a draft reads the token before its own first one
+            tokens.append([*self.texts[row].ids[at : at + count], *[0] * (width - count)])
+            starts.append(at)
+        return upload(tokens, self.runner.decoder.device, torch.int64), starts
+
+    def _drafted(self, plan: Plan, offsets: list[int]) -> Iterator[tuple[Block, NDArray[np.float32]]]:
+        """The chances of each draft's tokens, under this plan."""
+        self.restore()
+        for blocks in self.passes(self.blocks(offsets)):
+            self.between()
+            tokens, starts = self.inputs(blocks)
+            counts = [count for _, _, count in blocks]
+            idle = [not count for count in counts]
+            hidden = self.runner.forward(
+                self.cache, tokens, starts, first_row=blocks[0][0], idle=idle, counts=counts, plan=plan,
+                want_logits=False, exact=False,
+            ).hidden  # fmt: skip
+            device = tokens.device
+            real = torch.arange(tokens.shape[1], device=device) < upload(counts, device)[:, None]
+            next_tokens = upload(
+                [t for row, first, count in blocks for t in self._new(row)[first : first + count]], device
+            )
+            p = torch.cat([self._p[row, first : first + count] for row, first, count in blocks])
+            chances = (self._at(hidden[real], next_tokens) / p).clamp_max(1).cpu().numpy()
+            ends = np.cumsum(counts)
+            for block, end in zip(blocks, ends, strict=True):
+                yield block, chances[end - block[2] : end]
+
+    def _new(self, row: int) -> tuple[int, ...]:
+        return self.texts[row].ids[self.texts[row].start :]
+
+    def _at(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Probabilities [N] of tokens [N] under the laws of states [N, D], their logits held in pieces."""
+        step = max(1, LOGITS // self.runner.decoder.spec.vocab_size)
+        found = []
+        for first in range(0, len(tokens), step):
+            logits = self.runner.head(hidden[None, first : first + step])
+            law, finite = law_of(logits, self._table)
+            found.append((law.at(tokens[None, first : first + step]) * finite)[0])
+        return torch.cat(found)
+
+    @torch.inference_mode()
+    def _read(self, row: int, text: Text) -> None:
+        """The target's own pass over a text, and what it thought of its new tokens."""
+        home, start, stop = len(self.texts) + row, 0, len(text.ids)
+        while start < stop:
+            end = next_chunk(start, stop, self.runner.chunk)
+            hidden = self.runner.prefill(self.cache, home, list(text.ids[start:end]), start).hidden[0]
+            first, last = max(start, text.start - 1), min(end, stop - 1)
+            if first < last and not self._greedy:  # a greedy text has each of its tokens for certain
+                tokens = upload(list(text.ids[first + 1 : last + 1]), hidden.device)
+                own = self._at(hidden[first - start : last - start], tokens)
+                self._p[row, first + 1 - text.start : last + 1 - text.start] = own
+            start = end
+        self.cache.copy_row(home, row, stop)

@@ -1,0 +1,220 @@
+"""`foredraft tune` from end to end, on a small model: what it says, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from checkpoints import save_pair
+from foredraft.cli import main
+from foredraft.drafters.plans import find_plan, model_hash, read_plan
+from foredraft.tune import run as run_module
+from foredraft.tune.records import Finalist
+
+QUICK = (
+    *("--tokens", "48", "--trials", "16", "--sampler", "random", "--max-draft", "3"),
+    *("--new-tokens", "6", "--repeats", "1"),
+)
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_pair(tmp_path_factory.mktemp("models")) / "big")
+
+
+@pytest.fixture
+def command(big: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"def accept{word}(draft, p, q)\n" for word in "abcdefgh"))
+    return ["tune", "--model", big, "--no-kernels", "--prompts", str(prompts), *QUICK]
+
+
+@pytest.fixture
+def wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds of a model this small are noise: the best plan by prediction wins, whatever the clock said."""
+    monkeypatch.setattr(run_module, "_winner", lambda finalists: 0)
+
+
+def given(command: list[str], *arguments: str) -> list[str]:
+    """The command with these options, in place of those that it has."""
+    own = dict(zip(command[4::2], command[5::2], strict=True))  # after: tune --model DIR --no-kernels
+    return [
+        *command[:4],
+        *(
+            word
+            for pair in (own | dict(zip(arguments[::2], arguments[1::2], strict=True))).items()
+            for word in pair
+        ),
+    ]
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_a_plan_that_wins_is_kept_where_generate_finds_it(
+    command: list[str], big: str, tmp_path: Path, wins: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, html = tmp_path / "plan.json", tmp_path / "report.html"
+    assert main(given(command, "--out", str(out), "--html", str(html))) == 0
+    told = document(capsys)
+    assert told["finished"] and len(told["trials"]) == 16 and len(told["finalists"]) == 3
+    for one in told["finalists"]:
+        assert one["identical"] is True
+        assert one["tau"] == pytest.approx(one["predicted_tau"], rel=1e-9)
+        assert one["speedup"]["count"] == one["prompts"] == 2
+    plan = read_plan(out)
+    kept = find_plan(model_hash(Path(big)))
+    assert kept == plan and str(plan.skips) == told["finalists"][0]["skips"]
+    assert (plan.max_draft, plan.dtype, plan.device) == (told["finalists"][0]["draft"], "float32", "cpu")
+    assert told["plan_files"][0] == str(out) and len(told["plan_files"]) == 2
+    llm = foredraft.load(big, drafter="layer-skip", kernels=False, max_length=64)
+    [output] = llm.generate("def accept", foredraft.SamplingParams(temperature=0, max_new_tokens=8))
+    assert output.stats.drafted > 0
+    page = html.read_text()
+    assert "The best plans in real decoding" in page and page.count("<svg") == 3
+
+
+def test_nothing_is_written_where_plain_decoding_wins(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "_winner", lambda finalists: None)
+    assert main(given(command, "--out", str(tmp_path / "plan.json"))) == 0
+    told = document(capsys)
+    assert told["winner"] is None and told["plan_files"] == []
+    assert not (tmp_path / "plan.json").exists() and not (tmp_path / "cache" / "plans").exists()
+
+
+def finalist(speedup: float, identical: bool | None) -> Finalist:
+    from foredraft.bench.records import Spread
+
+    spread = Spread(speedup, speedup, speedup, 1)
+    return Finalist("skip:none", 2, 1.2, 2.0, 2.0, 0.9, 0.5, spread, identical, 1, spread)
+
+
+@pytest.mark.parametrize(
+    ("several", "winner"),
+    [
+        ([(1.1, True), (1.3, True), (1.2, True)], 1),
+        ([(1.1, True), (1.3, False)], 0),  # faster, and wrong
+        ([(1.1, None)], 0),
+        ([(0.99, True), (1.0, True)], None),
+        ([], None),
+    ],
+)
+def test_the_fastest_wins_if_it_is_faster_and_right(
+    several: list[tuple[float, bool | None]], winner: int | None
+) -> None:
+    assert run_module._winner([finalist(*one) for one in several]) == winner
+
+
+def test_a_search_goes_on_and_at_a_temperature_it_is_another(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given(command, "--trials", "4", "--finalists", "1")) == 0
+    first = document(capsys)
+    assert main(given(command, "--trials", "6", "--finalists", "1")) == 0
+    second = document(capsys)
+    assert second["study"] == first["study"] and second["trials"][:4] == first["trials"]
+    assert len(second["trials"]) == 6 and second["costs"] == first["costs"]
+    assert main(given(command, "--trials", "3", "--finalists", "1", "--temperature", "1")) == 0
+    third = document(capsys)
+    assert third["study"] != first["study"] and len(third["trials"]) == 3
+    assert third["finalists"][0]["identical"] is None
+
+
+def test_an_interrupt_keeps_the_study(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds, calls = run_module.Teacher.rounds, []
+
+    def interrupted(self: Any, plan: Any, **options: Any) -> Any:
+        calls.append(plan)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return rounds(self, plan, **options)
+
+    monkeypatch.setattr(run_module.Teacher, "rounds", interrupted)
+    assert main(given(command, "--out", str(tmp_path / "plan.json"))) == 130
+    captured = capsys.readouterr()
+    told = json.loads(captured.out.splitlines()[-1])
+    assert told["finished"] is False and len(told["trials"]) == 5 and told["finalists"] == []
+    assert captured.err == "foredraft: interrupted; the same command goes on with the study\n"
+    assert not (tmp_path / "plan.json").exists()
+    monkeypatch.setattr(run_module.Teacher, "rounds", rounds)
+    assert main(given(command, "--finalists", "1")) == 0
+    assert document(capsys)["trials"][:5] == told["trials"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--trials", "0"], "--trials is 0; give 1 or more"),
+        (["--timeout", "0"], "--timeout is 0.0; give seconds, more than 0"),
+        (["--timeout", "0.000001"], "--timeout is 1e-06, in which not one trial ended; give more seconds"),
+        (
+            ["--storage", "sqlite:////no/such/file.db"],
+            "--storage is 'sqlite:////no/such/file.db', which cannot",
+        ),
+        (["--storage", "what"], "--storage is 'what', which is no URL"),
+        (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
+        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1536 new ones"),
+        (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
+        (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
+        (["--max-draft", "0"], "--max-draft is 0; give 1 or more"),
+        (["--sampler", "grid"], "grid"),
+        (["--revision", "main"], "revision"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_one_line_and_code_2(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    assert main(given(command, *arguments)) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    [line] = told.err.splitlines()
+    assert line.startswith("foredraft: error: ") and complaint in line
+    assert not (tmp_path / "cache" / "plans").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("\n \n", "holds no prompts; give one a line"),
+        ("only one\n", "a single prompt is given; give --prompts"),
+    ],
+)
+def test_too_few_prompts(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
+) -> None:
+    (tmp_path / "prompts.txt").write_text(text)
+    assert main(command) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_needs_prompts(big: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--model", big]) == 2
+    assert "--prompts is not given, and only you know what this model is used for" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_last_stage_keeps_the_trials_too(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "race", interrupted)
+    assert main(given(command, "--trials", "3")) == 130
+    told = document(capsys)
+    assert len(told["trials"]) == 3 and told["finalists"] == [] and told["winner"] is None

@@ -1,0 +1,208 @@
+"""What a search is made of: texts, ranked plans, costs, and the page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import foredraft
+from checkpoints import save_checkpoint
+from foredraft import LLM, SamplingParams
+from foredraft.bench.options import MAX_REPEATED
+from foredraft.bench.records import Cost, Costs, Spread
+from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Runner
+from foredraft.ngrams import repeated
+from foredraft.tune import costs as costs_module
+from foredraft.tune.calibration import calibrate, hold_out, new_tokens
+from foredraft.tune.costs import PlanCosts, measure_plan_costs
+from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
+from foredraft.tune.records import Finalist, Report, Trial
+from foredraft.tune.report import page
+from foredraft.tune.teacher import Teacher
+
+IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}  # sub-layers that add nothing, by their layer
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A model two of whose sub-layers might as well not be there."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("idle"), eos_token_id=None, initializer_range=0.12)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name, layer in IDLE.items():
+        weights[f"model.layers.{layer}.{name}.weight"].zero_()
+    save_file(weights, file, {"format": "pt"})
+    return foredraft.load(folder, drafter="none", max_batch=4, max_length=300)
+
+
+PROMPTS = [[(5 * number + 7 * i) % 90 + 5 for i in range(8 + number)] for number in range(12)]
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    return None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_the_models_own_and_the_same_again(llm: LLM, temperature: float) -> None:
+    found = calibrate(llm, PROMPTS, 200, temperature, silent)
+    assert found.tokens >= 200 and found.tokens == sum(len(text.ids) - text.start for text in found.texts)
+    assert found == calibrate(llm, PROMPTS, 200, temperature, silent)
+    assert all(repeated(text.ids[text.start :]) <= MAX_REPEATED for text in found.texts)
+    for text in found.texts:
+        assert list(text.ids[: text.start]) in PROMPTS
+        if temperature == 0:
+            params = SamplingParams(temperature=0, max_new_tokens=text.new)
+            [output] = llm.generate(list(text.ids[: text.start]), params)
+            assert tuple(output.token_ids) == text.ids[text.start :]
+
+
+def test_texts_of_several_samples_differ(llm: LLM) -> None:
+    found = calibrate(llm, PROMPTS[:2], 700, 1.0, silent)
+    assert len(found.texts) > 2 and len({text.ids for text in found.texts}) == len(found.texts)
+    with pytest.raises(ConfigError, match="tokens is 9999, but these prompts give .*; give more prompts"):
+        calibrate(llm, PROMPTS[:2], 9999, 0.0, silent)
+
+
+def test_texts_end_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = llm.generate
+
+    def looping(prompts: list[list[int]], params: list[SamplingParams]) -> list[foredraft.Output]:
+        made = generate(prompts, params)
+        return [replace(one, token_ids=[*range(20), *[3, 4, 5, 6] * 11]) for one in made]
+
+    monkeypatch.setattr(llm, "generate", looping)
+    for text in calibrate(llm, PROMPTS, 100, 0.0, silent).texts:
+        assert 20 < text.new < 64 and repeated(text.ids[text.start :]) <= MAX_REPEATED
+
+
+def test_held_out_prompts_are_in_no_text() -> None:
+    kept, held_out = hold_out(PROMPTS)
+    assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 3
+    assert hold_out(PROMPTS) == (kept, held_out)
+    assert [len(each) for each in hold_out(PROMPTS[:2])] == [1, 1]
+    with pytest.raises(ConfigError, match="a single prompt is given"):
+        hold_out(PROMPTS[:1])
+    assert [new_tokens(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
+
+
+@pytest.fixture(scope="module")
+def teacher(llm: LLM) -> Teacher:
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    return Teacher(runner, calibrate(llm, PROMPTS, 200, 0.0, silent), 4)
+
+
+def test_rankings_begin_with_what_adds_nothing(teacher: Teacher) -> None:
+    idle = [2 * 1, 2 * 2 + 1]
+    ranked = greedy(teacher)
+    assert sorted(ranked) == list(range(6)) and sorted(ranked[:2]) == idle
+    programmed = clasp(teacher, 5)
+    assert list(map(len, programmed)) == list(range(6))
+    assert list(programmed[2]) == idle
+    for chosen in programmed:
+        assert list(chosen) == sorted(set(chosen))
+
+
+def test_the_dynamic_programme_keeps_the_better_of_two(teacher: Teacher) -> None:
+    """Of all ways to leave one sub-layer out, given that what comes before and after it runs."""
+    best = clasp(teacher, 1)[1]
+    assert skips_of(best) in (Skips((1,)), Skips((), (2,)))
+
+
+def test_plans_by_number() -> None:
+    assert skips_of([5, 0, 3, 2]) == Skips((0, 1), (1, 2))
+    assert every_other(5) == Skips((1, 3), (1, 3))
+
+
+def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Passes whose time is the sum of their parts give the parts back: two kinds of attention, by window."""
+    folder = save_checkpoint(tmp_path / "gemma2", "gemma2", eos_token_id=None)
+    llm = foredraft.load(folder, drafter="none", max_batch=1, max_length=64)
+    windows = llm.spec.windows
+    assert len(set(windows)) == 2
+
+    def seconds(plan: Plan) -> float:
+        attention = sum(
+            (0.2 if window is None else 0.1) * runs
+            for window, runs in zip(windows, plan.attention, strict=True)
+        )
+        return 0.3 + attention + 0.15 * sum(plan.mlp)
+
+    def timed(llm: LLM, plans: list[Plan], *others: object) -> list[float]:
+        return [2.0, *map(seconds, plans)]
+
+    rows = tuple(Cost(rows, 1 + rows / 10, Spread(rows, rows, rows, 1)) for rows in (1, 2, 3, 4, 8))
+    monkeypatch.setattr(costs_module, "_timed", timed)
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, rows, {}, None))
+    found = measure_plan_costs(llm, 20, 3, 0.0)
+    assert found.step_seconds == 2.0 and found.verifying == (1.2, 1.3, 1.4)
+    for spelled in ("skip:none", "skip:attn=0-1/mlp=3", "skip:attn=0-3/mlp=0-3", "skip:attn=2"):
+        plan = Skips.spelled(spelled).plan(4)
+        assert found.step(plan) == pytest.approx(seconds(plan) / 2.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
+    found = measure_plan_costs(llm, 20, 3, temperature, repeats=2)
+    assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
+    assert found.step(Plan.full(3)) > 0
+
+
+def report(**changes: object) -> Report:
+    spread = Spread(1.3, 1.2, 1.4, 8)
+    trials = tuple(
+        Trial(
+            number,
+            f"skip:attn={number % 3}",
+            1 + number / 10,
+            2,
+            (1.5, 2.0),
+            "nothing" if not number else None,
+        )
+        for number in range(6)
+    )
+    finalist = Finalist(
+        "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8)
+    )
+    made = Report(
+        "some/model", "ab" * 32, 3, "a study", "memory", {"trials": 6, "dtype": "float32", "timeout": None},
+        {"cpu": "a cpu"}, 4097, PlanCosts(1e-3, 0.05, (0.1,) * 3, 0.12, (1.0, 1.1)), trials,
+        {"attention.0": 0.7, "mlp.1": 0.3}, (finalist,), 0, ("plan.json",), {"search": 12.0},
+    )  # fmt: skip
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_the_page_says_what_was_found_and_loads_nothing() -> None:
+    made = page(report())
+    assert made == page(report())
+    assert "skip:attn=0,2/mlp=1 runs at 1.30 × own plain decoding" in made
+    assert "every token was plain decoding&#39;s" in made
+    assert "<td>1.30<small>1.20–1.40</small></td>" in made and "✓ same in every run" in made
+    assert re.findall(r'<h2 id="(\w+)"', made) == ["history", "layers", "importance"]
+    assert "<script" not in made and not re.search(r'(?:src|href)="(?!#)', made)
+
+
+def test_the_page_tells_bad_news_first() -> None:
+    assert "No plan is faster than plain decoding here" in page(report(winner=None))
+    none = page(report(winner=None, finalists=(), importance={}, finished=False))
+    assert "No plan was timed." in none and "Interrupted" in none
+    assert re.findall(r'<h2 id="(\w+)"', none) == ["history", "layers"]
+    wrong = replace(report().finalists[0], identical=False)
+    assert '<td class="bad">✗ differ</td>' in page(report(winner=None, finalists=(wrong,)))
+
+
+def test_the_picture_has_a_cross_for_each_sub_layer_that_is_left_out() -> None:
+    from foredraft.tune.plots import plots
+
+    shown = replace(report().finalists[0], skips="skip:attn=0,2")
+    [picture] = [plot for plot in plots(report(finalists=(shown,))) if plot.name == "layers"]
+    assert picture.alt == "skip:attn=0,2."
+    crosses = re.findall(r'<path id="([^"]+)" d="M -2 2\s+L 2 -2', picture.svg)
+    assert sum(picture.svg.count(f'href="#{name}"') for name in crosses) == 2

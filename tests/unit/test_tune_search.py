@@ -1,0 +1,279 @@
+"""Studies: what is kept, what is resumed, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError
+from foredraft.tune import search as search_module
+from foredraft.tune import study as study_module
+from foredraft.tune.costs import PlanCosts
+from foredraft.tune.options import SAMPLERS, Options
+from foredraft.tune.rounds import Rounds
+from foredraft.tune.search import Deadline, Search, best_of
+from foredraft.tune.study import StudyPlace, optuna
+from running import ROOT
+
+LAYERS = 4
+COSTS = PlanCosts(1e-3, 0.05, (0.1,) * LAYERS, 0.13, (1.0, 1.02, 1.04))
+
+
+class FakeTeacher:
+    """Each sub-layer that is left out costs its share of the drafts' chances; layer 0's cost most."""
+
+    class runner:
+        class decoder:
+            class spec:
+                layers = LAYERS
+
+    def __init__(self, seconds: float = 0.0, check: Any = lambda: None) -> None:
+        self.seconds, self.check, self.trials = seconds, check, 0
+
+    def rounds(self, plan: Any) -> Rounds:
+        self.trials += 1
+        until = time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            self.check()
+            time.sleep(0.005)
+        chance = 0.97
+        for layer in range(LAYERS):
+            chance *= 1.0 if plan.attention[layer] else (0.3 if layer == 0 else 0.96)
+            chance *= 1.0 if plan.mlp[layer] else (0.3 if layer == 0 else 0.9)
+        return Rounds.of(np.full((1, 60, 3), chance), np.array([60]))
+
+
+WARM = {"nothing": Skips(), "every other layer": Skips((1, 3), (1, 3))}
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "warm_starts", lambda teacher: dict(WARM))
+
+
+def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
+    return None
+
+
+def searched(url: str | None, teacher: Any = None, **options: Any) -> Search:
+    made = Search(
+        StudyPlace(url),
+        "a study",
+        Options(**{"trials": 12, "sampler": "random", **options}),
+        teacher or FakeTeacher(),
+        lambda: COSTS,
+        Deadline(None),
+    )
+    made.begin()
+    made.run(silent)
+    return made
+
+
+def sqlite(folder: Path) -> str:
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+def test_a_search_begins_with_the_plans_it_is_given_and_tries_as_many_as_asked(tmp_path: Path) -> None:
+    teacher = FakeTeacher()
+    trials = searched(sqlite(tmp_path), teacher).trials()
+    assert len(trials) == 12
+    assert [(trial.origin, trial.skips) for trial in trials[:2]] == [
+        (origin, str(skips)) for origin, skips in WARM.items()
+    ]
+    assert teacher.trials == len({trial.skips for trial in trials})  # no plan is computed twice
+
+
+def test_the_objective_is_the_predicted_speedup_at_its_best_draft_length(tmp_path: Path) -> None:
+    for trial in searched(sqlite(tmp_path)).trials():
+        plan = Skips.spelled(trial.skips).plan(LAYERS)
+        c = 0.05 + 0.1 * sum(plan.attention) + 0.13 * sum(plan.mlp)
+        gains = [tau / (k * c + COSTS.verifying[k - 1]) for k, tau in enumerate(trial.taus, start=1)]
+        assert trial.predicted == pytest.approx(max(gains))
+        assert trial.draft == 1 + int(np.argmax(gains))
+
+
+def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = searched(sqlite(tmp_path), trials=5).trials()
+    costs = PlanCosts(2e-3, 0.5, (0.5,) * LAYERS, 0.5, (1.0, 1.1, 1.2))
+    teacher = FakeTeacher()
+    other = Search(
+        StudyPlace(sqlite(tmp_path)), "a study", Options(trials=9, sampler="random"), teacher, lambda: costs,
+        Deadline(None),
+    )  # fmt: skip
+    assert other.costs == COSTS  # those of the study: all its trials are held against the same ones
+    other.begin()
+    other.run(silent)
+    trials = other.trials()
+    assert len(trials) == 9 and trials[:5] == first
+    assert teacher.trials <= 4
+    other.run(silent)
+    assert len(other.trials()) == 9
+
+
+CHILD = f"""
+import sys
+sys.path[:0] = ["{ROOT}/tests", "{ROOT}/tests/unit"]
+import test_tune_search as t
+t.search_module.warm_starts = lambda teacher: dict(t.WARM)
+t.study_module.HEARTBEAT, t.study_module.GRACE = 1, 2
+t.searched(sys.argv[1], t.FakeTeacher(float(sys.argv[2])), trials=int(sys.argv[3]), seed=int(sys.argv[4]))
+"""
+
+
+def child(url: str, seconds: float, trials: int, seed: int = 0) -> subprocess.Popen[bytes]:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", CHILD, url, str(seconds), str(trials), str(seed)], env=env)
+
+
+def complete(url: str) -> list[Any]:
+    try:
+        study = optuna.load_study(study_name="a study", storage=url)
+    except Exception:  # it is not there yet, or about to be
+        return []
+    return [trial for trial in study.trials if trial.state is optuna.trial.TrialState.COMPLETE]
+
+
+def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = sqlite(tmp_path)
+    process = child(url, 0.3, 1000)
+    deadline = time.monotonic() + 60
+    while len(complete(url)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = {trial.number: trial.value for trial in complete(url)}
+    assert len(kept) >= 3
+    states = optuna.trial.TrialState
+    study = optuna.load_study(study_name="a study", storage=url)
+    assert [trial for trial in study.trials if trial.state is states.RUNNING]  # the one that it died in
+    monkeypatch.setattr(study_module, "HEARTBEAT", 1)
+    monkeypatch.setattr(study_module, "GRACE", 2)
+    time.sleep(2.5)
+    found = searched(url, trials=len(kept) + 4)
+    assert {trial.number: trial.predicted for trial in found.trials()}.items() >= kept.items()
+    assert len(found.trials()) == len(kept) + 4
+    assert not [trial for trial in found.study.trials if trial.state is states.RUNNING]
+
+
+def test_two_processes_share_a_study(tmp_path: Path) -> None:
+    url = sqlite(tmp_path)
+    searched(url, trials=1)
+    both = [child(url, 0.2, 14, seed) for seed in (1, 2)]
+    assert [process.wait(timeout=100) for process in both] == [0, 0]
+    assert 14 <= len(complete(url)) <= 15  # the other may be about to end one
+
+
+def hurried(folder: Path, seconds: float, trial: float) -> Search:
+    """A search with so many seconds left, whose trials take so long."""
+    teacher = FakeTeacher(trial)
+    made = Search(
+        StudyPlace(sqlite(folder)), "a study", Options(trials=500, sampler="random", timeout=seconds),
+        teacher, lambda: COSTS, Deadline(None),
+    )  # fmt: skip
+    made.begin()
+    made.deadline = Deadline.after(seconds)
+    teacher.check = made.deadline.check
+    return made
+
+
+def test_time_that_is_up_ends_a_search_and_keeps_what_ended(tmp_path: Path) -> None:
+    made = hurried(tmp_path, 3.0, 0.1)
+    made.run(silent)
+    assert 1 <= len(made.trials()) < 40
+
+
+def test_time_that_is_up_before_a_trial_ended_is_a_mistake(tmp_path: Path) -> None:
+    made = hurried(tmp_path, 0.05, 60.0)
+    with pytest.raises(ConfigError, match="timeout is 0.05, in which not one trial ended; give more seconds"):
+        made.run(silent)
+    origins = {trial.origin for trial in searched(sqlite(tmp_path), trials=3).trials()}
+    assert origins >= set(WARM)  # what was given up is tried again
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_samplers_propose_plans(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")  # in memory
+    trials = searched(None, sampler=sampler, trials=14).trials()
+    assert len({trial.skips for trial in trials}) > 5
+
+
+def test_importance_finds_the_layer_that_must_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    found = searched(None, trials=80)
+    shares = found.importance()
+    assert sum(shares.values()) == pytest.approx(1)
+    assert set(sorted(shares, key=shares.__getitem__)[-2:]) == {"attention.0", "mlp.0"}
+    assert best_of(found.trials(), 3)[0].predicted == max(trial.predicted for trial in found.trials())
+    assert len({trial.skips for trial in best_of(found.trials(), 5)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("sqlite:////no/such/folder/study.db", "unable to open database file"),
+        ("nonsense", "which is no URL; give one like sqlite:///FILE"),
+        ("nonsense://host/db", "nonsense"),
+        ("postgresql://me:hush@127.0.0.1:9/db", "Please install"),
+    ],
+)
+def test_a_storage_that_cannot_be_used_is_told(url: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match="^storage is ") as told:
+        StudyPlace(url)
+    assert complaint in str(told.value)
+    assert "hush" not in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_that_is_no_database_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    file.write_text("my notes, which are no database\n" * 50)
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match="file is not a database"):
+        StudyPlace(sqlite(tmp_path))
+    assert file.read_bytes() == before
+
+
+def test_the_default_is_a_file_in_the_cache_folder_or_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    assert len(searched(None, trials=3).trials()) == 3
+    assert len(searched(None, trials=5).trials()) == 5
+    assert (tmp_path / "studies" / "studies.db").is_file()
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    assert StudyPlace(None).shown == "memory"
+    assert len(searched(None, trials=2).trials()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"trials": 0}, "trials is 0; give 1 or more"),
+        ({"timeout": 0.0}, "timeout is 0.0; give seconds, more than 0"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, random"),
+        ({"temperature": -1.0}, "temperature is -1.0; give 0 or more"),
+        ({"max_draft": 0}, "max_draft is 0; give 1 or more"),
+        ({"new_tokens": 1}, "new_tokens is 1; give 2 or more"),
+        ({"seed": -1}, "seed is -1; give a whole number"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        Options(**options)
+    assert complaint in str(told.value)
+
+
+def test_costs_are_kept_as_they_were(tmp_path: Path) -> None:
+    kept = searched(sqlite(tmp_path), trials=1).study.user_attrs["costs"]
+    assert json.loads(kept)["mlp"] == 0.13

@@ -1,0 +1,158 @@
+"""Trials against real drafts: the same chances, and at temperature 0 the same rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import foredraft
+from checkpoints import save_checkpoint
+from foredraft import LLM, SamplingParams
+from foredraft.decode.policy import Fixed
+from foredraft.decode.stats import Stats
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.skips import Skips
+from foredraft.model.runner import Runner
+from foredraft.tune import teacher as teacher_module
+from foredraft.tune.calibration import Calibration, Text
+from foredraft.tune.teacher import Teacher
+
+LONGEST = 4
+PLANS = ["skip:none", "skip:attn=1/mlp=0", "skip:attn=0-1/mlp=1-2", "skip:attn=0-2/mlp=0-2"]
+FAMILIES = ["llama", "gemma2"]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "llama-operators"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    family, _, operators = request.param.partition("-")
+    folder = save_checkpoint(
+        tmp_path_factory.mktemp(request.param), family, eos_token_id=None, initializer_range=0.12
+    )
+    kernels = False if operators else None
+    return foredraft.load(folder, max_batch=3, max_length=128, drafter="none", kernels=kernels)
+
+
+def written(llm: LLM, temperature: float, count: int = 5) -> Calibration:
+    """Texts of unlike lengths: their prompts reach over gemma's window of 24."""
+    texts = []
+    for number in range(count):
+        prompt = [(7 * number + 3 * i) % 90 + 5 for i in range(9 + 7 * number)]
+        params = SamplingParams(temperature=temperature, max_new_tokens=31 - 5 * number, seed=number)
+        [output] = llm.generate(prompt, params)
+        texts.append(Text((*prompt, *output.token_ids), len(prompt)))
+    return Calibration(tuple(texts), temperature)
+
+
+def made(llm: LLM, temperature: float) -> Teacher:
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    return Teacher(runner, written(llm, temperature), LONGEST)
+
+
+def rounds_of_decoding(llm: LLM, teacher: Teacher, spelled: str, draft: int) -> int:
+    engine = llm.engine
+    assert isinstance(engine.target, Runner)
+    engine.drafters["self"] = LayerSkip(engine.target, engine.cache, Skips.spelled(spelled))
+    engine.policy = Fixed(draft)
+    params = [
+        SamplingParams(temperature=0, max_new_tokens=text.new, speculation="self") for text in teacher.texts
+    ]
+    outputs = llm.generate([list(text.ids[: text.start]) for text in teacher.texts], params)
+    assert [tuple(output.token_ids) for output in outputs] == [
+        text.ids[text.start :] for text in teacher.texts
+    ]
+    return Stats.merge(output.stats for output in outputs).rounds
+
+
+@pytest.mark.parametrize("spelled", PLANS)
+def test_rounds_are_those_of_decoding_at_temperature_0(llm: LLM, spelled: str) -> None:
+    teacher = made(llm, 0.0)
+    plan = Skips.spelled(spelled).plan(llm.spec.layers)
+    counts = teacher.rounds(plan, every_start=True).counts
+    assert [rounds_of_decoding(llm, teacher, spelled, draft) for draft in range(1, LONGEST + 1)] == (
+        counts.tolist()
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("spelled", PLANS[1:3])
+def test_chances_are_those_of_drafts_taken_step_by_step(llm: LLM, spelled: str, temperature: float) -> None:
+    """Brute force: for every start, the target reads what comes before, and the draft steps on alone."""
+    teacher = made(llm, temperature)
+    runner = teacher.runner
+    plan = Skips.spelled(spelled).plan(llm.spec.layers)
+    every, trial = teacher.chances(plan, every_start=True), teacher.chances(plan)
+    for row, text in list(enumerate(teacher.texts))[1:4]:
+        cache = runner.new_cache(1, len(text.ids) + LONGEST)
+        ids = torch.tensor([text.ids])
+        whole = runner.forward(cache, ids, [0]).logits
+        assert whole is not None
+        for start in range(0, text.new, 3):
+            runner.forward(cache, ids, [0])  # the target's keys and values everywhere again
+            at = text.start - 1 + start
+            for k in range(min(LONGEST, text.new - start)):
+                drafted = runner.forward(cache, ids[:, at + k : at + k + 1], [at + k], plan=plan).logits
+                assert drafted is not None
+                token = text.ids[at + k + 1]
+                if temperature == 0:
+                    expected = float(drafted[0, 0].argmax() == token)
+                else:
+                    q, p = (
+                        (logits / temperature).softmax(-1)[token]
+                        for logits in (drafted[0, 0], whole[0, at + k])
+                    )
+                    expected = min(1.0, float(q / p))
+                assert every[row, start, k] == pytest.approx(expected, abs=2e-5)
+        # a trial has each token's chance at one place in a draft, the same ones as every start has there
+        offset = row % LONGEST
+        for first in range(offset, text.new, LONGEST):
+            span = min(LONGEST, text.new - first)
+            assert trial[row, first, :span] == pytest.approx(every[row, first, :span], abs=1e-6)
+
+
+def test_a_trial_leaves_nothing_behind(llm: LLM) -> None:
+    teacher = made(llm, 0.0)
+    layers = llm.spec.layers
+    plan, other = (Skips.spelled(spelled).plan(layers) for spelled in PLANS[1:3])
+    before = teacher.chances(plan).copy()
+    teacher.chances(other)
+    assert np.array_equal(teacher.chances(plan), before)
+
+
+def test_memory_is_bounded_and_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits in pieces, and passes over few columns, give the same chances."""
+    teacher = made(llm, 0.8)
+    plan = Skips.spelled(PLANS[2]).plan(llm.spec.layers)
+    whole = teacher.chances(plan).copy()
+    widest = 0
+    head = teacher.runner.head
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal widest
+        widest = max(widest, hidden.shape[1])
+        return head(hidden)
+
+    monkeypatch.setattr(teacher_module, "LOGITS", 3 * llm.spec.vocab_size)
+    monkeypatch.setattr(teacher_module, "COLUMNS", 2 * LONGEST)
+    monkeypatch.setattr(teacher.runner, "head", watched)
+    assert teacher.chances(plan) == pytest.approx(whole, abs=1e-6)
+    assert widest == 3
+
+
+def test_a_trial_costs_one_forward_of_the_texts(llm: LLM) -> None:
+    teacher = made(llm, 0.0)
+    before = teacher.runner.forwarded
+    teacher.rounds(Skips().plan(llm.spec.layers))
+    assert teacher.runner.forwarded - before == teacher.tokens
+
+
+def test_what_is_raised_between_passes_ends_a_trial(llm: LLM) -> None:
+    def stop() -> None:
+        raise TimeoutError
+
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    teacher = Teacher(runner, written(llm, 0.0, count=2), LONGEST, stop)
+    with pytest.raises(TimeoutError):
+        teacher.rounds(Skips().plan(llm.spec.layers))
