@@ -46,7 +46,9 @@ def test_text_then_one_line_of_figures_and_nothing_on_stderr(pair: list[str]) ->
 
 
 def test_the_last_line_holds_every_figure(pair: list[str]) -> None:
-    done = foredraft(*pair, "x", "--compare", "--max-new-tokens", "4")  # temperature 0 by default
+    done = foredraft(
+        *pair, "x", "--compare", "--policy", "fixed", "--max-new-tokens", "4"
+    )  # temperature 0 by default
     assert re.fullmatch(
         f"4 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}, median speed-up over plain decoding {FIGURE} x"
         rf" \(spread {FIGURE}-{FIGURE} over 5 alternations; outputs identical: yes\)",
@@ -173,7 +175,7 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--policy-option", "threshold=1"], "--policy-option has no use with drafter none"),
         (["--drafter", "lookup", "--policy-option", "threshold=1"], "--policy-option names 'threshold'"),
         (
-            ["--drafter", "lookup", "--policy", "confidence", "--policy-option", "threshold=2"],
+            ["--policy", "target-confidence", "--drafter", "lookup", "--policy-option", "threshold=2"],
             "--policy-option has threshold '2'; give a number from 0 to 1",
         ),
         (
@@ -333,13 +335,16 @@ def test_ctrl_c_keeps_the_text(pair: list[str]) -> None:
 
 
 INTERRUPTED_SOON = """
-import os, signal, sys, threading
-from foredraft.cli import interrupt, main
-enter = interrupt.Interrupt.__enter__
-def enter_and_interrupt(self):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    return enter(self)
-interrupt.Interrupt.__enter__ = enter_and_interrupt
+import os, signal, sys
+from foredraft.cli import main
+from foredraft.decode.sequence import Sequence
+extend, sent = Sequence.extend, []
+def extend_and_interrupt(self, *new):
+    read = extend(self, *new)
+    if self.params.max_new_tokens == 1900 and len(self.new_ids) > 40 and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGINT))
+    return read
+Sequence.extend = extend_and_interrupt
 sys.exit(main())
 """
 
@@ -453,7 +458,7 @@ sys.exit(main())
     command = [sys.executable, "-c", script]
     told = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
     assert "oracle: the future drafts (not lossless)" in told
-    assert "[choices: none, lookup, draft-model, retokenize, auto, oracle]" in told
+    assert "[choices: none, lookup, draft-model, retokenize, layer-skip, auto, oracle]" in told
     assert "bold: as long as can be" in told
     assert "and 3 with bold" in told
     ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]

@@ -74,7 +74,7 @@ def test_a_plan_that_wins_is_kept_where_generate_finds_it(
     assert kept == plan and str(plan.skips) == told["finalists"][0]["skips"]
     assert (plan.max_draft, plan.dtype, plan.device) == (told["finalists"][0]["draft"], "float32", "cpu")
     assert told["plan_files"][0] == str(out) and len(told["plan_files"]) == 2
-    llm = foredraft.load(big, drafter="layer-skip", kernels=False, max_length=64)
+    llm = foredraft.load(big, drafter="layer-skip", policy="fixed", kernels=False, max_length=64)
     [output] = llm.generate("def accept", foredraft.SamplingParams(temperature=0, max_new_tokens=8))
     assert output.stats.drafted > 0
     page = html.read_text()

@@ -110,7 +110,11 @@ MUTANTS = [
         lossy_law,
     ),
     Mutant("tokens after a cut stand", ((accept._leading, ".cumprod(1).sum(1)", ".sum(1)"),), lossy_law),
-    Mutant("padding stands", ((accept._leading, "keep & (columns < lengths[:, None])", "keep"),), by_hand),
+    Mutant(
+        "padding stands",
+        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        by_hand,
+    ),
     Mutant(
         "what the target rules out stands under an endless bound",
         ((accept.bild, "(chance > 0) & ", ""),),

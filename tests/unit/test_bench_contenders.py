@@ -137,6 +137,7 @@ def test_parts_of_a_round_are_the_drafters_and_the_targets(
         return step(*given)
 
     monkeypatch.setattr(drafter, "step", slow)
+    monkeypatch.setattr(drafter, "draft", lambda *given: None)  # all steps at once
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     with parted(engine) as parts:
         timing = Ours("draft-model", setting.llm, "draft-model").run(PROMPTS[:1], TOKENS)

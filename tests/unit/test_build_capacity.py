@@ -125,7 +125,9 @@ def held(decoder: Decoder) -> int:
             sizes.setdefault(key, part.numel() * decoder.dtype.itemsize)
         elif part is not None:
             rows, *columns = part.shape if hasattr(part, "shape") else part.weight.shape
-            key = id(part.weight) if part.weight.is_mkldnn else part.weight.untyped_storage().data_ptr()
+            key = (
+                id(part.weight) if part.weight.is_mkldnn else part.weight.data_ptr()
+            )  # arranged ones share a region
             sizes[key] = math.prod([rows, *columns]) * decoder.dtype.itemsize
             if getattr(part, "bias", None) is not None:
                 sizes[id(part.bias)] = rows * decoder.dtype.itemsize

@@ -58,7 +58,7 @@ def test_rounds_are_measured_and_leave_the_caches_as_they_were(folders: tuple[Pa
     assert all(length == 0 for cache in engine.rows.caches for length in cache.lengths)
     lookup: Any = engine.drafters["lookup"]
     assert not lookup._indices
-    assert all(cache.data.isfinite().all() for cache in engine.rows.caches)
+    assert all(cache.memory.isfinite().all() for cache in engine.rows.caches)
 
 
 def test_a_cache_without_room_is_not_measured(folders: tuple[Path, Path]) -> None:

@@ -98,7 +98,7 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
 def test_columns_are_the_keys_at_them() -> None:
     k = keys(range(3), range(10, 15), attempt=2)
     some = k.columns(torch.tensor([0, 4, 2]))
-    assert some.position.tolist() == [[10], [14], [12]]
+    assert some.positions().tolist() == [[10], [14], [12]]
     assert torch.equal(NOISE.coin(some, ACCEPT)[:, 0], NOISE.coin(k, ACCEPT)[range(3), [0, 4, 2]])
 
 

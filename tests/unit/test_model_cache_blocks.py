@@ -129,7 +129,13 @@ MUTANTS = [
     ),
     Mutant(
         "whole blocks forgotten",
-        ((KVCache._parted, "held.append(keys[:, :, :whole])", "pass"),),
+        (
+            (
+                KVCache._parted,
+                "held.append(keys[:, :, start // BLOCK if self.blocked else start : whole])",
+                "pass",
+            ),
+        ),
         check_copies,
     ),
     Mutant(

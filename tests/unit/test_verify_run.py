@@ -16,6 +16,7 @@ from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
 from foredraft.decode import accept, draft, law, noise, sampling
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.lookup import Lookup
 from foredraft.verify import Options, Report, verify
 from foredraft.verify.cells import Cells
@@ -199,6 +200,10 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         (draft._step_through, "laws.append(q)", "laws.append(Law((0.3 * logits).softmax(-1)))"),
         SPECULATIVE,
     ),
+    "the law kept of a draft in one call is not the one drawn from": (
+        (draft._at_once, "else Law(drafted.probs)", "else Law(drafted.probs**3)"),
+        SPECULATIVE,
+    ),
     "coupled keeps what differs": (
         (accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),
         {("draft-model", "coupled")},
@@ -217,6 +222,8 @@ def test_a_defect_fails_the_tests_that_it_touches(
 ) -> None:
     edit, touched = DEFECTS[name]
     planted(monkeypatch, edit)
+    if edit[0] is draft._step_through:
+        monkeypatch.setattr(DraftModel, "draft", lambda *given: None)  # which takes all steps at once
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.1))
     assert failed(report) == touched
     assert report.verdict == ("failed" if touched else "passed")

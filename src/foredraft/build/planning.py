@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from foredraft.drafters.plans import PlanFile, find_plan, model_hash, read_plan
+from foredraft.drafters.plans import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_spelled
 from foredraft.errors import ConfigError
 
@@ -34,8 +34,8 @@ def chosen_plan(plan: GivenPlan | None, folder: Path, layers: int, *, needed: bo
     """
     if plan is not None:
         return _given(plan, folder, layers)
-    try:
-        kept = find_plan(model_hash(folder))
+    try:  # no file of the model is opened for plans where none is kept
+        kept = find_plan(model_hash(folder)) if plans_kept() else None
     except ConfigError as error:
         if needed:
             raise

@@ -129,8 +129,9 @@ class Engine:
         if self.scheduler.steady:
             return self.round()
         waiting = self.scheduler.waiting
-        if self.calibrate is not None and not self.rows.sequences and any(s.drafters for s in waiting):
-            self.calibrate(self, len(waiting))
+        calibrate = self.calibrate if self.policy.weighs and not self.rows.sequences else None
+        if calibrate is not None and any(s.drafters for s in waiting):
+            calibrate(self, len(waiting))
         self._start(self.scheduler.admit())
         busy = self.scheduler.running
         if (sequence := self.scheduler.prefilling) is not None:

@@ -97,6 +97,10 @@ class Keys:
 
     base: Tensor
 
+    def positions(self) -> Tensor:
+        """[B, T] int64, absolute"""
+        raise NotImplementedError
+
     def bits(self, purpose: int) -> Tensor:
         """[B, T] int64"""
         raise NotImplementedError
@@ -132,6 +136,9 @@ class NoiseKeys(Keys):
             self._hashed[purpose] = _keys(self.base, rounds, self.position, self.attempt, purpose)
         return self._hashed[purpose]
 
+    def positions(self) -> Tensor:
+        return self.position
+
 
 @dataclass(frozen=True)
 class _Part(Keys):
@@ -143,6 +150,9 @@ class _Part(Keys):
 
     def bits(self, purpose: int) -> Tensor:
         return self.part(self.whole.bits(purpose))
+
+    def positions(self) -> Tensor:
+        return self.part(self.whole.positions())
 
 
 class Noise:

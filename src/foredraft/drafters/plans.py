@@ -21,7 +21,16 @@ from foredraft.kernels.machine import cache_folder
 from foredraft.model.config import read_json, shortened
 from foredraft.model.weights import weight_headers
 
-__all__ = ["PlanFile", "find_plan", "keep_plan", "model_hash", "plan_place", "read_plan", "write_plan"]
+__all__ = [
+    "PlanFile",
+    "find_plan",
+    "keep_plan",
+    "model_hash",
+    "plan_place",
+    "plans_kept",
+    "read_plan",
+    "write_plan",
+]
 
 FORMAT = 1
 REMEDY = "give a file that `foredraft tune` wrote"
@@ -118,6 +127,12 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
             place.parent.mkdir(parents=True, exist_ok=True)
         write_plan(plan, place, option)
     return place
+
+
+def plans_kept() -> bool:
+    """Whether there is a plan of any model."""
+    place = plan_place("any")
+    return place is not None and place.parent.is_dir() and any(place.parent.iterdir())
 
 
 def find_plan(hash: str) -> PlanFile | None:
