@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -276,6 +277,35 @@ def test_an_interrupted_call_leaves_nothing_running(
         signal.signal(signal.SIGINT, before)
     assert llm.engine.scheduler.idle
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
+
+
+def test_an_interrupt_does_not_wait_for_another_threads_step(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, begun, go_on, waited = llm.engine.step, threading.Event(), threading.Event(), []
+
+    def slow() -> Any:
+        if not begun.is_set():
+            begun.set()
+            waited.append(go_on.wait(5))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    worker = threading.Thread(target=llm.generate, args=([5, 6], PLAIN), daemon=True)
+    worker.start()
+    assert begun.wait(60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([7, 8], PLAIN)
+        assert not waited, "its own thread takes no step"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+        go_on.set()
+        worker.join(timeout=60)
+    assert llm.engine.scheduler.idle
 
 
 def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
