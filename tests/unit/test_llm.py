@@ -15,6 +15,8 @@ import torch
 import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
+from foredraft.decode import reading
+from foredraft.decode.policy import TargetConfidence
 
 PLAIN = SamplingParams(temperature=0, max_new_tokens=24, speculation="none")
 
@@ -318,6 +320,19 @@ def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
     assert texts[None].stats.drafted == texts["draft-model"].stats.drafted > 0
     with pytest.raises(RequestError, match="'kangaroo'.*none, lookup, draft-model"):
         llm.generate("x", SamplingParams(speculation="kangaroo"))
+
+
+def test_plain_requests_do_not_pay_for_what_a_policy_wants(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    certainty = reading.certainty
+    monkeypatch.setattr(reading, "certainty", lambda *about: asked.append(0) or certainty(*about))
+    monkeypatch.setattr(llm.engine, "policy", TargetConfidence(4))
+    for speculation in ("none", "draft-model"):
+        assert not asked
+        llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=8, speculation=speculation))
+    assert asked
 
 
 def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
