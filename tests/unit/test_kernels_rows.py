@@ -16,7 +16,9 @@ from foredraft.decode import noise, sampling
 from foredraft.decode.law import Law
 from foredraft.decode.noise import COUPLED, DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.past import Past
 from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sequence import Sequence
 from foredraft.kernels import rows
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
@@ -88,6 +90,27 @@ def test_laws(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> 
     got, want = probs(), defined(probs)
     assert torch.equal(got > 0, want > 0)
     assert torch.allclose(got, want, rtol=2e-5, atol=1e-7)
+
+
+def test_whole_numbers_mean_what_they_say() -> None:
+    """A request may give its temperature as an integer."""
+    logits = random_logits(1000)
+    for whole in (
+        SamplingParams(temperature=2, top_p=1, min_p=0),
+        SamplingParams(temperature=1, min_p=1),
+        SamplingParams(temperature=3, repetition_penalty=2, presence_penalty=1, logit_bias={5: 2}),
+    ):
+        given = {name: getattr(whole, name) for name in ("temperature", "top_p", "min_p")}
+        given |= {name: getattr(whole, name) for name in ("repetition_penalty", "presence_penalty")}
+        exact = SamplingParams(**{k: float(v) for k, v in given.items()}, logit_bias=whole.logit_bias)
+        past = Past.of([Sequence(0, [5, 7], params, 0) for params in [whole] * len(PARAMS)], CPU)
+        got, want = (
+            law_of(logits, SamplingTable.of([params] * len(PARAMS), CPU), past=past)[0].probs
+            for params in (whole, exact)
+        )
+        assert got is not None and want is not None
+        assert torch.equal(got, want)
+        assert torch.allclose(got.sum(-1), torch.ones(len(PARAMS), 2))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

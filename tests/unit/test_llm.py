@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
+from foredraft.decode import reading
+from foredraft.decode.policy import TargetConfidence
 
 PLAIN = SamplingParams(temperature=0, max_new_tokens=24, speculation="none")
 
@@ -278,6 +281,35 @@ def test_an_interrupted_call_leaves_nothing_running(
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
 
 
+def test_an_interrupt_does_not_wait_for_another_threads_step(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, begun, go_on, waited = llm.engine.step, threading.Event(), threading.Event(), []
+
+    def slow() -> Any:
+        if not begun.is_set():
+            begun.set()
+            waited.append(go_on.wait(5))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    worker = threading.Thread(target=llm.generate, args=([5, 6], PLAIN), daemon=True)
+    worker.start()
+    assert begun.wait(60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([7, 8], PLAIN)
+        assert not waited, "its own thread takes no step"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+        go_on.set()
+        worker.join(timeout=60)
+    assert llm.engine.scheduler.idle
+
+
 def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
     texts = {}
     for name in (None, "none", "lookup", "draft-model"):
@@ -288,6 +320,19 @@ def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
     assert texts[None].stats.drafted == texts["draft-model"].stats.drafted > 0
     with pytest.raises(RequestError, match="'kangaroo'.*none, lookup, draft-model"):
         llm.generate("x", SamplingParams(speculation="kangaroo"))
+
+
+def test_plain_requests_do_not_pay_for_what_a_policy_wants(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    certainty = reading.certainty
+    monkeypatch.setattr(reading, "certainty", lambda *about: asked.append(0) or certainty(*about))
+    monkeypatch.setattr(llm.engine, "policy", TargetConfidence(4))
+    for speculation in ("none", "draft-model"):
+        assert not asked
+        llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=8, speculation=speculation))
+    assert asked
 
 
 def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:

@@ -74,6 +74,17 @@ def check_copies() -> None:
         assert torch.equal(dense(blocked), plain.data), length
 
 
+def check_the_rest_of_copies() -> None:
+    """The first positions are held already, and may be left out."""
+    for dtype, (start, length) in itertools.product(DTYPES, itertools.combinations(EDGES, 2)):
+        plain, blocked = pair(dtype)
+        for cache in (plain, blocked):
+            cache.copy_row(0, 2, start)
+            cache.copy_row(0, 2, length, start)
+        assert torch.equal(plain.data[:, :, 2, :, :length], plain.data[:, :, 0, :, :length])
+        assert torch.equal(dense(blocked), plain.data), (start, length)
+
+
 def check_wipes() -> None:
     for dtype, length in itertools.product(DTYPES, EDGES):
         plain, blocked = pair(dtype)
@@ -83,7 +94,7 @@ def check_wipes() -> None:
         assert torch.equal(dense(blocked), plain.data), length
 
 
-CHECKS = [check_the_layout, check_reading_and_writing, check_copies, check_wipes]
+CHECKS = [check_the_layout, check_reading_and_writing, check_copies, check_the_rest_of_copies, check_wipes]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -137,6 +148,22 @@ MUTANTS = [
             ),
         ),
         check_copies,
+    ),
+    Mutant(
+        "the rest begins at the next block",
+        (
+            (
+                KVCache._parted,
+                "start // BLOCK if self.blocked",
+                "(start + BLOCK - 1) // BLOCK if self.blocked",
+            ),
+        ),
+        check_the_rest_of_copies,
+    ),
+    Mutant(
+        "the rest begins a position late",
+        ((KVCache._parted, "values[:, :, start:length]", "values[:, :, start + 1 : length]"),),
+        check_the_rest_of_copies,
     ),
     Mutant(
         "wiping takes the block's earlier keys along",

@@ -155,7 +155,7 @@ class Engine:
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
         judge = p if rollback is None else rollback.judge
-        signal = self.policy.wants
+        signal = self.policy.wants if any(s.drafters for s in inputs.sequences) else None
         readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
         return self._commit(inputs, readings, forward)
 

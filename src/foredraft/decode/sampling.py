@@ -84,16 +84,18 @@ class SamplingTable:
         return cls(
             greedy=upload(greedy, device) if any(greedy) else None,
             all_greedy=all(greedy),
-            temperature=upload([_single(p.temperature or 1.0) for p in params], device),
+            temperature=upload([_single(p.temperature or 1.0) for p in params], device, torch.float32),
             top_k=column(list(top_k), 0, torch.int64),
             top_k_most=max(top_k, default=0),
             top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
             min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
             typical_p=column([1.0 if p.greedy else p.typical_p for p in params], 1.0),
             cut=upload(cut, device) if any(cut) else None,
-            penalties=upload(penalties, device).T if any(p.penalised for p in params) else None,
+            penalties=upload(penalties, device, torch.float32).T
+            if any(p.penalised for p in params)
+            else None,
             biased=upload(_padded([list(bias) for bias in biases], 0), device) if any(biases) else None,
-            bias=upload(_padded([list(map(float, bias.values())) for bias in biases], 0.0), device)
+            bias=upload(_padded([list(bias.values()) for bias in biases], 0), device, torch.float32)
             if any(biases)
             else None,
             least=upload([p.min_new_tokens if b else 0 for p, b in zip(params, barred, strict=True)], device)

@@ -1,4 +1,4 @@
-"""One forward that was asked for: what it is over, checked against its cache, and padded."""
+"""What a runner is asked for: one forward, checked against its cache and padded; a draft in one call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a runner asks for, by the kernels: the stretches of a forward, and whole drafts.
+"""A stretch of a forward by the kernels.
 
-Contract: as the runner's own of the same jobs, but that only the real columns are computed, whatever their
+Contract: as the runner's own of the same job, but that only the real columns are computed, whatever their
 number.
 """
 
@@ -23,7 +23,7 @@ def stretch(native: NativePasses, job: Job, hidden: Tensor | None, start: int, a
     job.check(width)
     rows = enumerate(zip(job.starts, job.real, strict=True), start=job.first_row)
     columns = [(row, start + some.start, len(some)) for row, (start, some) in rows if some]
-    count = sum(columns for _, _, columns in columns)
+    count = sum(own for _, _, own in columns)
     real = None
     if count < batch * width:
         indices = [b * width + t for b, some in enumerate(job.real) for t in some]
