@@ -34,6 +34,7 @@ import foredraft
 from foredraft import LLM, Output, SamplingParams
 from foredraft.decode.policy import Auto, Fixed, Policy
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.model.runner import Drafted, Drawing
 from foredraft.ngrams import repeated
 
 POSITIONS = 1024
@@ -74,6 +75,12 @@ class Ventriloquist(DraftModel):
             index = list(self.truth).index(tuple(sequence.prompt)) if output else 0
             logits[row, token if self.right(index, place) else (token + 1) % logits.shape[1]] = 1.0
         return logits
+
+    def draft(
+        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+    ) -> Drafted | None:
+        """One by one, since each step's words are put into its mouth."""
+        return None
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
