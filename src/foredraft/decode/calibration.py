@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.decode.draft import Stepper
+from foredraft.decode.draft import as_reader
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers
@@ -126,8 +126,8 @@ class _Bench:
         """ms of a round in which all rows draft so; drafters that are behind catch up in one before."""
         self._seat()
         self.policy.trial = trial
-        drafter = self.engine.drafters.get(trial[0] or "")
-        if isinstance(drafter, Stepper) and any(
+        drafter = None if trial[0] is None else as_reader(self.engine.drafters[trial[0]])
+        if drafter is not None and any(
             len(s.tokens) - drafter.length(s) > 2 for s in self.engine.rows.sequences
         ):
             self.engine.round()
