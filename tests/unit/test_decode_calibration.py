@@ -106,6 +106,26 @@ def test_tables_change_between_requests_only(
     assert busy == [0] * 5
 
 
+def test_what_takes_long_is_measured_seldom(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    clock, made = [0.0], []
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: clock[0])
+
+    def slow(engine: Any, batch: int, longest: int) -> CostTable:
+        made.append(clock[0])
+        clock[0] += 4.0
+        return CostTable({batch: {batch: 1.0}}, {})
+
+    monkeypatch.setattr(calibration, "measure", slow)
+    for _ in range(100):
+        llm.generate([[5, 6]], GREEDY.but(max_new_tokens=2))
+        clock[0] += 20
+    assert len(made) == 3
+    assert sum(4.0 for _ in made) <= clock[0] / 100
+
+
 @pytest.mark.parametrize("drafter", ["auto", "draft-model"])
 def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter: str) -> None:
     llm = loaded(folders, drafter=drafter, max_batch=3)

@@ -26,7 +26,8 @@ __all__ = ["Calibration", "measure"]
 CONTEXT = 32  # tokens of the texts that rounds are timed on
 SECONDS = 0.05, 0.5  # after which no round is timed again: once two of each count, and before
 REPEATS = 5
-FRESH = 60.0  # seconds until a table is made anew, if nothing runs then
+FRESH = 60.0  # seconds until a table is made anew, if nothing runs then,
+RARE = 200  # and so many times as long as it took to make, so that it takes little of any model's time
 FILLER = "filler"
 
 Trial = tuple[str | None, int]  # who drafts how many tokens
@@ -40,7 +41,7 @@ class Calibration:
 
     def __init__(self, policy: Auto) -> None:
         self.policy = policy
-        self._measured: dict[int, tuple[float, CostTable]] = {}
+        self._measured: dict[int, tuple[float, CostTable]] = {}  # by rows: until when it is fresh, and it
 
     def __call__(self, engine: Engine, waiting: int) -> None:
         batch = 1
@@ -48,15 +49,14 @@ class Calibration:
             batch *= 2
         sizes = {1, min(batch, engine.cache.rows)}
         now = time.monotonic()
-        stale = [
-            size
-            for size in sorted(sizes)
-            if size not in self._measured or now - self._measured[size][0] > FRESH
-        ]
+        fresh = {size for size, (until, _) in self._measured.items() if now <= until}
+        stale = sorted(sizes - fresh)
         for size in stale:
+            start = time.monotonic()
             table = measure(engine, size, self.policy.max_draft)
             if table is not None:
-                self._measured[size] = now, table
+                end = time.monotonic()
+                self._measured[size] = end + max(FRESH, RARE * (end - start)), table
         if stale and self._measured:
             self.policy.table = CostTable.joined(table for _, table in self._measured.values())
 
