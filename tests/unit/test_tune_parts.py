@@ -21,7 +21,7 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune import costs as costs_module
-from foredraft.tune.calibration import calibrate, hold_out, new_tokens
+from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import PlanCosts, measure_plan_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
@@ -88,7 +88,8 @@ def test_held_out_prompts_are_in_no_text() -> None:
     kept, held_out = hold_out(PROMPTS)
     assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 3
     assert hold_out(PROMPTS) == (kept, held_out)
-    assert [len(each) for each in hold_out(PROMPTS[:2])] == [1, 1]
+    for count in range(2, len(PROMPTS)):
+        assert len(hold_out(PROMPTS[:count])[0]) == written(count)
     with pytest.raises(ConfigError, match="a single prompt is given"):
         hold_out(PROMPTS[:1])
     assert [new_tokens(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
