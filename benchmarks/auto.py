@@ -4,8 +4,8 @@ The demo target decodes held-out prompts at temperature 0. Drafters that misbeha
 with other words put into its mouth: it takes its time, and is then right or wrong as the case says. All take
 turns, warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
 earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
-and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, and the share
-of repeated 4-grams.
+and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, its mean
+accepted length, and the share of repeated 4-grams.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
@@ -33,7 +33,9 @@ from workload import heldout, machine, write
 import foredraft
 from foredraft import LLM, Output, SamplingParams
 from foredraft.decode.policy import Auto, Fixed, Policy
+from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.model.runner import Drafted, Drawing
 from foredraft.ngrams import repeated
 
 POSITIONS = 1024
@@ -74,6 +76,12 @@ class Ventriloquist(DraftModel):
             index = list(self.truth).index(tuple(sequence.prompt)) if output else 0
             logits[row, token if self.right(index, place) else (token + 1) % logits.shape[1]] = 1.0
         return logits
+
+    def draft(
+        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+    ) -> Drafted | None:
+        """One by one, since each step's words are put into its mouth."""
+        return None
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
@@ -160,6 +168,7 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
                 "identical_to_plain": same[name],
                 "mean_draft_length": sum(o.stats.drafted for o in found[name])
                 / sum(o.stats.rounds for o in found[name]),
+                "mean_accepted_length": Stats.merge(o.stats for o in found[name]).mean_accepted_length,
                 "repeated_4grams": median(repeated(o.token_ids) for o in found[name]),
             }
             for name, own in runs.items()

@@ -81,6 +81,18 @@ def test_a_plan_that_wins_is_kept_where_generate_finds_it(
     assert "The best plans in real decoding" in page and page.count("<svg") == 3
 
 
+def test_there_is_room_for_what_is_written(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More is asked of each prompt where some are held out."""
+    few = tmp_path / "few.txt"
+    few.write_text("".join(f"def accept{word}(draft, p, q)\n" for word in "abcd"))
+    assert main(given(command, "--prompts", str(few), "--tokens", "100", "--trials", "1")) in (0, 1)
+    told = document(capsys)
+    assert told["tokens"] >= 100
+    assert told["importance"] == {}, "one trial tells nothing"
+
+
 def test_nothing_is_written_where_plain_decoding_wins(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 
 import foredraft
-from checkpoints import save_pair
+from caches import dense
+from checkpoints import save_checkpoint, save_pair
 from foredraft import SamplingParams
 from foredraft.decode import calibration
 from foredraft.decode.calibration import FRESH, measure
-from foredraft.decode.policy import Auto, CostTable
+from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable
+from foredraft.decode.policy.auto import SHARE
 from foredraft.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -58,7 +61,7 @@ def test_rounds_are_measured_and_leave_the_caches_as_they_were(folders: tuple[Pa
     assert all(length == 0 for cache in engine.rows.caches for length in cache.lengths)
     lookup: Any = engine.drafters["lookup"]
     assert not lookup._indices
-    assert all(cache.memory.isfinite().all() for cache in engine.rows.caches)
+    assert all(dense(cache).isfinite().all() for cache in engine.rows.caches)
 
 
 def test_a_cache_without_room_is_not_measured(folders: tuple[Path, Path]) -> None:
@@ -103,6 +106,26 @@ def test_tables_change_between_requests_only(
     assert busy == [0] * 5
 
 
+def test_what_takes_long_is_measured_seldom(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    clock, made = [0.0], []
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: clock[0])
+
+    def slow(engine: Any, batch: int, longest: int) -> CostTable:
+        made.append(clock[0])
+        clock[0] += 4.0
+        return CostTable({batch: {batch: 1.0}}, {})
+
+    monkeypatch.setattr(calibration, "measure", slow)
+    for _ in range(100):
+        llm.generate([[5, 6]], GREEDY.but(max_new_tokens=2))
+        clock[0] += 20
+    assert len(made) == 3
+    assert sum(4.0 for _ in made) <= clock[0] / 100
+
+
 @pytest.mark.parametrize("drafter", ["auto", "draft-model"])
 def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter: str) -> None:
     llm = loaded(folders, drafter=drafter, max_batch=3)
@@ -128,6 +151,64 @@ def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, 
     policy.table = CostTable({1: {1: 1.0, 2: 9.0}}, {})  # a draft cannot pay
     llm.generate([[5 + i % 90 for i in range(50)]], GREEDY)
     assert drafter.runner.forwarded == 0
+
+
+def test_what_another_tokenizer_has_to_read_is_counted(tmp_path: Path) -> None:
+    """A draft model behind another tokenizer reads a text only once it is chosen, too."""
+    target = save_checkpoint(tmp_path / "big", tokenizer=True, seed=1)
+    foreign = save_checkpoint(tmp_path / "foreign", tokenizer=True, seed=3, vocab_size=300)
+    llm = loaded((target, foreign))
+    policy = eager(llm)
+    policy.table = CostTable({1: {1: 1.0, 11: 1.01}}, {"retokenize": {1: (0.01, 0.01)}})
+    choose = policy.choose
+    behind: list[int] = []
+    drafted: list[bool] = []
+
+    def watched(rows: Any) -> Any:
+        choices = choose(rows)
+        behind.append(rows[0].behind["retokenize"])
+        drafted.append(choices[0].budget > 0)
+        return choices
+
+    policy.choose = watched  # type: ignore[method-assign]
+    prompt = [5 + i % 90 for i in range(200)]
+    llm.generate([prompt], GREEDY)
+    assert behind[0] == len(prompt) - 1
+    assert drafted[0], "the text is cheap to read by this table"
+    assert behind[1] <= 1
+    policy.table = CostTable({1: {1: 1.0, 200: 50.0}}, {"retokenize": {1: (0.3, 0.3)}})
+    policy._shared.clear()
+    drafted.clear()
+    llm.generate([prompt], GREEDY)
+    assert not any(drafted), "nobody knows that it would earn its reading again"
+    behind.clear()
+    turns = itertools.cycle([Choice("retokenize", 3), PLAIN, PLAIN, PLAIN])
+    choose = lambda rows: [next(turns)]  # noqa: E731
+    llm.generate([prompt], GREEDY)
+    assert max(behind[1:5]) == 3, "plain steps are left to read"
+
+
+def test_a_request_without_drafts_is_not_held_up_by_others(folders: tuple[Path, Path]) -> None:
+    """Beside it drafts that are always right, so that the batch as a whole would gain."""
+    llm = loaded(folders, draft=folders[0])
+    policy = eager(llm)
+    policy.table = CostTable(
+        {1: {1: 1.0, 11: 1.01}, 2: {2: 1.0, 12: 2.0}}, {"draft-model": {1: (0.01, 0.01)}}
+    )
+    held_up: list[Any] = []
+    choose = policy.choose
+
+    def watched(rows: Any) -> Any:
+        held_up.extend(row.sequence for row in rows if not row.sequence.drafters)
+        return choose(rows)
+
+    policy.choose = watched  # type: ignore[method-assign]
+    plain = llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, speculation="none")
+    outputs = llm.generate([[5, 6, 7], [8, 9, 10]], [GREEDY, plain])
+    state = held_up[-1].policy_state
+    assert outputs[0].stats.drafted > outputs[0].stats.accepted * 0.9 > 0
+    assert state.spent > 39
+    assert state.lost <= SHARE * state.spent + 2 * state.largest
 
 
 def test_the_trace_tells_who_drafted(folders: tuple[Path, Path]) -> None:

@@ -96,6 +96,17 @@ def test_the_readme_names_every_drafter_policy_and_rule() -> None:
     assert sorted(ROWS.findall(README)) == sorted([*DRAFTERS, *POLICIES, *RULES])
 
 
+def test_the_guide_to_policies_names_all_with_their_numbers() -> None:
+    from foredraft.kinds import POLICIES
+
+    guide = (ROOT / "docs/guides/policies.md").read_text(encoding="utf-8")
+    assert ROWS.findall(guide) == list(POLICIES)
+    rows = {name: line for line in guide.splitlines() for name in ROWS.findall(line)}
+    for name, kind in POLICIES.items():
+        told = {f"{key}={value.default}" for key, value in kind.settings.items()}
+        assert set(re.findall(r"`([\w]+=[^`]+)`", rows[name])) == told, name
+
+
 def test_the_guides_name_every_drafter_and_every_option_of_a_request() -> None:
     from foredraft import SamplingParams
     from foredraft.build import DRAFTERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,13 +21,14 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune import costs as costs_module
-from foredraft.tune.calibration import calibrate, hold_out, new_tokens
+from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import PlanCosts, measure_plan_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
 from foredraft.tune.teacher import Teacher
 
+ROWS = tuple(Cost(rows, 1 + rows / 10, Spread(rows, rows, rows, 1)) for rows in (1, 2, 3, 4, 8))
 IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}  # sub-layers that add nothing, by their layer
 
 
@@ -86,7 +88,8 @@ def test_held_out_prompts_are_in_no_text() -> None:
     kept, held_out = hold_out(PROMPTS)
     assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 3
     assert hold_out(PROMPTS) == (kept, held_out)
-    assert [len(each) for each in hold_out(PROMPTS[:2])] == [1, 1]
+    for count in range(2, len(PROMPTS)):
+        assert len(hold_out(PROMPTS[:count])[0]) == written(count)
     with pytest.raises(ConfigError, match="a single prompt is given"):
         hold_out(PROMPTS[:1])
     assert [new_tokens(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
@@ -138,9 +141,8 @@ def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def timed(llm: LLM, plans: list[Plan], *others: object) -> list[float]:
         return [2.0, *map(seconds, plans)]
 
-    rows = tuple(Cost(rows, 1 + rows / 10, Spread(rows, rows, rows, 1)) for rows in (1, 2, 3, 4, 8))
     monkeypatch.setattr(costs_module, "_timed", timed)
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, rows, {}, None))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, ROWS, {}, None))
     found = measure_plan_costs(llm, 20, 3, 0.0)
     assert found.step_seconds == 2.0 and found.verifying == (1.2, 1.3, 1.4)
     for spelled in ("skip:none", "skip:attn=0-1/mlp=3", "skip:attn=0-3/mlp=0-3", "skip:attn=2"):
@@ -153,6 +155,35 @@ def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
     found = measure_plan_costs(llm, 20, 3, temperature, repeats=2)
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_draft_is_timed_as_the_engine_makes_it(
+    llm: LLM, temperature: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call where the kernels serve, of all its tokens; else step by step."""
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    calls: list[tuple[list[int], bool]] = []
+    steps = 0
+    forward = runner.forward
+
+    def draft(cache: Any, tokens: Any, starts: Any, most: list[int], drawing: Any = None, **_: Any) -> Any:
+        calls.append((most, drawing is not None))
+        return object() if at_once else None
+
+    def stepped(*given: Any, exact: bool = True, **options: Any) -> Any:
+        nonlocal steps
+        steps += not exact
+        return forward(*given, exact=exact, **options)
+
+    monkeypatch.setattr(runner, "draft", draft)
+    monkeypatch.setattr(runner, "forward", stepped)
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, ROWS, {}, None))
+    measure_plan_costs(llm, 20, 3, temperature, repeats=2)
+    assert calls and all(call == ([3], temperature > 0) for call in calls)
+    assert steps == (0 if at_once else 3 * len(calls))
 
 
 def report(**changes: object) -> Report:

@@ -70,7 +70,7 @@ SETTINGS_HELP = "; ".join(
     if kind.settings
 )
 CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
-MAX_DRAFT_HELP = " and ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
+MAX_DRAFT_HELP = ", ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
 
 
 @Parameter(name="*", group=MODEL)
@@ -126,7 +126,8 @@ class DraftingOptions:
     max_draft: Annotated[
         int | None,
         Parameter(
-            help=f"Longest draft, in tokens. Without it, the plan's with layer-skip, {MAX_DRAFT_HELP}."
+            help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}; with layer-skip, the plan's, but"
+            f" under {next(name for name, kind in POLICIES.items() if kind.weighs)}."
         ),
     ] = None
     draft_sampling: Literal["sampled", "greedy"] | None = None

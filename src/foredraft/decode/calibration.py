@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.decode.draft import Stepper
+from foredraft.decode.draft import as_reader
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers
@@ -26,7 +26,8 @@ __all__ = ["Calibration", "measure"]
 CONTEXT = 32  # tokens of the texts that rounds are timed on
 SECONDS = 0.05, 0.5  # after which no round is timed again: once two of each count, and before
 REPEATS = 5
-FRESH = 60.0  # seconds until a table is made anew, if nothing runs then
+FRESH = 60.0  # seconds until a table is made anew, if nothing runs then,
+RARE = 200  # and so many times as long as it took to make, so that it takes little of any model's time
 FILLER = "filler"
 
 Trial = tuple[str | None, int]  # who drafts how many tokens
@@ -40,7 +41,7 @@ class Calibration:
 
     def __init__(self, policy: Auto) -> None:
         self.policy = policy
-        self._measured: dict[int, tuple[float, CostTable]] = {}
+        self._measured: dict[int, tuple[float, CostTable]] = {}  # by rows: until when it is fresh, and it
 
     def __call__(self, engine: Engine, waiting: int) -> None:
         batch = 1
@@ -48,15 +49,14 @@ class Calibration:
             batch *= 2
         sizes = {1, min(batch, engine.cache.rows)}
         now = time.monotonic()
-        stale = [
-            size
-            for size in sorted(sizes)
-            if size not in self._measured or now - self._measured[size][0] > FRESH
-        ]
+        fresh = {size for size, (until, _) in self._measured.items() if now <= until}
+        stale = sorted(sizes - fresh)
         for size in stale:
+            start = time.monotonic()
             table = measure(engine, size, self.policy.max_draft)
             if table is not None:
-                self._measured[size] = now, table
+                end = time.monotonic()
+                self._measured[size] = end + max(FRESH, RARE * (end - start)), table
         if stale and self._measured:
             self.policy.table = CostTable.joined(table for _, table in self._measured.values())
 
@@ -126,8 +126,8 @@ class _Bench:
         """ms of a round in which all rows draft so; drafters that are behind catch up in one before."""
         self._seat()
         self.policy.trial = trial
-        drafter = self.engine.drafters.get(trial[0] or "")
-        if isinstance(drafter, Stepper) and any(
+        drafter = None if trial[0] is None else as_reader(self.engine.drafters[trial[0]])
+        if drafter is not None and any(
             len(s.tokens) - drafter.length(s) > 2 for s in self.engine.rows.sequences
         ):
             self.engine.round()

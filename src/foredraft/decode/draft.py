@@ -32,9 +32,11 @@ __all__ = [
     "Drafter",
     "Guesser",
     "Looper",
+    "Reader",
     "RoundInputs",
     "Stepper",
     "as_guesser",
+    "as_reader",
     "as_stepper",
     "no_draft",
     "propose",
@@ -130,12 +132,16 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
-class Stepper(Drafter, Protocol):
+class Reader(Drafter, Protocol):
+    """A drafter that has to read a text before it can go on, which takes time."""
+
     def length(self, sequence: Sequence) -> int:
         """Leading tokens of the sequence that it has read; at most len(tokens) - 1."""
         ...
 
+
+@runtime_checkable
+class Stepper(Reader, Protocol):
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
         """Read tokens [start, stop) ahead of the steps: at joining, or when it is far behind."""
         ...
@@ -184,6 +190,10 @@ def _has(kind: type, method: str) -> bool:
 
 def as_stepper(drafter: Drafter) -> Stepper | None:
     return cast(Stepper, drafter) if _has(type(drafter), "step") else None
+
+
+def as_reader(drafter: Drafter) -> Reader | None:
+    return cast(Reader, drafter) if _has(type(drafter), "length") else None
 
 
 def as_guesser(drafter: Drafter) -> Guesser:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict, accept
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_stepper, propose
+from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_reader, as_stepper, propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.past import Past
@@ -191,8 +191,8 @@ class Engine:
             if drafter.max_length is not None:
                 most = min(most, drafter.max_length - len(sequence.tokens))
             if self.policy.weighs and most > 0:
-                if (stepper := as_stepper(drafter)) is not None:
-                    offers.behind[name] = len(sequence.tokens) - 1 - stepper.length(sequence)
+                if (reader := as_reader(drafter)) is not None:
+                    offers.behind[name] = len(sequence.tokens) - 1 - reader.length(sequence)
                 elif (guesser := as_guesser(drafter)).free:
                     most = len(guesser.propose([(sequence, most)])[0])
             if most > 0:
@@ -262,8 +262,7 @@ class Engine:
                     states = {d: forward.taps[d][row, : outcome.emitted] for d in drafter.taps}
                     drafter.observe(sequence, base, states)
                 drafter.rewind(sequence)
-            if sequence.drafters:
-                self.policy.learn(sequence, outcome, reading.sure)
+            self.policy.learn(sequence, outcome, reading.sure)
             if reading.sick:
                 self._cure(sequence)
             if sequence.finish is not None:

@@ -39,12 +39,14 @@ NEAR = 8  # so many tokens at most are read together with other rows, all padded
 
 @dataclass(slots=True)
 class _Seat:
-    """A sequence's place in the draft's cache, which has rows and lengths of its own."""
+    """A sequence's place in the draft's cache, which has rows and lengths of its own. read: how many of the
+    sequence's tokens that cache covers, those of the last draft included."""
 
     sequence: Sequence
     row: int
     translation: Translation
     faults: int = 0
+    read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,23 @@ class Retokenize:
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         turns = [self._turn(self._seats[sequence.id], budget) for sequence, budget in requests]
         said = self._continue({turn.seat.row: turn for turn in turns if turn.count > 0})
-        return [self._guess(turn, said.get(turn.seat.row, [])) for turn in turns]
+        guesses = [self._guess(turn, said.get(turn.seat.row, [])) for turn in turns]
+        for turn, guess in zip(turns, guesses, strict=True):
+            if turn.seat.row in said:
+                turn.seat.read = len(turn.seat.sequence.tokens) + len(guess)
+        return guesses
+
+    def length(self, sequence: Sequence) -> int:
+        return min(self._seats[sequence.id].read, len(sequence.tokens) - 1)
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         return None
 
     def rewind(self, sequence: Sequence) -> None:
         """What its row of the cache has too much is seen at the next draft, token by token."""
-        self._seats[sequence.id].translation.keep(len(sequence.tokens))
+        seat = self._seats[sequence.id]
+        seat.translation.keep(len(sequence.tokens))
+        seat.read = min(seat.read, len(sequence.tokens) - 1)
 
     def leave(self, sequence: Sequence) -> None:
         """The row keeps what was read: the next sequence may begin with the same text."""
@@ -209,6 +220,7 @@ class Retokenize:
     def _fault(self, seat: _Seat) -> None:
         """Logits that are not finite: the row starts anew, and the second time the sequence gets no more."""
         self._empty(seat.row)
+        seat.read = 0
         seat.faults += 1
         if seat.faults > 1:
             logger.warning(

@@ -19,7 +19,7 @@ from foredraft.errors import ConfigError, RequestError
 from foredraft.llm import LLM
 from foredraft.ngrams import repeated
 
-__all__ = ["Calibration", "Text", "calibrate", "hold_out", "new_tokens"]
+__all__ = ["Calibration", "Text", "calibrate", "hold_out", "new_tokens", "written"]
 
 HELD_OUT = 4  # one prompt of so many is kept for the end
 SHORTEST, LONGEST = 64, 256  # new tokens that are asked of a prompt
@@ -70,6 +70,11 @@ def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[i
     return kept, held_out
 
 
+def written(prompts: int) -> int:
+    """After how many of so many prompts texts are written."""
+    return max(1, prompts - len(range(1, prompts, HELD_OUT)))
+
+
 def new_tokens(tokens: int, prompts: int) -> int:
     """To ask of each prompt, so that `tokens` are left after some were cut."""
     return min(max(-(-2 * tokens // prompts), SHORTEST), LONGEST)
@@ -84,15 +89,15 @@ def calibrate(
 ) -> Calibration:
     """Texts of `tokens` new tokens or more. Raises ConfigError where the prompts do not give so many."""
     texts: list[Text] = []
-    written = 0
+    done = 0
     for text in _texts(llm, prompts, new_tokens(tokens, len(prompts)), temperature):
         texts.append(text)
-        written += text.new
-        progress("calibrate", min(written, tokens), tokens)
-        if written >= tokens:
+        done += text.new
+        progress("calibrate", min(done, tokens), tokens)
+        if done >= tokens:
             return Calibration(tuple(texts), temperature)
     raise ConfigError(
-        f"tokens is {tokens}, but these prompts give {written} new ones that do not repeat themselves; give"
+        f"tokens is {tokens}, but these prompts give {done} new ones that do not repeat themselves; give"
         " more prompts, or fewer tokens"
     )
 

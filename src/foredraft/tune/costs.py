@@ -18,6 +18,7 @@ import torch
 
 from foredraft.bench.costs import measure_costs
 from foredraft.bench.timing import interleaved
+from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
@@ -89,7 +90,8 @@ def measure_plan_costs(
 def _timed(
     llm: LLM, plans: list[Plan], context: int, longest: int, temperature: float, repeats: int
 ) -> list[float]:
-    """Seconds of a plain step, and of one draft step of each plan: a draft's share of its last one."""
+    """Seconds of a plain step, and of one draft step of each plan: its share of the longest draft, which is
+    made in one call where the engine would."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     cache = runner.new_cache(1, context + longest + 1)
@@ -98,17 +100,24 @@ def _timed(
     several = torch.zeros(1, longest + 1, dtype=torch.int64, device=device)
     table = SamplingTable.of([SamplingParams(temperature=temperature)], device)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.arange(context, context + longest, device=device)[None]  # [1, K]
 
     def verify() -> None:
         runner.forward(cache, several, [context - 1])
 
     def draft(plan: Plan) -> Action:
+        draft_pass = DraftPass(runner, plan)
+
         def run() -> None:
-            for position in range(context, context + longest):
-                logits = runner.forward(cache, one, [position - 1], plan=plan, exact=False).logits
+            keys = NoiseKeys(zero, places, None, zero)
+            drawing = None if table.all_greedy else table.drawing(keys.bits(DRAFT))
+            if draft_pass.at_once(cache, [[0]], [context - 1], [longest], drawing) is not None:
+                return
+            for column, position in enumerate(range(context, context + longest)):
+                logits = draft_pass(cache, one, [position - 1]).logits
                 assert logits is not None
-                keys = NoiseKeys(zero, one + position, None, zero)
-                law_of(logits, table)[0].draw(partial(noise.pick, keys=keys, purpose=DRAFT))
+                own = keys.column(column)
+                law_of(logits, table)[0].draw(partial(noise.pick, keys=own, purpose=DRAFT))
 
         return run
 

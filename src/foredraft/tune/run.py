@@ -21,7 +21,7 @@ from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens
+from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import measure_plan_costs
 from foredraft.tune.options import Options
 from foredraft.tune.race import race
@@ -70,11 +70,10 @@ def tune(
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     longest = min(options.max_draft, runner.max_queries - 1)
-    room = max(options.new_tokens, new_tokens(options.tokens, len(prompts)))
-    ids = [llm.fitting(own, room, truncate) for own in llm.encode(list(prompts))]
-    written, held_out = hold_out(ids)
+    ids = [llm.fitting(own, _room(options, prompts), truncate) for own in llm.encode(list(prompts))]
+    kept, held_out = hold_out(ids)
     with stages("calibrate"):
-        calibration = calibrate(llm, written, options.tokens, options.temperature, progress)
+        calibration = calibrate(llm, kept, options.tokens, options.temperature, progress)
         teacher = Teacher(runner, calibration, longest, deadline.check)
     with stages("costs"):
         context = int(median(text.start + text.new // 2 for text in calibration.texts))
@@ -119,14 +118,18 @@ def _load(
         if tokenizer is None:
             raise ConfigError("prompts are text, but this model's folder has no tokenizer.json; add one")
         longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
-        new = max(options.new_tokens, new_tokens(options.tokens, len(prompts)))
-        return min(ROWS, len(prompts)), longest + new
+        return min(ROWS, len(prompts)), longest + _room(options, prompts)
 
     def loading_only(stage: str, done: int, total: int) -> None:
         if stage != "prefill":
             progress(stage, done, total)
 
     return foredraft.load(folder, drafter="none", needs=needs, progress=loading_only, **loading)
+
+
+def _room(options: Options, prompts: Sequence[str]) -> int:
+    """New tokens of a prompt at most, whatever it is for."""
+    return max(options.new_tokens, new_tokens(options.tokens, written(len(prompts))))
 
 
 def _finalists(

@@ -165,10 +165,11 @@ class Search:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                warnings.filterwarnings("error", "The number of trials is too small", UserWarning)
                 found = optuna.importance.get_param_importances(
                     self.study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
                 )
-        except (ValueError, RuntimeError):  # too few trials, or all alike
+        except (ValueError, RuntimeError, UserWarning):  # too few trials, or all alike
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
 

@@ -48,7 +48,8 @@ class _State:
     beside it. trial: it is a drafter's turn that was not chosen; silent: nobody would draft otherwise."""
 
     candidates: dict[str, _Candidate] = field(default_factory=dict)
-    best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # until it learns more
+    prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
+    best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # what follows of them
     choice: Choice = PLAIN
     trial: bool = False
     silent: bool = False
@@ -117,6 +118,7 @@ class Auto(Alone):
         candidate.patience = min(2 * candidate.patience, PATIENCE[1]) if state.trial else PATIENCE[0]
         if state.trial and state.silent and outcome.accepted:
             candidate.waited = candidate.patience  # what came back is looked at again at once
+        state.prospects.clear()
         state.best.clear()
 
     def _paying(self, rows: Seq[Offers], plain: float) -> list[Choice]:
@@ -221,13 +223,16 @@ class Auto(Alone):
         return state.candidates[name]
 
     def _prospect(self, row: Offers, name: str) -> Prospect:
-        most = min(row.most[name], self.max_draft)
-        return Prospect(name, self._candidate(row, name).track.survives(most))
+        state: _State = row.sequence.policy_state
+        key = name, min(row.most[name], self.max_draft)
+        if key not in state.prospects:
+            state.prospects[key] = Prospect(name, self._candidate(row, name).track.survives(key[1]))
+        return state.prospects[key]
 
     def _length(self, row: Offers, name: str, batch: int) -> tuple[float, int]:
         """Tokens per ms of a batch that drafts by it as this row would, and the draft's length."""
         state: _State = row.sequence.policy_state
-        key = name, row.most[name], batch
+        key = name, min(row.most[name], self.max_draft), batch
         if key not in state.best:
             state.best[key] = best_length(self.table, batch, self._prospect(row, name))
         return state.best[key]

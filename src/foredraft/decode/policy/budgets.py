@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from foredraft.decode.policy.costs import CostTable
 
 __all__ = ["Prospect", "best_budgets", "best_length", "round_ms"]
@@ -39,12 +41,13 @@ def round_ms(table: CostTable, choices: Seq[tuple[str | None, int]]) -> float:
 def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:
     """Of one row, which takes its share of a batch that drafts as it does: tokens per ms at the best draft
     length, and that."""
-    tokens, best = 1.0, (batch / table.verifying(batch, batch), 0)
+    tokens, best, longest = 1.0, batch / table.verifying(batch, batch), 0
     for length, survives in enumerate(prospect.survives, start=1):
         tokens += survives
         ms = table.drafting(prospect.drafter, batch, length) + table.verifying(batch, batch * (1 + length))
-        best = max(best, (batch * tokens / ms, length), key=lambda pair: pair[0])
-    return best
+        if (rate := batch * tokens / ms) > best:
+            best, longest = rate, length
+    return best, longest
 
 
 def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
@@ -69,19 +72,22 @@ def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
         if row is not None
         for depth, survives in enumerate(row.survives, start=1)
     )
-    best, chosen = batch / table.verifying(batch, batch), [0] * batch
-    for depths in product(*ranges):
-        most = dict(zip(deepest, depths, strict=True))
-        drafting = sum(table.drafting(drafter, batch, depth) for drafter, depth in most.items())
-        gained, columns, budgets = float(batch), batch, [0] * batch
-        for negative, depth, at in tokens:
-            row = rows[at]
-            assert row is not None
-            if depth > most[row.drafter]:
-                continue
-            gained, columns = gained - negative, columns + 1
-            budgets[at] = depth
-            rate = gained / (drafting + table.verifying(batch, columns))
-            if rate > best:
-                best, chosen = rate, list(budgets)
-    return chosen
+    if not tokens:
+        return [0] * batch
+    survives, depths, owners = map(np.array, zip(*tokens, strict=True))
+    places = {drafter: place for place, drafter in enumerate(deepest)}
+    by = np.array([-1 if row is None else places[row.drafter] for row in rows])[owners]  # who drafts it
+    tried = np.array(list(product(*ranges)))  # [C, drafters]
+    drafting = [
+        sum(table.drafting(drafter, batch, depth) for drafter, depth in zip(deepest, each, strict=True))
+        for each in tried.tolist()
+    ]
+    fits = depths <= tried[:, by]  # [C, tokens]
+    columns = fits.cumsum(1)
+    passes = np.array([table.verifying(batch, batch + drafted) for drafted in range(len(tokens) + 1)])
+    rates = (batch - (survives * fits).cumsum(1)) / (np.array(drafting)[:, None] + passes[columns])
+    choice, last = np.unravel_index(rates.argmax(), rates.shape)
+    if rates[choice, last] <= batch / passes[0]:
+        return [0] * batch
+    taken = owners[: last + 1][fits[choice, : last + 1]]
+    return [int(count) for count in np.bincount(taken, minlength=batch)]

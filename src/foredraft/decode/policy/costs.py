@@ -28,7 +28,8 @@ class CostTable:
             batch: [(n, min(by[m] for m in by if m >= n)) for n in sorted(by)] for batch, by in passes.items()
         }
         self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
-        self._verifying: dict[tuple[int, int], float] = {}
+        self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
+        self._steps: dict[tuple[str, int], tuple[float, float]] = {}
 
     @classmethod
     def assumed(cls) -> CostTable:
@@ -61,11 +62,12 @@ class CostTable:
         """Of `depth` steps of a drafter for any of the rows."""
         if depth == 0:
             return 0.0
-        by = self.drafts.get(drafter)
-        if not by:
-            return ASSUMED * depth * self.verifying(batch, batch)
-        first, further = by[_nearest(by, batch)]
-        return first + (depth - 1) * further
+        steps = self._steps.get((drafter, batch))
+        if steps is None:
+            by = self.drafts.get(drafter)
+            assumed = ASSUMED * self.verifying(batch, batch)
+            steps = self._steps[drafter, batch] = by[_nearest(by, batch)] if by else (assumed, assumed)
+        return steps[0] + (depth - 1) * steps[1]
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Of a text that the drafter has to read before its first step: a pass of its own, which takes as

@@ -33,7 +33,8 @@ class Offers:
     """What a row has at hand in this round.
 
     most: who may draft -> tokens that it may draft at most, 1 or more; in the order of the request.
-    behind: tokens before the pending one that a stepper has not read yet; where the policy weighs costs.
+    behind: tokens before the pending one that a drafter has not read yet, of those that read; where the
+    policy weighs costs.
     """
 
     sequence: Sequence
@@ -82,7 +83,7 @@ class Policy(Protocol):
         ...
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Of every row that decodes and has drafters, after its commit; sure: what it `wants`."""
+        """Of every row that decodes, after its commit, whoever may draft for it; sure: what it `wants`."""
         ...
 
 

@@ -1,0 +1,43 @@
+"""Drafters that misbehave, and what the cost model makes of them, measured on little."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import auto
+import workload
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(workload, "HERE", tmp_path)
+    prompts = ["def add(a, b):\n", "import os\n"]
+    monkeypatch.setattr(auto, "heldout", lambda count: prompts[:count])
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+def test_bad_drafters_say_what_they_are_told_to(results: Path) -> None:
+    """Whatever the draft model would have said."""
+    auto.main(
+        "--cases random,alternate,dear --prompts 2 --new-tokens 24 --repeats 1 --lengths 3 --name small".split()
+    )
+    found = json.loads((results / "small.json").read_text(), parse_constant=pytest.fail)
+    cases: dict[str, dict[str, Any]] = {
+        case["case"]: {each["name"]: each for each in case["contenders"]} for case in found["cases"]
+    }
+    for contenders in cases.values():
+        assert set(contenders) == {"plain", "auto, first request", "auto", "fixed 3"}
+        assert all(each["identical_to_plain"] for each in contenders.values())
+        assert contenders["plain"]["mean_accepted_length"] == 1
+    assert cases["random"]["fixed 3"]["mean_accepted_length"] == 1
+    # after a token that is wrong comes the target's own, so that drafts begin where they are right
+    assert 1 < cases["alternate"]["fixed 3"]["mean_accepted_length"] <= 2
+    assert cases["dear"]["fixed 3"]["mean_accepted_length"] > 3
