@@ -32,7 +32,7 @@ from foredraft.cli.tune import prompts_of
 from foredraft.drafters.skips import Skips
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import calibrate, hold_out, new_tokens
+from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
 from foredraft.tune.options import Options
 from foredraft.tune.ranking import clasp, greedy, skips_of
 from foredraft.tune.records import Report
@@ -52,11 +52,11 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
         needs=lambda tokenizer, _: (
             8,
             max(len(tokenizer.encode(prompt)) for prompt in prompts)
-            + new_tokens(options.tokens, len(prompts)),
+            + new_tokens(options.tokens, written(len(prompts))),
         ),
     )
-    written, _ = hold_out(llm.encode(prompts))
-    calibration = calibrate(llm, written, options.tokens, options.temperature, silent)
+    kept, _ = hold_out(llm.encode(prompts))
+    calibration = calibrate(llm, kept, options.tokens, options.temperature, silent)
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     return Teacher(runner, calibration, options.max_draft)
