@@ -283,7 +283,7 @@ RETOKENIZE = Retokenize
 DEFECTS: list[tuple[str, Any, str, str]] = [
     ("the draft's row is not rolled back", RETOKENIZE._catch_up, "if read[at] != tokens[at]", "if False"),
     ("rolled back one too little", RETOKENIZE._catch_up, "del read[start:]", "start = min(start + 1, len(tokens) - 1)"),
-    ("the text is not rolled back", RETOKENIZE.rewind, "self._seats[sequence.id].translation.keep(len(sequence.tokens))", "pass"),
+    ("the text is not rolled back", RETOKENIZE.rewind, "seat.translation.keep(len(sequence.tokens))", "pass"),
     ("a joined token is proposed", RETOKENIZE._spelled, "if place == len(window):", "if place >= len(window):"),
     ("the boundary one off", RETOKENIZE._spelled, "return ids[at:]", "return ids[at + 1 :]"),
     ("the window again", RETOKENIZE._spelled, "return ids[at:]", "return ids"),
