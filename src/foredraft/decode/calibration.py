@@ -8,13 +8,13 @@ are whole rounds', host work included, and the least of several: what disturbs a
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from torch import Tensor
 
-from foredraft.decode.draft import as_reader
+from foredraft.decode.draft import as_reader, as_stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers
@@ -74,7 +74,7 @@ def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
     trials += [(name, longest) for name in timed]
     trials += [(name, 1) for name in (*timed, FILLER)]
     trials += [(FILLER, length) for length in (2, 4) if length < longest]
-    best = bench.least(trials)
+    best = bench.least(trials, timed)
     passes = {batch * (1 + length): ms for (name, length), ms in best.items() if name in (None, FILLER)}
     drafts: dict[str, Mapping[int, tuple[float, float]]] = {}
     for name in engine.drafters:
@@ -83,7 +83,7 @@ def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
             first = max(0.0, best[name, 1] - best[FILLER, 1])
             further = max(0.0, best[name, longest] - best[FILLER, longest] - first) / max(1, longest - 1)
         drafts[name] = {batch: (first, further)}
-    return CostTable({batch: passes}, drafts)
+    return CostTable({batch: passes}, drafts, bench.reads)
 
 
 class _Bench:
@@ -105,14 +105,19 @@ class _Bench:
         self.batch, self.longest = batch, longest
         limits = [drafter.max_length for drafter in drafters.values()]
         self.most = min([engine.cache.positions, *(limit for limit in limits if limit is not None)])
-        self.context = min(CONTEXT, self.most - 4 * (longest + 1))
+        self.context: int = min(CONTEXT, self.most - 4 * (longest + 1))
+        self.reads: dict[str, float] = {}  # of a token, in ms
 
-    def least(self, trials: list[Trial]) -> dict[Trial, float]:
-        """Of each, the least ms; the first time is not counted if there is time for more."""
+    def least(self, trials: list[Trial], readers: Iterable[str]) -> dict[Trial, float]:
+        """Of each, the least ms; the first time is not counted if there is time for more. Between the first
+        and the second, these drafters' readings of a text are timed."""
         started = time.perf_counter()
         best: dict[Trial, float] = {}
         try:
+            self._seat()
             for repeat in range(REPEATS + 1):
+                if repeat == 1:
+                    self.reads = {name: self._read(name) for name in readers}
                 for trial in trials:
                     if repeat and time.perf_counter() - started > SECONDS[repeat < 3]:
                         return best
@@ -121,6 +126,15 @@ class _Bench:
         finally:
             self._clear()
         return best
+
+    def _read(self, name: str) -> float:
+        """ms of reading a token of a text, where it is a stepper; it has read that before."""
+        stepper = as_stepper(self.engine.drafters[name])
+        if stepper is None:
+            return 0.0
+        sequence, start = self.engine.rows.sequences[0], time.perf_counter()
+        stepper.read(sequence, 0, self.context)
+        return 1e3 * (time.perf_counter() - start) / self.context
 
     def _round(self, trial: Trial) -> float:
         """ms of a round in which all rows draft so; drafters that are behind catch up in one before."""

@@ -28,6 +28,7 @@ SHARE = 0.015  # of its time that a request may lose by drafting, one round asid
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
 CONTENT = 6  # times as many, while another one pays
+STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
 MET, KNOWN = 2.0, 8.0  # rounds after which a drafter is not new any more, and is taken for what it seems
 
 
@@ -40,7 +41,7 @@ class _Candidate:
     patience: int = PATIENCE[0]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _State:
     """A request's, in ms. spent, lost: of its rounds so far, and beyond what plain steps would have taken; of
     that, the first reading of texts is apart (`read`), since having read is no reason not to draft.
@@ -76,11 +77,27 @@ class Auto(Alone):
         self.max_draft = max_draft
         self.table = table or CostTable.assumed()
         self._shared: dict[str, Track] = {}
+        self._rounds = 0  # for which these choices of these offers stand
+        self._offered: list[tuple[object, ...]] = []
+        self._choices: list[Choice] = []
 
     def start(self) -> _State:
         return _State()
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        offered = [(row.sequence.policy_state, *row.most) for row in rows]
+        if self._rounds and offered == self._offered:  # nothing new enough to weigh it all again
+            self._rounds -= 1
+            return [_within(*pair) for pair in zip(rows, self._choices, strict=True)]
+        choices = self._weighed(rows)
+        drafts = any(choice.budget for choice in choices)
+        turn = any(row.sequence.policy_state.trial for row in rows)
+        read = any(self._reading(row, choice.drafter) for row, choice in zip(rows, choices, strict=True))
+        self._rounds = 0 if turn or read else STANDS[drafts]
+        self._offered, self._choices = offered, choices
+        return choices
+
+    def _weighed(self, rows: Seq[Offers]) -> list[Choice]:
         plain = self.table.verifying(len(rows), len(rows))
         states: list[_State] = [row.sequence.policy_state for row in rows]
         choices = [PLAIN] * len(rows)
@@ -110,6 +127,8 @@ class Auto(Alone):
         name = state.choice.drafter
         if name is None:
             return
+        if not outcome.accepted:
+            self._rounds = 0
         drafted = max(outcome.drafted, 1)  # one that had nothing to say was asked in vain
         candidate = state.candidates[name]
         candidate.track.learn(drafted, outcome.accepted)
@@ -236,3 +255,9 @@ class Auto(Alone):
         if key not in state.best:
             state.best[key] = best_length(self.table, batch, self._prospect(row, name))
         return state.best[key]
+
+
+def _within(row: Offers, choice: Choice) -> Choice:
+    """The choice, as far as what the row is offered now."""
+    most = row.most[choice.drafter] if choice.drafter is not None else 0
+    return choice if choice.budget <= most else Choice(choice.drafter, most)

@@ -15,19 +15,22 @@ class CostTable:
     """Milliseconds, of what was measured and what lies between; never changed once made.
 
     passes: batch -> columns in all -> of a round that verifies them and drafts nothing. drafts: drafter ->
-    batch -> of the first step of its drafts, and of each further one.
+    batch -> of the first step of its drafts, and of each further one. reads: drafter -> of reading a token of
+    a text, 0 or missing where that was not measured.
     """
 
     def __init__(
         self,
         passes: Mapping[int, Mapping[int, float]],
         drafts: Mapping[str, Mapping[int, tuple[float, float]]],
+        reads: Mapping[str, float] | None = None,
     ) -> None:
         # fewer columns never take more: what was measured otherwise was disturbed
         self.passes = {
             batch: [(n, min(by[m] for m in by if m >= n)) for n in sorted(by)] for batch, by in passes.items()
         }
         self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
+        self.reads = dict(reads or {})
         self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
         self._steps: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -42,6 +45,7 @@ class CostTable:
         joined = cls({}, {})
         for table in tables:
             joined.passes |= table.passes
+            joined.reads |= table.reads
             for drafter, by in table.drafts.items():
                 joined.drafts[drafter] = joined.drafts.get(drafter, {}) | by
         return joined
@@ -70,10 +74,12 @@ class CostTable:
         return steps[0] + (depth - 1) * steps[1]
 
     def reading(self, drafter: str, tokens: int) -> float:
-        """Of a text that the drafter has to read before its first step: a pass of its own, which takes as
-        many of its steps as the target's of that width takes of the target's."""
+        """Of a text that the drafter has to read before its first step. Where that was not measured: a pass
+        of its own, which takes as many of its steps as the target's of that width takes of the target's."""
         if tokens < 2:  # a step reads one more
             return 0.0
+        if self.reads.get(drafter):
+            return self.reads[drafter] * tokens
         return self.drafting(drafter, 1, 1) * self.verifying(1, tokens) / self.verifying(1, 1)
 
 
