@@ -62,7 +62,8 @@ class SamplingParams:
             drafter, the draft length and the load. None is "coupled" with a seed and "speculative" without.
             "bild" is *not lossless*: it lets the drafter's tokens stand unless they surprise the target.
         rollback: Under "bild", the surprise -log p, in nats, above which a drafted token is cut; None is 5.
-        speculation: "none", the name of a drafter that is loaded, or None for the default.
+        speculation: "none", the name of a drafter that is loaded, "auto" (policy "auto": whichever pays), or
+            None for the default.
 
     Raises:
         RequestError: An option is unknown, or its value out of range.

@@ -258,6 +258,7 @@ class NativePasses:
 
 def pass_over(cache: KVCache, columns: Columns, rotary: Sequence[int]) -> CPass:
     """The pass of these columns, one after the other; rotary: the addresses of the tables."""
+    assert cache.blocked, "the kernels read keys in blocks"
     groups = len(columns)
     rows, starts, counts = zip(*columns, strict=True)
     numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows))
