@@ -77,14 +77,16 @@ def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: Setting
     """By its defaults, and with an endless bound, where everything drafted stands."""
     policy = setting.llm.engine.policy
     bild = BigLittle(setting.llm)
-    assert (bild.name, bild.lossless, bild.policy.threshold, bild.policy.max_draft) == (
+    decides: Any = bild.decides
+    assert (bild.name, bild.lossless, decides.threshold, decides.max_draft) == (
         "bild",
         False,
         0.6,
         10,
     )
     assert bild._params([1], 3).bound == 5.0
-    bild.policy = replace(bild.policy, threshold=0.0)
+    assert bild.policy == "fallback"
+    bild.decides = replace(decides, threshold=0.0)
     timing = bild.run(PROMPTS, TOKENS)
     assert timing.stats is not None and timing.stats.drafted_at[3:], (
         "longer drafts than the engine's policy has"
@@ -137,6 +139,7 @@ def test_parts_of_a_round_are_the_drafters_and_the_targets(
         return step(*given)
 
     monkeypatch.setattr(drafter, "step", slow)
+    monkeypatch.setattr(drafter, "draft", lambda *_: None)  # so that its steps come one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     with parted(engine) as parts:
         timing = Ours("draft-model", setting.llm, "draft-model").run(PROMPTS[:1], TOKENS)
@@ -244,9 +247,10 @@ def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
 
 
 def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of our own: a target's forward takes 9 and 1 more a row, a draft's 1, but 4 where the target
-    came before it, whose weights took the place of the draft's."""
-    now, last = 0.0, ""
+    """On a clock of our own: a target's forward takes 9 and 1 more a row; 5 more after another width, as the
+    caches are left then, and 3 more after a draft, whose weights took the place of its own. A draft's step
+    takes 1, but 4 after the target. So a round of 3 takes 6 + 16, and a verifying pass 13."""
+    now, last, width = 0.0, "", 0
     engine = setting.llm.engine
     drafter: Any = engine.drafters["draft-model"]
 
@@ -261,15 +265,18 @@ def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPa
 
         return run
 
-    monkeypatch.setattr(engine.target, "forward", slow("target", engine.target, lambda rows: 9.0 + rows))
+    def passes(rows: int) -> float:
+        nonlocal width
+        before, width = width, rows
+        return 9.0 + rows + (5.0 if before != rows else 0.0) + (3.0 if last == "draft" else 0.0)
+
+    monkeypatch.setattr(engine.target, "forward", slow("target", engine.target, passes))
     drafts = slow("draft", drafter.runner, lambda rows: 4.0 if last == "target" else 1.0)
     monkeypatch.setattr(drafter.runner, "forward", drafts)
-    monkeypatch.setattr(
-        drafter.runner, "draft", lambda *_, **__: None
-    )  # so that it takes its steps one by one
+    monkeypatch.setattr(drafter.runner, "draft", lambda *_, **__: None)  # so that its steps come one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=4)
-    assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.2}
+    assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.3}
     assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]
     assert made.bandwidth_share == 0.1
 

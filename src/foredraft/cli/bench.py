@@ -18,6 +18,7 @@ from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import STDIN, spelled_as_options
 from foredraft.errors import ConfigError
 from foredraft.files import check_place, write_whole
+from foredraft.kinds import POLICIES
 
 if TYPE_CHECKING:
     from foredraft.bench.options import Options
@@ -94,12 +95,19 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
         raise ConfigError(f"--batch is {benchmark.batch!r}; give whole numbers, as in 1,8") from None
     return Options(
         methods=None if benchmark.methods is None else tuple(benchmark.methods.split(",")),
+        policies=policies_of(benchmark.policies),
         new_tokens=benchmark.new_tokens,
         repeats=benchmark.repeats,
         batch=batch,
         temperature=benchmark.temperature,
         coupled=drafting.acceptance == "coupled",
     )
+
+
+def policies_of(words: str | None) -> tuple[str, ...]:
+    if words is None:
+        return ()
+    return tuple(POLICIES) if words == "all" else tuple(words.split(","))
 
 
 def check_files(benchmark: BenchOptions) -> None:
