@@ -258,6 +258,10 @@ class Report:
         count = Counter(map(_method, self.rows))
         return tuple(row for row in self.rows if count[_method(row)] > 1)
 
+    def name(self, row: Row) -> str:
+        """Its method, with the policy where that is another than the method's own."""
+        return row.contender if row in self.methods else f"{row.contender} under {row.policy}"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; holds no NaN."""
         return asdict(self)
