@@ -17,14 +17,17 @@ import foredraft
 from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
 from foredraft.bench.contender import Setting
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen, suits
 from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
 from foredraft.bench.ours import BigLittle, Ours
 from foredraft.bench.records import Bandwidth
-from foredraft.bench.timing import parted
+from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import weigh
+from foredraft.build.policies import make_policy
+from foredraft.decode.policy import CostTable
+from foredraft.kinds import DRAFTERS, POLICIES
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
 TOKENS = 12
@@ -311,6 +314,84 @@ def test_an_unknown_method_is_named_with_the_known_ones() -> None:
         ConfigError, match="methods is 'lookup,hope', but there is no 'hope'; give some of plain, l"
     ):
         chosen(("lookup", "hope"))
+
+
+def test_who_can_follow_which_policy() -> None:
+    everybody = {name for name in DRAFTERS if name != "none"}
+    steppers = {"draft-model", "layer-skip"}
+    assert {policy: {name for name in everybody if suits(name, policy)} for policy in POLICIES} == {
+        "auto": everybody,
+        "fixed": everybody - {"auto"},
+        "heuristic": everybody - {"auto"},
+        "target-confidence": everybody - {"auto"},
+        "confidence": steppers,
+        "adaptive-exit": steppers,
+        "fallback": steppers,
+    }
+
+
+def test_drafters_take_part_under_several_policies(setting: Setting, texts: Any) -> None:
+    """On one loaded engine, whose own policy is as before after every run."""
+    engine = setting.llm.engine
+    own = engine.policy
+    target: Any = engine.target
+    field = Field()
+    field.enter(setting, ("plain", "lookup", "draft-model", "bild"), Memory(setting.device), 7, wanted=True)
+    others = [make_policy(name, {}, 4, target) for name in POLICIES if name != own.name]
+    field.under(others)
+    assert [(one.method, one.policy) for one in field.contenders] == [
+        ("plain", None),
+        ("lookup", "fixed"),
+        *(("lookup", name) for name in ("auto", "heuristic", "target-confidence")),
+        ("draft-model", "fixed"),
+        *(("draft-model", policy.name) for policy in others),
+        ("bild", "fallback"),
+    ]
+    assert len({one.name for one in field.contenders}) == len(field.contenders) == len(field.loaded)
+    assert field.notes == ["left out: lookup cannot follow confidence, adaptive-exit, fallback"]
+    used: list[str] = []
+    round = engine.round
+
+    def noted() -> Any:
+        used.append(engine.policy.name)
+        return round()
+
+    with wrapped(engine, "round", noted):
+        for contender in field.contenders[1:-1]:
+            used.clear()
+            timing = contender.run(PROMPTS, TOKENS)
+            assert timing.tokens == texts and set(used) == {contender.policy}
+            assert engine.policy is own
+            longest = 3 if contender.policy == "fixed" else 4
+            assert timing.stats is not None and len(timing.stats.drafted_at) <= longest
+
+
+def test_a_policy_that_weighs_costs_measures_them_once_for_all_who_have_it(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: Any = setting.llm.engine.target
+    policy = make_policy("auto", {}, 3, target)
+    measured: list[int] = []
+    table = CostTable({1: {1: 1.0, 4: 1.0}}, {"lookup": {1: (0.0, 0.0)}, "draft-model": {1: (0.0, 0.0)}})
+
+    def measure(engine: Any, batch: int, longest: int) -> CostTable:
+        measured.append(longest)
+        return table
+
+    monkeypatch.setattr("foredraft.decode.calibration.measure", measure)
+    for drafter in ("lookup", "draft-model", "lookup"):
+        Ours(drafter, setting.llm, drafter).under(policy).run(PROMPTS[:1], TOKENS)
+    assert measured == [3]
+    made: Any = policy
+    assert made.table.drafts["draft-model"] == {1: (0.0, 0.0)}
+
+
+def test_a_policy_that_nobody_can_follow_is_refused(setting: Setting) -> None:
+    target: Any = setting.llm.engine.target
+    field = Field()
+    field.enter(setting, ("plain", "lookup"), Memory(setting.device), 7, wanted=True)
+    with pytest.raises(ConfigError, match="policies is 'confidence', but none of the methods can follow"):
+        field.under([make_policy("confidence", {}, None, target)])
 
 
 def absent(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:

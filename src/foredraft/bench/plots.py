@@ -85,8 +85,8 @@ def _policies(report: Report, batch: int) -> Plot | None:
     return Plot(
         f"policies-{batch}",
         f"Speed-up by policy{_of(report, batch)}",
-        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding. A drafter that"
-        " cannot follow a policy has nothing there.",
+        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding. A drafter"
+        " that cannot follow a policy has nothing there.",
         _said(
             f"{row.contender} under {row.policy} on {row.workload} {spread.median:.2f}"
             for row, spread in rows

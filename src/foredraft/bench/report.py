@@ -165,7 +165,7 @@ def _by_policy(report: Report, batch: int) -> Table:
 
 
 def _table(title: str, first: str, columns: Columns, lines: Sequence[tuple[str, str, Row]]) -> Table:
-    """lines: the headings of a group and of a line in it, and its row. A column without figures is left out."""
+    """lines: headings of a group and of a line in it, and its row. A column without figures is left out."""
     made = [(group, own, row, [make(row) for make in columns.values()]) for group, own, row in lines]
     filled = [
         any(cells[place].text != DASH for _, _, row, cells in made if row.note is None)

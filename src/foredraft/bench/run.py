@@ -71,7 +71,7 @@ def bench(
         read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
         race = Race(setting, field, options, memory, costs, read_seconds, progress)
         rows, finished = _run(race, prompts)
-        programs = {CONTENDERS[contender.name].program for contender in field.contenders}
+        programs = {CONTENDERS[contender.method].program for contender in field.contenders}
         versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
         return Report(
             options=_asked(llm, prompts, options, model, draft, loading),
