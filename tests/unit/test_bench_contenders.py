@@ -18,7 +18,7 @@ from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
 from foredraft.bench.contender import Setting
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen, suits
-from foredraft.bench.costs import measure_costs
+from foredraft.bench.costs import draft_seconds, measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
 from foredraft.bench.ours import BigLittle, Ours
@@ -282,6 +282,12 @@ def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPa
     assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.3}
     assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]
     assert made.bandwidth_share == 0.1
+
+
+def test_a_draft_takes_what_its_round_has_beyond_the_pass_of_the_same_repeat() -> None:
+    """The machine slows down threefold, once before a pass and once before a round."""
+    assert draft_seconds([4.0, 5.0, 14.0, 13.0, 5.0], [2.0, 2.0, 11.0, 11.0, 12.0]) == 2.0
+    assert draft_seconds([1.0], [1.5]) == 0.0
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma2", True), ("qwen2", False)])

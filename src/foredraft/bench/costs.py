@@ -42,18 +42,20 @@ def measure_costs(
 ) -> Costs:
     """Of `batch` sequences with `context` tokens each; longest: of the drafts."""
     target: Any = llm.engine.target
-    widths = list(range(1, longest + 2))
-    if batch == 1:
-        widths += [rows for rows in WIDE if longest + 1 < rows <= target.max_queries]
-    works: dict[int | str, Work] = {rows: _forward(target, batch, context, rows) for rows in widths}
+    works: dict[int | str, Work] = {}
+    for rows in range(1, longest + 2):
+        works[rows] = _forward(target, batch, context, rows)
     for name, drafter in llm.engine.drafters.items():
         draft = _draft(drafter, batch, context, longest)
         if draft is not None:
             works[name] = one_after_the_other(draft, works[longest + 1])
+    if batch == 1:
+        wide = [rows for rows in WIDE if longest + 1 < rows <= target.max_queries]
+        works |= {rows: _forward(target, batch, context, rows) for rows in wide}
     seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE)
     step = median(seconds[1])
     verifying = []
-    for rows in widths:
+    for rows in (key for key in works if isinstance(key, int)):
         spread = Spread.of(seconds[rows])
         assert spread is not None
         verifying.append(Cost(rows, spread.median / step, spread))
@@ -76,8 +78,9 @@ def one_after_the_other(draft: Work, verify: Work) -> Work:
 
 
 def draft_seconds(rounds: Sequence[float], verifying: Sequence[float]) -> float:
-    """Of a draft: what a round takes beyond a verifying pass that follows another one; by the medians."""
-    return max(0.0, median(rounds) - median(verifying))
+    """Of a draft: what a round takes beyond a verifying pass that follows another one. The median of the
+    differences within the repeats, so that a machine that slows down burdens both sides alike."""
+    return max(0.0, median(whole - part for whole, part in zip(rounds, verifying, strict=True)))
 
 
 def _forward(runner: Any, batch: int, context: int, width: int) -> Work:

@@ -112,10 +112,9 @@ def _timed(
 
         return run
 
-    actions: dict[object, Action] = {
+    actions: dict[object, Action] = {"verify": verify} | {
         number: one_after_the_other(draft(plan), verify) for number, plan in enumerate(plans)
     }
-    actions["verify"] = verify
     actions["step"] = lambda: runner.forward(cache, one, [context - 1])
     seconds = interleaved(actions, llm.engine.device, repeats, warm=1, settle=SETTLE)
     drafts = [draft_seconds(seconds[number], seconds["verify"]) / longest for number in range(len(plans))]
