@@ -20,9 +20,9 @@ from random_model import SHAPES, Pair, Shape, arranged, make_llm, random_prompts
 from timing import interleaved, spread
 
 from foredraft import LLM, SamplingParams, Stats
-from foredraft.bench.costs import predicted
 from foredraft.bench.figures import divergence
 from foredraft.bench.machine import bandwidth
+from foredraft.bench.prediction import ceiling, predicted
 from foredraft.bench.records import Cost, Costs, Spread
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
@@ -186,7 +186,7 @@ class Bench:
         draft = Runner(pair.draft, deterministic=False, compile=self.compile)
         longest = min(self.longest, target.max_queries - 1)
         costs = self._costs(target, draft, range(1, longest + 2))
-        length = max(range(1, longest + 1), key=lambda k: predicted(costs, DRAFT, k, expected(alpha, k)))
+        length = ceiling(costs, DRAFT, alpha).draft_length
         llm = make_llm(target, draft, self.positions, length)
         ratios, stats, shares, identical = [], [], [], True
         for prompt in random_prompts(self.prompts, PROMPT, pair.target.spec.vocab_size):
@@ -228,11 +228,6 @@ def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple
     if output.error is not None:
         raise RuntimeError(output.error)
     return output.stats.seconds, output.token_ids, output.stats
-
-
-def expected(alpha: float, length: int) -> float:
-    """tau at a constant alpha."""
-    return sum(alpha**j for j in range(length + 1))
 
 
 def failure(error: Exception) -> dict[str, Any]:

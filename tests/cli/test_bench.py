@@ -19,6 +19,7 @@ from foredraft.bench.contender import Timing
 from foredraft.bench.ours import Ours
 from foredraft.bench.records import Report
 from foredraft.cli import main
+from foredraft.kinds import POLICIES
 
 QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
 
@@ -91,6 +92,27 @@ def test_a_terminal_gets_a_table_before_it(
     assert any("repeats under 30% of its 4-grams" in line for line in told)
 
 
+def test_a_table_by_policy_follows(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words.command(prompts="2", policy="fixed", policies="all")) == 0
+    told = capsys.readouterr()
+    *lines, last = told.out.splitlines()
+    report = Report.from_dict(document(last))
+    assert [line.split()[2] for line in lines[3:6]] == ["plain", "lookup", "draft-model"]
+    assert lines[6] == "" and lines[7].split()[:4] == ["workload", "batch", "method", "policy"]
+    assert {row.policy for row in report.policies} == set(POLICIES)
+    for line, row in zip(lines[8:], report.policies, strict=False):
+        cells = line.split()
+        assert row.speedup is not None and row.drafting is not None
+        assert cells[:4] == ["words", "1", row.contender, row.policy]
+        assert cells[5] == f"{row.speedup.median:.2f}"
+        assert f"{row.drafting.mean_draft_length:.2f}" in cells and "2 of 2" in line
+    assert len(report.policies) == 4 + 7  # lookup cannot be unsure
+    assert told.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
+
+
 def test_tokens_that_differ_are_told_and_fail(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +136,14 @@ def test_tokens_that_differ_are_told_and_fail(
     ("changes", "message"),
     [
         ({"methods": "hope"}, "--methods is 'hope', but there is no 'hope'; give some of plain, lookup,"),
+        (
+            {"policies": "fixed,hope"},
+            "--policies is 'fixed,hope', but there is no 'hope'; give all, or some of",
+        ),
+        (
+            {"policies": "confidence", "methods": "lookup"},
+            "--policies is 'confidence', but none of the methods can follow that; give others",
+        ),
         ({"workload": "nought"}, "--workload is 'nought'; give a file, or one of all"),
         ({"batch": "1,two"}, "--batch is '1,two'; give whole numbers, as in 1,8"),
         ({"batch": "0"}, "--batch is '0'; give sizes of 1 or more"),

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from foredraft.bench.contender import Timing
-from foredraft.bench.costs import predicted, round_cost
 from foredraft.bench.figures import Group, Runs, Series, divergence, row_of
+from foredraft.bench.prediction import accepted_length, ceiling, predicted, round_cost, verifying
 from foredraft.bench.records import (
     Bandwidth,
+    Ceiling,
     Cost,
     Costs,
     Divergence,
@@ -38,6 +39,11 @@ class Named:
     peer: bool = False
     lossless: bool = True
     batches: tuple[int, ...] | None = None
+    policy: str | None = None
+
+    @property
+    def method(self) -> str:
+        return self.name.split(",")[0]
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         raise AssertionError("a row is made without a run")
@@ -129,6 +135,86 @@ def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:
     assert own.overhead is not None and own.overhead.median == pytest.approx(0.1)  # 11 ms a step, of 10
     assert own.drafting is None and own.predicted is None
     assert own.speedup is not None and own.speedup.median == 1
+
+
+def test_a_pass_between_two_that_were_measured_lies_on_their_line() -> None:
+    cost = costs().verifying
+    wide = replace(costs(), verifying=(*cost, Cost(8, 3.2, Spread(3.2, 3.2, 3.2, 5))))
+    assert [verifying(wide, rows) for rows in (1, 2, 4, 5, 8)] == pytest.approx([1, 1.1, 1.6, 2.0, 3.2])
+    assert verifying(replace(wide, verifying=cost[:1]), 1) == 1
+    with pytest.raises(AssertionError):
+        verifying(wide, 9)
+
+
+def test_the_length_that_is_accepted() -> None:
+    assert accepted_length(0.5, 2) == 1.75 and accepted_length(1.0, 4) == 5 and accepted_length(0.0, 3) == 1
+    assert accepted_length(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
+
+
+def test_a_ceiling_is_the_best_of_all_lengths() -> None:
+    known = costs()  # c 0.25, v 1.1, 1.3, 1.6
+    one, two, three = (1.5 / 1.35, 1.75 / 1.8, 1.875 / 2.35)
+    assert one > two > three
+    assert ceiling(known, "draft-model", 0.5) == Ceiling(0.5, 1, pytest.approx(one))  # type: ignore[arg-type]
+    assert ceiling(known, "draft-model", 1.0) == Ceiling(1.0, 3, pytest.approx(4 / 2.35))  # type: ignore[arg-type]
+    assert ceiling(known, "lookup", 0.9).speedup == pytest.approx(accepted_length(0.9, 3) / 1.6)
+    never = replace(known, drafting={"draft-model": 2.0})
+    assert ceiling(never, "draft-model", 0.9).speedup == pytest.approx(
+        1.9 / 3.1
+    )  # it cannot pay, and says so
+
+
+@pytest.mark.parametrize(
+    ("c", "alpha", "length", "speedup"),
+    [
+        (0.05, 0.8, 8, 3.09),
+        (0.1, 0.6, 3, 1.67),
+        (0.2, 0.9, 7, 2.37),
+        (0.5, 0.7, 1, 1.13),
+        (0.634, 0.9, 2, 1.19),
+        (0.515, 0.95, 5, 1.48),
+    ],
+)
+def test_ceilings_where_verifying_is_free(c: float, alpha: float, length: int, speedup: float) -> None:
+    """Of the walltime formula with one pass as dear as a step; the last two are Draft & Verify's plans."""
+    free = tuple(Cost(rows, 1.0, Spread(STEP, STEP, STEP, 5)) for rows in (1, 2, 32))
+    best = ceiling(replace(costs(), verifying=free, drafting={"x": c}), "x", alpha)
+    assert best.speedup == pytest.approx(speedup, abs=0.006)
+    assert best.draft_length == length
+
+
+def test_a_row_has_the_ceilings_of_its_drafter_under_any_policy() -> None:
+    timings = {"plain": [plain(0.11)], "draft-model, fixed": [drafted(0.08)], "auto": [drafted(0.08)]}
+    runs = series(Runs(Group((0,), True), timings))
+    row = row_of(runs, Named("draft-model, fixed", policy="fixed"), [], comparable=True)
+    assert (row.contender, row.policy) == ("draft-model", "fixed")
+    assert row.ceiling == ceiling(costs(), "draft-model", 0.75)
+    assert row.perfect == ceiling(costs(), "draft-model", 1.0)
+    assert row.predicted is not None and row.predicted.median == pytest.approx(2.5 / 1.8)
+    assert row.speedup is not None and row.speedup.median == pytest.approx(11 / 8)
+    for other in ("plain", "auto"):  # nobody drafts, or several do
+        row = row_of(runs, Named(other), [], comparable=True)
+        assert row.ceiling is row.perfect is row.predicted is row.policy is None
+
+
+def test_rows_by_policy_are_those_of_methods_with_several() -> None:
+    def row(contender: str, policy: str | None, workload: str = "a", batch: int = 1) -> Row:
+        return Row(workload, batch, contender, peer=False, policy=policy)
+
+    rows = (
+        row("plain", None),
+        row("lookup", "auto"),
+        row("draft-model", "auto"),
+        row("draft-model", "fixed"),
+        row("draft-model", "heuristic"),
+        row("bild", "fallback"),
+        row("lookup", "auto", "b"),
+        row("draft-model", "auto", "a", 2),
+    )
+    made = replace(report(), rows=rows)
+    assert made.methods == (*rows[:3], *rows[5:])
+    assert made.policies == rows[2:5]
+    assert report().methods == report().rows and report().policies == ()
 
 
 def test_only_prompts_that_repeat_little_count() -> None:

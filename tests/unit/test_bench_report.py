@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 from foredraft.bench.plots import plots
 from foredraft.bench.records import (
     Bandwidth,
+    Ceiling,
     Cost,
     Costs,
     Divergence,
@@ -59,7 +60,10 @@ def row(workload: str, contender: str, speed: float, *, peer: bool = False, **mo
 def drafted(workload: str, contender: str, speed: float, **more: Any) -> Row:
     common: dict[str, Any] = {
         "over_peers": {"transformers": spread(2 * speed)},
+        "policy": "auto",
         "drafting": Drafting(0.61, 0.42, (0.71, 0.57), 2.34, 3.21),
+        "ceiling": Ceiling(0.61, 2, 1.99),
+        "perfect": Ceiling(1.0, 7, 4.98),
         "predicted": spread(speed * 1.07),
         "measured_over_predicted": spread(0.93),
         "overhead": spread(0.08),
@@ -153,6 +157,8 @@ class TestFigures:
             "α": "0.61",
             "τ": "2.34",
             "draft length": "3.21",
+            "ceiling": "1.99 (γ = 2)",
+            "ceiling at α = 1": "4.98 (γ = 7)",
             "prompt read in, s": "0.017 (0.015–0.019)",
             "of read bandwidth": "37%",
             "memory, MiB": "77",
@@ -191,6 +197,65 @@ class TestFigures:
         assert "over batch 1" not in usual()
 
 
+def under(policy: str, speed: float, **more: Any) -> Row:
+    return drafted("tables", "draft-model", speed, **{"policy": policy, "ceiling": None} | more)
+
+
+def by_policy(**more: Any) -> Report:
+    """The usual one, with two policies more for the draft model on one of the workloads."""
+    rows = report().rows
+    return report(rows=(*rows[:2], under("fixed", 1.97), under("heuristic", 0.66, **more), *rows[2:]))
+
+
+class TestPolicies:
+    def test_a_table_by_policy_stands_beside_the_one_by_method(self) -> None:
+        found = Page(page(by_policy()))
+        heads = [place for place, cells in enumerate(found.rows) if cells[0] in ("method", "policy")]
+        assert [found.rows[place][0] for place in heads] == ["method", "policy"]
+        by_method, lines = found.rows[: heads[1]], found.rows[heads[1] + 1 :]
+        assert by_method == Page(usual()).rows[: len(by_method)]
+        assert lines[0] == ["draft-model on tables"]
+        assert [cells[0] for cells in lines[1:4]] == ["auto", "fixed", "heuristic"]
+        head = found.rows[heads[1]]
+        shown = dict(zip(head, lines[2], strict=True))
+        assert shown == {
+            "policy": "fixed",
+            "over plain": "1.97 (1.77–2.17)",
+            "tokens": "✓ 3 of 3 same",
+            "predicted": "2.11 (1.90–2.32)",
+            "measured ÷ predicted": "0.93 (0.84–1.02)",
+            "α": "0.61",
+            "τ": "2.34",
+            "draft length": "3.21",
+            "ceiling": "–",
+            "tokens/s": "243.1 (218.8–267.4)",
+        }
+        assert dict(zip(head, lines[1], strict=True))["ceiling"] == "1.99 (γ = 2)"
+        assert "under every policy" not in usual()
+
+    def test_the_verdict_is_about_methods(self) -> None:
+        assert verdicts(page(by_policy()))[0] == verdicts(usual())[0]
+
+    def test_tokens_that_differ_are_told_with_the_policy(self) -> None:
+        wrong = replace(SAME, identical=1, first=Divergence(0, 4))
+        assert verdicts(page(by_policy(exactness=wrong)))[1] == (
+            "bad",
+            "Tokens differ from plain decoding&#39;s: draft-model under heuristic on tables at batch 1.",
+        )
+
+    def test_the_plot_has_the_records_figures(self) -> None:
+        found = {plot.name: plot for plot in plots(by_policy())}
+        assert found["policies-1"].alt == (
+            "draft-model under auto on tables 1.83; draft-model under fixed on tables 1.97;"
+            " draft-model under heuristic on tables 0.66."
+        )
+        for policy in ("auto", "fixed", "heuristic"):
+            assert f">{policy}</text>" in found["policies-1"].svg
+        before = {plot.name: plot for plot in plots(report())}
+        del found["policies-1"]
+        assert found == before  # all others are about methods
+
+
 class TestVerdict:
     def test_names_the_drafter_that_gains_most_in_the_median_workload(self) -> None:
         (speed, _) = verdicts(usual())
@@ -219,7 +284,8 @@ class TestVerdict:
 
     def test_different_tokens_of_ours_are_named_and_marked(self) -> None:
         wrong = drafted("prose", "lookup", 1.2, exactness=replace(SAME, identical=1, first=Divergence(0, 4)))
-        text = page(report(rows=(*report().rows, wrong)))
+        rows = report().rows
+        text = page(report(rows=(*rows[:6], wrong, *rows[7:])))
         assert verdicts(text)[1] == (
             "bad",
             "Tokens differ from plain decoding&#39;s: lookup on prose at batch 1.",

@@ -16,6 +16,7 @@ from foredraft.bench.contender import Timing
 from foredraft.bench.hugging_face import Generate
 from foredraft.bench.options import Options
 from foredraft.bench.ours import Ours
+from foredraft.bench.prediction import ceiling
 from foredraft.bench.records import Report
 from foredraft.bench.run import bench
 from foredraft.bench.timing import wrapped
@@ -115,6 +116,34 @@ def test_a_wrong_token_is_told(pair: dict[str, Any], monkeypatch: pytest.MonkeyP
     assert lookup.first is not None and (lookup.first.prompt, lookup.first.position) == (0, 2)
 
 
+def test_a_drafter_under_several_policies(pair: dict[str, Any]) -> None:
+    options = Options(
+        methods=("lookup", "draft-model"), policies=("heuristic", "auto"), new_tokens=6, repeats=2
+    )
+    report = bench([TEXTS], options, policy="heuristic", max_draft=4, **pair)
+    assert [(row.contender, row.policy) for row in report.rows] == [
+        ("plain", None),
+        *((name, policy) for name in ("lookup", "draft-model") for policy in ("heuristic", "auto")),
+    ]
+    assert report.methods == tuple(row for row in report.rows if row.policy != "auto")
+    assert report.policies == report.rows[1:]
+    for row in report.rows[1:]:
+        assert row.exactness is not None and row.exactness.holds
+        assert row.speedup is not None and row.drafting is not None and row.perfect is not None
+        assert row.round_time is not None and row.predicted is not None
+        assert row.perfect == ceiling(report.costs[0], row.contender, 1.0)
+        alpha = row.drafting.alpha
+        assert row.ceiling == (None if alpha is None else ceiling(report.costs[0], row.contender, alpha))
+    assert report.options["policies"] == ["heuristic", "auto"] and report.options["policy"] == "heuristic"
+    assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+
+
+def test_costs_reach_as_far_as_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> None:
+    made = Options(methods=("draft-model",), policies=("adaptive-exit",), new_tokens=2, repeats=1, batch=(2,))
+    (costs,) = bench([TEXTS], made, policy="fixed", **pair).costs
+    assert [cost.rows for cost in costs.verifying] == list(range(1, 14))  # drafts of 12, not of 5
+
+
 def test_sampled_texts_are_compared_under_the_coupled_rule_only(pair: dict[str, Any]) -> None:
     for coupled in (True, False):
         options = Options(methods=OURS, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
@@ -173,6 +202,7 @@ def test_an_interrupt_keeps_the_rows_that_are_done(pair: dict[str, Any], interru
         ({"batch": ()}, "batch is ''; give"),
         ({"temperature": -1.0}, "temperature is -1.0; give 0 or more"),
         ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
+        ({"policies": ("fixed", "hope")}, "policies is 'fixed,hope', but there is no 'hope'; give all, or"),
         ({"methods": ("hope",)}, "methods is 'hope', but there is no 'hope'"),
     ],
 )

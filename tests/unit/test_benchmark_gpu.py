@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,5 +183,16 @@ def test_works_take_turns() -> None:
     assert {n: len(taken) for n, taken in seconds.items()} == {"a": 2, "b": 2, "c": 2}
 
 
-def test_the_length_of_a_draft_decides_what_is_expected_of_it() -> None:
-    assert gpu_stages.expected(0.5, 2) == 1.75
+def test_works_settle_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of several of a kind takes longer, on a clock of our own."""
+    now, before = 0.0, ""
+
+    def work(name: str) -> None:
+        nonlocal now, before
+        now += 1.0 if name == before else 7.0
+        before = name
+
+    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    works = {name: partial(work, name) for name in "ab"}
+    assert timing.interleaved(works, CPU, 2, warm=0) == {"a": [7.0, 1.0], "b": [7.0, 7.0]}
+    assert timing.interleaved(works, CPU, 2, warm=0, settle=1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}

@@ -43,7 +43,7 @@ def eager(llm: foredraft.LLM) -> Auto:
     policy.table = CostTable(
         {1: {1: 1.0, 11: 1.01}}, {"draft-model": {1: (0.01, 0.01)}, "lookup": {1: (0.0, 0.0)}}
     )
-    llm.engine.calibrate = None
+    policy.calibrate = None
     return policy
 
 

@@ -65,11 +65,18 @@ class Timing:
 
 
 class Contender(Protocol):
-    """peer: somebody else's program. lossless: its output has the model's own law. batches: how many prompts
-    it takes in a run; None = as many as there are."""
+    """name: no other's. method: as in the table of contenders; several may be one under several policies.
+    policy: its name, of ours that draft. peer: somebody else's program. lossless: its output has the model's
+    own law. batches: how many prompts it takes in a run; None = as many as there are."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def policy(self) -> str | None: ...
 
     @property
     def peer(self) -> bool: ...

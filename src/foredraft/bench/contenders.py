@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.bench.records import PLAIN
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS
+from foredraft.kinds import DRAFTERS, POLICIES
 
 if TYPE_CHECKING:
     from foredraft.bench.contender import Contender, Setting
 
-__all__ = ["CONTENDERS", "PROGRAMS", "ContenderKind", "Program", "chosen"]
+__all__ = ["CONTENDERS", "PROGRAMS", "ContenderKind", "Program", "chosen", "suits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,13 @@ CONTENDERS: dict[str, ContenderKind] = {
         lambda contender, setting: contender,  # the only one, so it is what its program loads
     ),
 }
+
+
+def suits(drafter: str, policy: str) -> bool:
+    """Whether a policy can decide about a drafter: only one that weighs costs chooses among several, and only
+    a stepper can tell how sure it is."""
+    who, how = DRAFTERS[drafter], POLICIES[policy]
+    return (how.weighs or not who.chooses) and (who.stepper or not how.confident)
 
 
 def chosen(names: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -1,14 +1,17 @@
-"""What bare forwards cost: v(n) of the target, c of the drafters, in plain steps.
+"""What bare forwards cost as decoding has them: v(n) of the target, c of the drafters, in plain steps.
 
 Contract: nothing but forwards through the runner, as the engine calls it, over caches of their own; medians
-of interleaved repeats after a warm-up. c is a token's share of the longest draft. All host work of a round is
-missing here, which is what makes the predicted speed-up that of a round without any (docs/architecture.md,
-"Words").
+of interleaved repeats after a warm-up. Each follows one of its own kind, as in decoding: a plain step a plain
+step, a verifying pass another one, a round a round. What a draft takes is what a round has beyond its
+verifying pass, so that it pays for the weights that it drives out of the caches; c is a token's share of the
+longest draft. All host work of a round is missing here, which is what makes the predicted speed-up
+(`prediction`) that of a round without any (docs/architecture.md, "Words").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,10 +22,13 @@ from foredraft.decode.draft import Drafter
 from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.llm import LLM
 
-__all__ = ["WIDE", "measure_costs", "predicted", "round_cost"]
+__all__ = ["SETTLE", "WIDE", "draft_seconds", "measure_costs", "one_after_the_other"]
 
 WIDE = (8, 16, 32)  # rows beyond the longest draft that are measured for one sequence
 REPEATS = 30
+SETTLE = 1  # runs of a forward or a round just before it is timed
+
+Work = Callable[[], object]
 
 
 def measure_costs(
@@ -36,53 +42,55 @@ def measure_costs(
 ) -> Costs:
     """Of `batch` sequences with `context` tokens each; longest: of the drafts."""
     target: Any = llm.engine.target
-    widths = list(range(1, longest + 2))
+    works: dict[int | str, Work] = {}
+    for rows in range(1, longest + 2):
+        works[rows] = _forward(target, batch, context, rows)
+    for name, drafter in llm.engine.drafters.items():
+        draft = _draft(drafter, batch, context, longest)
+        if draft is not None:
+            works[name] = one_after_the_other(draft, works[longest + 1])
     if batch == 1:
-        widths += [rows for rows in WIDE if longest + 1 < rows <= target.max_queries]
-    forwards = [_forward(target, batch, context, width) for width in widths]
-    drafters = {
-        name: _draft(drafter, batch, context, longest) for name, drafter in llm.engine.drafters.items()
-    }
-    drafts = [draft for draft in drafters.values() if draft is not None]
-    # drafts in between: as in a round, the target's weights have just been where theirs were
-    actions = dict(enumerate([forwards[0], *drafts, *forwards[1:]]))
-    seconds = interleaved(actions, llm.engine.device, repeats, warm=1)
-    first, *others = filter(None, map(Spread.of, seconds.values()))
-    taken, spreads = iter(others[: len(drafts)]), [first, *others[len(drafts) :]]
-    step = first.median
-    verifying = tuple(
-        Cost(width, spread.median / step, spread) for width, spread in zip(widths, spreads, strict=True)
-    )
+        wide = [rows for rows in WIDE if longest + 1 < rows <= target.max_queries]
+        works |= {rows: _forward(target, batch, context, rows) for rows in wide}
+    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE)
+    step = median(seconds[1])
+    verifying = []
+    for rows in (key for key in works if isinstance(key, int)):
+        spread = Spread.of(seconds[rows])
+        assert spread is not None
+        verifying.append(Cost(rows, spread.median / step, spread))
     drafting = {
-        name: 0.0 if draft is None else next(taken).median / longest / step
-        for name, draft in drafters.items()
+        name: draft_seconds(seconds[name], seconds[longest + 1]) / longest / step if name in seconds else 0.0
+        for name in llm.engine.drafters
     }
     share = None if bandwidth is None else step_bytes / step / bandwidth.bytes_per_second
-    return Costs(batch, context, verifying, drafting, share)
+    return Costs(batch, context, tuple(verifying), drafting, share)
 
 
-def round_cost(costs: Costs, drafter: str | None, length: float) -> float:
-    """k c + v(k + 1) at a mean draft length k; v between two row counts lies on the line between theirs."""
-    known = {cost.rows: cost.v for cost in costs.verifying}
-    below = int(length) + 1
-    above = below + 1 if length > int(length) else below
-    v = known[below] + (length - int(length)) * (known[above] - known[below])
-    return v + (length * costs.drafting[drafter] if drafter is not None else 0.0)
+def one_after_the_other(draft: Work, verify: Work) -> Work:
+    """The forwards of a round."""
+
+    def round() -> None:
+        draft()
+        verify()
+
+    return round
 
 
-def predicted(costs: Costs, drafter: str | None, length: float, tau: float) -> float:
-    """S = tau / (k c + v(k + 1)): the speed-up if nothing but forwards took time."""
-    return tau / round_cost(costs, drafter, length)
+def draft_seconds(rounds: Sequence[float], verifying: Sequence[float]) -> float:
+    """Of a draft: what a round takes beyond a verifying pass that follows another one. The median of the
+    differences within the repeats, so that a machine that slows down burdens both sides alike."""
+    return max(0.0, median(whole - part for whole, part in zip(rounds, verifying, strict=True)))
 
 
-def _forward(runner: Any, batch: int, context: int, width: int) -> Callable[[], object]:
+def _forward(runner: Any, batch: int, context: int, width: int) -> Work:
     cache = runner.new_cache(batch, context + width)
     tokens = torch.zeros(batch, width, dtype=torch.int64, device=cache.device)
     starts = [context - 1] * batch
     return lambda: runner.forward(cache, tokens, starts)
 
 
-def _draft(drafter: Drafter, batch: int, context: int, longest: int) -> Callable[[], object] | None:
+def _draft(drafter: Drafter, batch: int, context: int, longest: int) -> Work | None:
     """`longest` tokens of each sequence, one after the other, in one call where the engine would: only the
     first one's forward finds the weights as the target left them. None where the drafter has no model."""
     if not isinstance(drafter, ModelDrafter):

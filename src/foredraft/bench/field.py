@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.bench.contender import Contender, Setting
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, suits
 from foredraft.bench.machine import Memory
+from foredraft.bench.ours import Ours
 from foredraft.build.memory import free_memory
+from foredraft.decode.policy import Policy
 from foredraft.errors import ConfigError, ForedraftError
+from foredraft.kinds import DRAFTERS
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 
@@ -44,6 +47,25 @@ class Field:
                 if wanted:
                     raise
                 self.notes.append(f"left out: {error}")
+
+    def under(self, policies: Sequence[Policy]) -> None:
+        """Have our drafters take part under these policies, too, each right after its own. Raises ConfigError
+        where none can."""
+        before, self.contenders = self.contenders, []
+        for contender in before:
+            self.contenders.append(contender)
+            if not isinstance(contender, Ours) or contender.method not in DRAFTERS:
+                continue
+            fits = [policy for policy in policies if suits(contender.speculation, policy.name)]
+            for other in map(contender.under, fits):
+                self.contenders.append(other)
+                self.loaded[other.name] = self.loaded[contender.name]
+            unfit = [policy.name for policy in policies if policy not in fits]
+            if unfit:
+                self.notes.append(f"left out: {contender.method} cannot follow {', '.join(unfit)}")
+        if policies and len(self.contenders) == len(before):
+            names = ", ".join(policy.name for policy in policies)
+            raise ConfigError(f"policies is {names!r}, but none of the methods can follow that; give others")
 
     def leave(self, contender: Contender, why: str) -> None:
         """It cannot run after all."""

@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from statistics import median
 
 from foredraft.bench.contender import Contender, Timing
-from foredraft.bench.costs import predicted, round_cost
-from foredraft.bench.records import PLAIN, Costs, Divergence, Drafting, Exactness, RoundTime, Row, Spread
+from foredraft.bench.prediction import ceiling, predicted, round_cost
+from foredraft.bench.records import (
+    PLAIN,
+    Ceiling,
+    Costs,
+    Divergence,
+    Drafting,
+    Exactness,
+    RoundTime,
+    Row,
+    Spread,
+)
 from foredraft.decode.stats import Stats
 from foredraft.ngrams import repeated
 
@@ -79,7 +89,7 @@ def row_of(
 ) -> Row:
     """peers: names of those to hold it against. comparable: whether its tokens must be plain decoding's.
     single: its tokens/s at batch 1."""
-    name, counted = contender.name, series.counted
+    name, method, counted = contender.name, contender.method, series.counted
 
     def over(figure: Callable[[Runs], float | None], runs: Sequence[Runs] = counted) -> Spread | None:
         return Spread.of(found for found in map(figure, runs) if found is not None)
@@ -89,12 +99,19 @@ def row_of(
 
     speeds = over(speed)
     peers_of = {other: over(lambda runs, other=other: runs.ratio(name, other)) for other in peers}  # type: ignore[misc]
-    drafts = not contender.peer and name != PLAIN
-    foreseen = drafts and name in series.costs.drafting  # not where drafters take turns
+    drafts = not contender.peer and method != PLAIN
+    foreseen = drafts and method in series.costs.drafting  # not where drafters take turns
+    drafter = method if foreseen else None
+    drafting = _drafting(name, counted) if drafts else None
+
+    def foretold(runs: Runs) -> float:
+        return _predicted(series.costs, drafter, runs.stats(name))
+
     return Row(
         workload=series.workload,
         batch=series.batch,
-        contender=name,
+        contender=method,
+        policy=contender.policy,
         peer=contender.peer,
         lossless=contender.lossless,
         tokens_per_second=speeds,
@@ -103,14 +120,16 @@ def row_of(
         over_single=speeds.median / single.median if speeds is not None and single is not None else None,
         speedup_all=over(lambda runs: runs.ratio(name, PLAIN), series.runs),
         prefill_seconds=over(lambda runs: median(timing.prefill_seconds for timing in runs.timings[name])),
-        drafting=_drafting(name, counted) if drafts else None,
-        predicted=over(lambda runs: _predicted(series, runs, name)) if foreseen else None,
-        measured_over_predicted=over(lambda runs: runs.ratio(name, PLAIN) / _predicted(series, runs, name))
+        drafting=drafting,
+        ceiling=_ceiling(series.costs, drafter, drafting.alpha if drafting is not None else None),
+        perfect=_ceiling(series.costs, drafter, 1.0),
+        predicted=over(foretold) if foreseen else None,
+        measured_over_predicted=over(lambda runs: runs.ratio(name, PLAIN) / foretold(runs))
         if foreseen
         else None,
         overhead=None
         if contender.peer or drafts != foreseen
-        else over(lambda runs: _overhead(series, runs, name)),
+        else over(lambda runs: _overhead(series.costs, drafter, runs, name)),
         round_time=round_time,
         repeated=Spread.of(_repeated(name, counted)),
         counted=len({prompt for runs in counted for prompt in runs.group.prompts}),
@@ -141,18 +160,19 @@ def _drafting(name: str, counted: Sequence[Runs]) -> Drafting | None:
     )
 
 
-def _predicted(series: Series, runs: Runs, name: str) -> float:
-    stats = runs.stats(name)
-    return predicted(series.costs, name, stats.drafted / stats.rounds, stats.tokens / stats.rounds)
+def _predicted(costs: Costs, drafter: str | None, stats: Stats) -> float:
+    return predicted(costs, drafter, stats.drafted / stats.rounds, stats.tokens / stats.rounds)
 
 
-def _overhead(series: Series, runs: Runs, name: str) -> float:
+def _ceiling(costs: Costs, drafter: str | None, alpha: float | None) -> Ceiling | None:
+    return None if drafter is None or alpha is None else ceiling(costs, drafter, alpha)
+
+
+def _overhead(costs: Costs, drafter: str | None, runs: Runs, name: str) -> float:
     """o: a round's time in plain steps, less what its forwards cost."""
     stats = runs.stats(name)
     rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
-    drafter = None if name == PLAIN else name
-    cost = round_cost(series.costs, drafter, stats.drafted / stats.rounds)
-    return median(rounds) / series.costs.step_seconds - cost
+    return median(rounds) / costs.step_seconds - round_cost(costs, drafter, stats.drafted / stats.rounds)
 
 
 def _bandwidth_share(series: Series, name: str) -> float | None:

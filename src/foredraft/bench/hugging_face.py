@@ -55,6 +55,7 @@ def prompt_lookup(models: Checkpoints, setting: Setting) -> Generate:
 class Generate:
     """One way of calling `generate`; `more` are its arguments. What drafts takes one prompt at a time."""
 
+    policy: str | None = None
     peer = True
     lossless = True
 
@@ -71,7 +72,7 @@ class Generate:
         from transformers import GenerationConfig
 
         sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0, "top_p": 1.0}
-        self.name, self.batches = name, batches
+        self.name, self.method, self.batches = name, name, batches
         self._model, self._assistant = model, assistant_model
         self._config = GenerationConfig(
             pad_token_id=0,  # is masked, so its value says nothing

@@ -38,7 +38,8 @@ class LlamaCpp:
     Raises ConfigError: llama-cpp-python or gguf is not installed, or the setting is not one it can have.
     """
 
-    name = "llama.cpp"
+    name = method = "llama.cpp"
+    policy: str | None = None
     peer = True
     lossless = True
     batches: tuple[int, ...] | None = (1,)

@@ -1,17 +1,19 @@
-"""Foredraft's own contenders: one loaded `LLM`, plain and with each drafter.
+"""Foredraft's own contenders: one loaded `LLM`, plain and with each drafter, under any policy.
 
-Decoding lasts from the beginning of the first round to the end of the last one; what prompts are read in
-between, where several sequences start one after the other, counts as prefill.
+The policy is the engine's while a contender runs, and only then. Decoding lasts from the beginning of the
+first round to the end of the last one; what prompts are read in between, where several sequences start one
+after the other, counts as prefill.
 """
 
 from __future__ import annotations
 
 import zlib
+from copy import copy
 
 from foredraft.bench.contender import Timing
 from foredraft.bench.timing import watched, wrapped
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Fallback
+from foredraft.decode.policy import Fallback, Policy
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
 from foredraft.kinds import POLICIES
@@ -21,8 +23,9 @@ __all__ = ["BigLittle", "Ours"]
 
 
 class Ours:
-    """speculation: the drafter's name, or "none". Under the coupled rule a prompt's seed is a function of the
-    prompt, so that every run of it has the same noise; otherwise every run has fresh noise."""
+    """speculation: the drafter's name, or "none". decides: the policy; None is the one that was loaded. Under
+    the coupled rule a prompt's seed is a function of the prompt, so that every run of it has the same noise;
+    otherwise every run has fresh noise."""
 
     peer = False
     batches: tuple[int, ...] | None = None
@@ -36,12 +39,25 @@ class Ours:
         lossless: bool = True,
         temperature: float = 0.0,
         coupled: bool = False,
+        decides: Policy | None = None,
     ) -> None:
-        self.name, self.llm, self.speculation, self.lossless = name, llm, speculation, lossless
-        self.temperature, self.coupled = temperature, coupled
+        self.name, self.method, self.llm, self.speculation = name, name, llm, speculation
+        self.lossless, self.temperature, self.coupled = lossless, temperature, coupled
+        self.decides: Policy = decides or llm.engine.policy
+
+    @property
+    def policy(self) -> str | None:
+        return None if self.speculation == "none" else self.decides.name
+
+    def under(self, policy: Policy) -> Ours:
+        """The same under another policy."""
+        other = copy(self)
+        other.name, other.decides = f"{self.method}, {policy.name}", policy
+        return other
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
-        with watched(self.llm.engine) as clock:
+        engine = self.llm.engine
+        with wrapped(engine, "policy", self.decides), watched(engine) as clock:
             outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])
         for output in outputs:
             if output.error is not None:
@@ -73,15 +89,13 @@ class Ours:
 
 class BigLittle(Ours):
     """Big Little Decoder as published: a draft model, the fallback policy and the lossy rule, all by their
-    defaults, whatever policy the engine has for the others."""
+    defaults, whatever policy the others have."""
 
     def __init__(self, llm: LLM, *, temperature: float = 0.0) -> None:
-        super().__init__("bild", llm, "draft-model", lossless=False, temperature=temperature)
-        self.policy = Fallback(min(POLICIES["fallback"].max_draft, llm.engine.target.max_queries - 1))
-
-    def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
-        with wrapped(self.llm.engine, "policy", self.policy):
-            return super().run(prompts, new_tokens)
+        fallback = Fallback(min(POLICIES["fallback"].max_draft, llm.engine.target.max_queries - 1))
+        super().__init__(
+            "bild", llm, "draft-model", lossless=False, temperature=temperature, decides=fallback
+        )
 
     def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
         return super()._params(prompt, new_tokens).but(acceptance="bild")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from foredraft.bench.drawing import INK, PAPER, legend, look, panels, style, svg, whiskers
 from foredraft.bench.records import PLAIN, Costs, Report, Row, Spread
@@ -14,6 +15,7 @@ from foredraft.bench.records import PLAIN, Costs, Report, Row, Spread
 __all__ = ["Plot", "plots"]
 
 DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
+OVER_PLAIN = "tokens/s by those of own plain decoding"
 PARTS = {"draft": "drafting", "verify": "verifying", "rest": "rest"}  # of a round, by the field of RoundTime
 
 
@@ -33,6 +35,7 @@ def plots(report: Report) -> list[Plot]:
     batches = sorted({row.batch for row in report.rows})
     with style():
         found = [_speedups(report, batch) for batch in batches]
+        found += [_policies(report, batch) for batch in batches]
         found += [_acceptance(report, batch) for batch in batches[:1]]
         found += [_costs(report.costs)]
         found += [_round_times(report, batch) for batch in batches]
@@ -47,26 +50,11 @@ def _speedups(report: Report, batch: int) -> Plot | None:
     workloads, contenders = _names([row for row, _ in rows], "workload"), _contenders(report)
     shown = [name for name in contenders if name in _names([row for row, _ in rows], "contender")]
     figure, (axes,) = panels(1.2 + len(workloads) * (0.2 + 0.17 * len(shown)))
-    for place, contender in enumerate(shown):
-        own = [(row, spread) for row, spread in rows if row.contender == contender]
-        spreads = [spread for _, spread in own]
-        shift = 0.8 * ((place + 0.5) / len(shown) - 0.5)
-        whiskers(
-            axes,
-            [spread.median for spread in spreads],
-            [workloads.index(row.workload) + shift for row, _ in own],
-            spreads,
-            along="x",
-            linestyle="none",
-            label=contender,
-            **look(contenders.index(contender)),
-        )
-    axes.axvline(1, **DASHED)
-    axes.set_yticks(range(len(workloads)), workloads)
-    axes.set_ylim(len(workloads) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("tokens/s by those of own plain decoding")
-    axes.grid(axis="x")
+    series = {
+        name: [(row.workload, spread) for row, spread in rows if row.contender == name] for name in shown
+    }
+    _ratios(axes, workloads, series, [contenders.index(name) for name in shown])
+    axes.set_xlabel(OVER_PLAIN)
     legend(figure, axes)
     return Plot(
         f"speedup-{batch}",
@@ -74,6 +62,36 @@ def _speedups(report: Report, batch: int) -> Plot | None:
         "Medians and quartiles over the counted prompts; the dashed line is own plain decoding.",
         _said(f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows),
         svg(figure, f"speedup-{batch}"),
+    )
+
+
+def _policies(report: Report, batch: int) -> Plot | None:
+    rows = [(row, row.speedup) for row in report.policies if row.batch == batch and row.speedup is not None]
+    if not rows:
+        return None
+    drafters, workloads = (_names([row for row, _ in rows], field) for field in ("contender", "workload"))
+    policies = _names([row for row, _ in rows], "policy")
+    figure, axes = panels(0.8 + len(drafters) * (0.5 + 0.13 * len(policies) * len(workloads)), len(drafters))
+    for panel, drafter in zip(axes, drafters, strict=True):
+        own = [(row, spread) for row, spread in rows if row.contender == drafter]
+        series = {
+            name: [(row.policy or "", spread) for row, spread in own if row.workload == name]
+            for name in workloads
+        }
+        _ratios(panel, policies, series, range(len(workloads)))
+        panel.set_title(drafter, loc="left", fontsize=11)
+    axes[-1].set_xlabel(OVER_PLAIN)
+    legend(figure, *axes)
+    return Plot(
+        f"policies-{batch}",
+        f"Speed-up by policy{_of(report, batch)}",
+        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding. A drafter"
+        " that cannot follow a policy has nothing there.",
+        _said(
+            f"{row.contender} under {row.policy} on {row.workload} {spread.median:.2f}"
+            for row, spread in rows
+        ),
+        svg(figure, f"policies-{batch}"),
     )
 
 
@@ -148,7 +166,7 @@ def _costs(costs: Sequence[Costs]) -> Plot | None:
 def _round_times(report: Report, batch: int) -> Plot | None:
     rows = [
         (row, {part: getattr(row.round_time, part) * 1e3 for part in PARTS})
-        for row in report.rows
+        for row in report.methods
         if row.batch == batch and row.round_time is not None
     ]
     if not rows:
@@ -182,7 +200,7 @@ def _round_times(report: Report, batch: int) -> Plot | None:
 def _predictions(report: Report) -> Plot | None:
     rows = [
         (row, row.predicted.median, row.speedup.median)
-        for row in report.rows
+        for row in report.methods
         if row.contender != PLAIN and row.predicted is not None and row.speedup is not None
     ]
     if not rows:
@@ -213,8 +231,32 @@ def _predictions(report: Report) -> Plot | None:
     )
 
 
+def _ratios(
+    axes: Any, groups: Sequence[str], series: dict[str, list[tuple[str, Spread]]], looks: Sequence[int]
+) -> None:
+    """Speed-ups along x, in a row for each group, in which each series has a place and a look of its own."""
+    for place, (label, points) in enumerate(series.items()):
+        shift = 0.8 * ((place + 0.5) / len(series) - 0.5)
+        spreads = [spread for _, spread in points]
+        whiskers(
+            axes,
+            [spread.median for spread in spreads],
+            [groups.index(group) + shift for group, _ in points],
+            spreads,
+            along="x",
+            linestyle="none",
+            label=label,
+            **look(looks[place]),
+        )
+    axes.axvline(1, **DASHED)
+    axes.set_yticks(range(len(groups)), groups)
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x")
+
+
 def _drafted(report: Report, batch: int) -> list[Row]:
-    return [row for row in report.rows if row.batch == batch and row.contender != PLAIN]
+    return [row for row in report.methods if row.batch == batch and row.contender != PLAIN]
 
 
 def _names(rows: Iterable[Row], field: str) -> list[str]:

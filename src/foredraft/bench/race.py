@@ -61,7 +61,9 @@ class Race:
                 name = contender.name
                 if name not in added:
                     note = f"takes {' or '.join(map(str, contender.batches or ()))} prompt at a time"
-                    rows.append(Row(workload, batch, name, contender.peer, contender.lossless, note))
+                    rows.append(
+                        Row(workload, batch, contender.method, contender.peer, contender.lossless, note)
+                    )
                     continue
                 made = row_of(
                     series,
@@ -74,7 +76,8 @@ class Race:
                 )
                 rows.append(made)
             if batch == 1:
-                single = {row.contender: row.tokens_per_second for row in rows}
+                pairs = zip(self.field.contenders, rows, strict=True)
+                single = {contender.name: row.tokens_per_second for contender, row in pairs}
             yield rows
 
     def _plain_texts(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ None, never 0 or NaN. Words as in docs/architecture.md.
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from statistics import quantiles
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 __all__ = [
     "PLAIN",
     "Bandwidth",
+    "Ceiling",
     "Cost",
     "Costs",
     "Divergence",
@@ -84,11 +86,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bare forwards over `batch` sequences with `context` tokens each.
+    """Bare forwards over `batch` sequences with `context` tokens each, every one after one of its own kind.
 
-    verifying: by rows, rising, from 1 on. drafting: c, a token's share of the longest draft, by drafter; 0.0
-    where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one row
-    attains.
+    verifying: by rows, rising, from 1 on. drafting: c, by drafter: a token's share of what a round with the
+    longest draft takes beyond its verifying pass; 0.0 where no forward is needed. bandwidth_share: of the
+    machine's read bandwidth that the forward over one row attains.
     """
 
     batch: int
@@ -101,6 +103,16 @@ class Costs:
     def step_seconds(self) -> float:
         """Of a plain step: the unit of all costs."""
         return self.verifying[0].seconds.median
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What costs allow at best: the largest tau / (k c + v(k + 1)) over draft lengths k, and that length, if
+    each drafted token were accepted with probability alpha."""
+
+    alpha: float
+    draft_length: int
+    speedup: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +176,8 @@ class Row:
     Attributes:
         workload: Its name.
         batch: Sequences decoded side by side.
-        contender: Its name; `PLAIN` is own plain decoding.
+        contender: Its method; `PLAIN` is own plain decoding.
+        policy: Of ours that draft; one method may have a row under each of several.
         peer: Somebody else's program.
         lossless: Its output has the model's own law.
         note: Why there are no figures, where there are none; all others are None then.
@@ -175,6 +188,9 @@ class Row:
         speedup_all: Over own plain decoding, on all prompts.
         prefill_seconds: Of reading the prompt (or all prompts of a batch).
         drafting: None of peers.
+        ceiling: What its c and v allow at best at the alpha of its drafts; None where nothing was drafted, or
+            where no single drafter's costs stand behind it.
+        perfect: The same at alpha 1: more than that no drafts of this cost can gain.
         predicted: tau / (k c + v(k + 1)) at each prompt's own tau and mean draft length k.
         measured_over_predicted: `speedup` by that, prompt by prompt.
         overhead: o: what is left of a round's time beside k c + v(k + 1), in plain steps; of several
@@ -195,6 +211,7 @@ class Row:
     peer: bool
     lossless: bool = True
     note: str | None = None
+    policy: str | None = None
     tokens_per_second: Spread | None = None
     speedup: Spread | None = None
     over_peers: dict[str, Spread] | None = None
@@ -202,6 +219,8 @@ class Row:
     speedup_all: Spread | None = None
     prefill_seconds: Spread | None = None
     drafting: Drafting | None = None
+    ceiling: Ceiling | None = None
+    perfect: Ceiling | None = None
     predicted: Spread | None = None
     measured_over_predicted: Spread | None = None
     overhead: Spread | None = None
@@ -228,6 +247,21 @@ class Report:
     notes: tuple[str, ...] = ()
     finished: bool = True
 
+    @property
+    def methods(self) -> tuple[Row, ...]:
+        """The rows of each method under the policy that it has by itself, which come first."""
+        return tuple({_method(row): row for row in reversed(self.rows)}.values())[::-1]
+
+    @property
+    def policies(self) -> tuple[Row, ...]:
+        """The rows of each method that took part under several policies."""
+        count = Counter(map(_method, self.rows))
+        return tuple(row for row in self.rows if count[_method(row)] > 1)
+
+    def name(self, row: Row) -> str:
+        """Its method, with the policy where that is another than the method's own."""
+        return row.contender if row in self.methods else f"{row.contender} under {row.policy}"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; holds no NaN."""
         return asdict(self)
@@ -238,6 +272,10 @@ class Report:
         report = _rebuilt(cls, document)
         assert isinstance(report, cls)
         return report
+
+
+def _method(row: Row) -> tuple[str, int, str]:
+    return row.workload, row.batch, row.contender
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:

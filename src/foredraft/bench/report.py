@@ -8,13 +8,13 @@ Raises ConfigError, when it is imported, where matplotlib is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from foredraft.bench.page import DASH, Verdict, plain, render
 from foredraft.bench.plots import plots
-from foredraft.bench.records import PLAIN, Report, Row, Spread
+from foredraft.bench.records import PLAIN, Ceiling, Report, Row, Spread
 
 __all__ = ["page"]
 
@@ -27,7 +27,12 @@ def page(report: Report) -> str:
         verdicts=[_speed(report), _exactness(report)],
         finished=report.finished,
         facts=_facts(report),
-        tables=[_table(report, batch) for batch in sorted({row.batch for row in report.rows})],
+        tables=[
+            table
+            for batch in sorted({row.batch for row in report.rows})
+            for table in (_by_method(report, batch), _by_policy(report, batch))
+            if table.groups
+        ],
         plots=plots(report),
         limit=report.options.get("max_repeated"),
         notes=report.notes,
@@ -38,7 +43,7 @@ def page(report: Report) -> str:
 def _speed(report: Report) -> Verdict:
     """Of the contender that gains most in the median workload, at the smallest batch."""
     batch = min((row.batch for row in report.rows), default=1)
-    ours = [row for row in report.rows if row.batch == batch and not row.peer and row.contender != PLAIN]
+    ours = [row for row in report.methods if row.batch == batch and not row.peer and row.contender != PLAIN]
     gains: dict[str, list[float]] = {}
     for row in ours:
         if row.speedup is not None:
@@ -66,7 +71,7 @@ def _exactness(report: Report) -> Verdict:
     if not compared:
         return Verdict("none", "No tokens were compared: draws of one law need not be the same ones.")
     if differ:
-        where = ", ".join(f"{row.contender} on {row.workload} at batch {row.batch}" for row in differ)
+        where = ", ".join(f"{report.name(row)} on {row.workload} at batch {row.batch}" for row in differ)
         return Verdict("bad", f"Tokens differ from plain decoding's: {where}.")
     return Verdict("good", "Every token was plain decoding's, in every run of every drafter.")
 
@@ -88,7 +93,7 @@ def _facts(report: Report) -> dict[str, str]:
     return facts
 
 
-# --- the table -------------------------------------------------------------------------------------
+# --- the tables -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +105,24 @@ class Cell:
     kind: str = ""
 
 
+Columns = dict[str, Callable[[Row], Cell]]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """groups: by workload, a line of cells for each contender: its name, then a cell a column or a note."""
+    """first: what the lines' headings are. groups: by heading, a line of cells for each row: its own heading,
+    and a cell a column or the row's note."""
 
-    batch: int
+    title: str
+    first: str
     columns: tuple[str, ...]
-    groups: dict[str, list[tuple[Row, list[Cell]]]]
+    groups: dict[str, list[tuple[str, Row, list[Cell]]]]
 
 
-def _table(report: Report, batch: int) -> Table:
-    rows = [row for row in report.rows if row.batch == batch]
+def _by_method(report: Report, batch: int) -> Table:
+    rows = [row for row in report.methods if row.batch == batch]
     peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers or {}))
-    columns: dict[str, Callable[[Row], Cell]] = {
+    columns: Columns = {
         "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
         "over plain": lambda row: _spread(row.speedup, ".2f"),
         "tokens": _same,
@@ -127,20 +137,47 @@ def _table(report: Report, batch: int) -> Table:
         "α": lambda row: _drafts(row, "alpha"),
         "τ": lambda row: _drafts(row, "mean_accepted_length"),
         "draft length": lambda row: _drafts(row, "mean_draft_length"),
+        "ceiling": lambda row: _ceiling(row.ceiling),
+        "ceiling at α = 1": lambda row: _ceiling(row.perfect),
         "prompt read in, s": lambda row: _spread(row.prefill_seconds, ".3f"),
         "of read bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
         "memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
     }
-    lines = [(row, [make(row) for make in columns.values()]) for row in rows]
+    lines = [(row.workload, row.contender, row) for row in rows]
+    return _table(f"Every method on every workload, batch {batch}", "method", columns, lines)
+
+
+def _by_policy(report: Report, batch: int) -> Table:
+    columns: Columns = {
+        "over plain": lambda row: _spread(row.speedup, ".2f"),
+        "tokens": _same,
+        "predicted": lambda row: _spread(row.predicted, ".2f"),
+        "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
+        "α": lambda row: _drafts(row, "alpha"),
+        "τ": lambda row: _drafts(row, "mean_accepted_length"),
+        "draft length": lambda row: _drafts(row, "mean_draft_length"),
+        "ceiling": lambda row: _ceiling(row.ceiling),
+        "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
+    }
+    rows = [row for row in report.policies if row.batch == batch]
+    lines = [(f"{row.contender} on {row.workload}", row.policy or DASH, row) for row in rows]
+    return _table(f"Every drafter under every policy, batch {batch}", "policy", columns, lines)
+
+
+def _table(title: str, first: str, columns: Columns, lines: Sequence[tuple[str, str, Row]]) -> Table:
+    """lines: headings of a group and of a line in it, and its row. A column without figures is left out."""
+    made = [(group, own, row, [make(row) for make in columns.values()]) for group, own, row in lines]
     filled = [
-        any(cells[place].text != DASH for row, cells in lines if row.note is None)
+        any(cells[place].text != DASH for _, _, row, cells in made if row.note is None)
         for place in range(len(columns))
     ]
-    groups: dict[str, list[tuple[Row, list[Cell]]]] = {}
-    for row, cells in lines:
+    groups: dict[str, list[tuple[str, Row, list[Cell]]]] = {}
+    for group, own, row, cells in made:
         kept = [cell for cell, some in zip(cells, filled, strict=True) if some]
-        groups.setdefault(row.workload, []).append((row, kept))
-    return Table(batch, tuple(name for name, some in zip(columns, filled, strict=True) if some), groups)
+        groups.setdefault(group, []).append((own, row, kept))
+    return Table(
+        title, first, tuple(name for name, some in zip(columns, filled, strict=True) if some), groups
+    )
 
 
 def _same(row: Row) -> Cell:
@@ -166,6 +203,11 @@ def _over(peer: str) -> Callable[[Row], Cell]:
 
 def _drafts(row: Row, field: str) -> Cell:
     return Cell(DASH if row.drafting is None else _number(getattr(row.drafting, field), ".2f"))
+
+
+def _ceiling(ceiling: Ceiling | None) -> Cell:
+    """With the draft length that it takes."""
+    return Cell(DASH) if ceiling is None else Cell(f"{ceiling.speedup:.2f}", f"γ = {ceiling.draft_length}")
 
 
 def _spread(spread: Spread | None, form: str) -> Cell:

@@ -22,6 +22,8 @@ from foredraft.bench.race import Progress, Race
 from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
+from foredraft.build.policies import make_policy
+from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
@@ -61,12 +63,15 @@ def bench(
     field = Field()
     try:
         field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods is not None)
+        policies = _policies(llm, options, loading)
+        field.under(policies[1:])
         speed = bandwidth(setting.device)
-        costs = _costs(llm, prompts, options, models[0].step_bytes, speed, progress)
+        longest = max(map(_longest, policies))
+        costs = _costs(llm, prompts, options, longest, models[0].step_bytes, speed, progress)
         read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
         race = Race(setting, field, options, memory, costs, read_seconds, progress)
         rows, finished = _run(race, prompts)
-        programs = {CONTENDERS[contender.name].program for contender in field.contenders}
+        programs = {CONTENDERS[contender.method].program for contender in field.contenders}
         versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
         return Report(
             options=_asked(llm, prompts, options, model, draft, loading),
@@ -97,21 +102,35 @@ def _run(race: Race, prompts: Prompts) -> tuple[list[Row], bool]:
 
 
 def _costs(
-    llm: LLM, prompts: Prompts, options: Options, step_bytes: int, speed: Bandwidth | None, progress: Progress
+    llm: LLM,
+    prompts: Prompts,
+    options: Options,
+    longest: int,
+    step_bytes: int,
+    speed: Bandwidth | None,
+    progress: Progress,
 ) -> dict[int, Costs]:
-    """By batch size, at the context of a median prompt half way through its new tokens."""
+    """By batch size, at the context of a median prompt half way through its new tokens; longest: of the
+    drafts."""
     lengths = [len(ids) for own in prompts.values() for ids in own]
     context = int(median(lengths)) + options.new_tokens // 2
     made: dict[int, Costs] = {}
     for batch in sorted(set(options.batch)):
-        made[batch] = measure_costs(llm, batch, context, _longest(llm), step_bytes, speed)
+        made[batch] = measure_costs(llm, batch, context, longest, step_bytes, speed)
         progress("Costs", len(made), len(options.batch))
     return made
 
 
-def _longest(llm: LLM) -> int:
-    """Of the drafts: every policy is made from it."""
-    policy: Any = llm.engine.policy
+def _policies(llm: LLM, options: Options, loading: Mapping[str, Any]) -> list[Policy]:
+    """The one that was loaded, and then the others that were asked for, with numbers of their own."""
+    own, target = llm.engine.policy, llm.engine.target
+    assert isinstance(target, Runner)
+    others = [name for name in dict.fromkeys(options.policies) if name != own.name]
+    return [own, *(make_policy(name, {}, loading.get("max_draft"), target) for name in others)]
+
+
+def _longest(policy: Any) -> int:
+    """Of its drafts: every policy is made from it."""
     return int(policy.max_draft)
 
 
@@ -125,7 +144,7 @@ def _asked(
 ) -> dict[str, Any]:
     """All that was asked for, and the values that hold where nothing was; for JSON."""
     asked = {"model": model or "demo", "draft": draft or (None if model else "demo"), **loading}
-    asked |= asdict(options) | {"policy": llm.engine.policy.name, "max_draft": _longest(llm)}
+    asked |= asdict(options) | {"policy": llm.engine.policy.name, "max_draft": _longest(llm.engine.policy)}
     asked |= {"deterministic": llm.deterministic, "max_repeated": MAX_REPEATED}
     plans = [str(each.skips) for each in llm.engine.drafters.values() if isinstance(each, LayerSkip)]
     asked |= {"plan": next(iter(plans), None)}

@@ -137,13 +137,20 @@ def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def interleaved(
-    works: Mapping[Any, Callable[[], object]], device: torch.device, repeats: int, warm: int = 4
+    works: Mapping[Any, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    warm: int = 4,
+    settle: int = 0,
 ) -> dict[Any, list[float]]:
     """Seconds of each, by its key, in their order: all once, then again in the opposite one, `repeats` times;
-    the first `warm` turns do not count."""
+    the first `warm` turns do not count. settle: runs of a work just before it is timed, so that it finds the
+    caches as it leaves them itself and not as another one did."""
     seconds: dict[Any, list[float]] = {name: [] for name in works}
     for turn in range(-warm, repeats):
         for name in list(works)[:: 1 if turn % 2 else -1]:
+            for _ in range(settle):
+                works[name]()
             taken, _ = timed(works[name], device)
             if turn >= 0:
                 seconds[name].append(taken)

@@ -22,10 +22,8 @@ from foredraft.build.pairing import (
 )
 from foredraft.build.planning import GivenPlan, chosen_plan
 from foredraft.build.policies import check_settings, make_policy
-from foredraft.decode.calibration import Calibration
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Auto
 from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
 from foredraft.llm import LLM
@@ -190,8 +188,6 @@ def load(
         device=where,
         greedy_drafts=draft_sampling == "greedy",
     )
-    if isinstance(made, Auto):
-        engine.calibrate = Calibration(made)
     return LLM(
         engine,
         spec,

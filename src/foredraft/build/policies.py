@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from foredraft.decode.policy import Policy
+from foredraft.decode.calibration import Calibration
+from foredraft.decode.policy import Auto, Policy
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES, Setting
 from foredraft.model.runner import Runner
@@ -46,10 +47,13 @@ def make_policy(
     target: Runner,
     planned: int | None = None,
 ) -> Policy:
-    """With the longest draft that was asked for, or its own, as far as the target's passes take it. planned:
-    the longest that a plan was made for; a policy that weighs costs finds its own."""
+    """With the longest draft that was asked for, or its own, as far as the target's passes take it; one that
+    weighs costs keeps them measured. planned: the longest that a plan was made for; costs find their own."""
     own = planned if planned is not None and not POLICIES[policy].weighs else POLICIES[policy].max_draft
-    return POLICIES[policy].make(longest_draft(max_draft, own, target), **settings)
+    made = POLICIES[policy].make(longest_draft(max_draft, own, target), **settings)
+    if isinstance(made, Auto):
+        made.calibrate = Calibration(made)
+    return made
 
 
 def longest_draft(max_draft: int | None, own: int, target: Runner) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Report, Row, Spread
@@ -18,6 +19,7 @@ from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import STDIN, spelled_as_options
 from foredraft.errors import ConfigError
 from foredraft.files import check_place, write_whole
+from foredraft.kinds import POLICIES
 
 if TYPE_CHECKING:
     from foredraft.bench.options import Options
@@ -94,12 +96,19 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
         raise ConfigError(f"--batch is {benchmark.batch!r}; give whole numbers, as in 1,8") from None
     return Options(
         methods=None if benchmark.methods is None else tuple(benchmark.methods.split(",")),
+        policies=policies_of(benchmark.policies),
         new_tokens=benchmark.new_tokens,
         repeats=benchmark.repeats,
         batch=batch,
         temperature=benchmark.temperature,
         coupled=drafting.acceptance == "coupled",
     )
+
+
+def policies_of(words: str | None) -> tuple[str, ...]:
+    if words is None:
+        return ()
+    return tuple(POLICIES) if words == "all" else tuple(words.split(","))
 
 
 def check_files(benchmark: BenchOptions) -> None:
@@ -122,7 +131,7 @@ def differing(report: Report) -> list[Row]:
 
 # --- what a person sees -----------------------------------------------------------------------------
 
-COLUMNS = (
+METHODS = (
     "workload",
     "batch",
     "method",
@@ -133,24 +142,29 @@ COLUMNS = (
     "÷ predicted",
     "alpha",
     "tau",
+    "ceiling",
+    "perfect",
     "o",
     "identical",
     "repeats",
     "prompts",
 )
+BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:10], "drafted", "ceiling", "identical")
 
 
 def lines(report: Report) -> list[str]:
     """The report as a person reads it."""
     shown = [about(report), ""]
-    shown += table([COLUMNS, *map(cells, report.rows)])
-    shown += ["", *(over_peers(row) for row in report.rows if row.over_peers and not row.peer)]
+    shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)])
+    if report.policies:
+        shown += ["", *table([BY_POLICY, *(cells(row, BY_POLICY) for row in report.policies)])]
+    shown += ["", *(over_peers(row) for row in report.methods if row.over_peers and not row.peer)]
     shown.append(
         f"A prompt counts where plain decoding repeats under {report.options['max_repeated']:.0%} of its"
         " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
     )
     shown += [
-        f"{row.contender} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
+        f"{report.name(row)} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
         for row in differing(report)
     ]
     return shown
@@ -170,26 +184,32 @@ def about(report: Report) -> str:
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    head = (row.workload, str(row.batch), row.contender)
-    if row.exactness is None:
-        return (*head, row.note or "", *[""] * (len(COLUMNS) - 4))
+def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
     drafts, exact = row.drafting, row.exactness
-    spread = "" if row.speedup is None else f"{row.speedup.lower:.2f}-{row.speedup.upper:.2f}"
-    return (
-        *head,
-        shown(row.tokens_per_second, ".1f"),
-        shown(row.speedup, ".2f"),
-        spread,
-        shown(row.predicted, ".2f"),
-        shown(row.measured_over_predicted, ".2f"),
-        "" if drafts is None or drafts.alpha is None else f"{drafts.alpha:.2f}",
-        "" if drafts is None else f"{drafts.mean_accepted_length:.2f}",
-        shown(row.overhead, ".2f"),
-        f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable",
-        shown(row.repeated, ".0%"),
-        f"{row.counted} of {row.prompts}",
-    )
+    if exact is None:
+        head = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
+        return tuple((head | {"tokens/s": row.note or ""}).get(column, "") for column in columns)
+    made = {
+        "workload": row.workload,
+        "batch": str(row.batch),
+        "method": row.contender,
+        "policy": row.policy or "",
+        "tokens/s": shown(row.tokens_per_second, ".1f"),
+        "over plain": shown(row.speedup, ".2f"),
+        "quartiles": "" if row.speedup is None else f"{row.speedup.lower:.2f}-{row.speedup.upper:.2f}",
+        "predicted": shown(row.predicted, ".2f"),
+        "÷ predicted": shown(row.measured_over_predicted, ".2f"),
+        "alpha": "" if drafts is None or drafts.alpha is None else f"{drafts.alpha:.2f}",
+        "tau": "" if drafts is None else f"{drafts.mean_accepted_length:.2f}",
+        "drafted": "" if drafts is None else f"{drafts.mean_draft_length:.2f}",
+        "ceiling": "" if row.ceiling is None else f"{row.ceiling.speedup:.2f}",
+        "perfect": "" if row.perfect is None else f"{row.perfect.speedup:.2f}",
+        "o": shown(row.overhead, ".2f"),
+        "identical": f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable",
+        "repeats": shown(row.repeated, ".0%"),
+        "prompts": f"{row.counted} of {row.prompts}",
+    }
+    return tuple(made[column] for column in columns)
 
 
 def over_peers(row: Row) -> str:

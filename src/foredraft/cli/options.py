@@ -257,6 +257,9 @@ class BenchOptions:
             " all that are possible."
         ),
     ] = None
+    policies: str | None = None
+    """The drafters take part under these policies, too, with commas between, or under all: for a table by
+    policy. Numbers of --policy-option are for the one of --policy alone."""
     workload: str = "all"
     """Names or files, with commas between: a file holds a "prompt" in every line of JSON; all are those that
     ship with Foredraft."""

@@ -34,7 +34,7 @@ Trial = tuple[str | None, int]  # who drafts how many tokens
 
 
 class Calibration:
-    """Keeps the table of an engine's `Auto` policy: called before the first of some requests gets a row.
+    """Keeps the table of an `Auto` policy, whose `calibrate` it is.
 
     Tables are by batch size, powers of two up to the cache's rows, as they are met.
     """

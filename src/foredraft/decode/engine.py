@@ -78,8 +78,8 @@ class Engine:
     """Not thread-safe: one caller steps it at a time.
 
     greedy_drafts: steppers draft their argmax (a one-hot q) instead of sampling from q. `accept` is an
-    attribute so that a verification can see what it makes of a defective rule. `calibrate` is called with the
-    number of those that wait, before the first of them gets a row and while nobody else has one.
+    attribute so that a verification can see what it makes of a defective rule. `policy` may be another one
+    whenever nobody has a row: what it keeps of a sequence begins with that.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class Engine:
         self.noise = noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.accept: Rule = accept
-        self.calibrate: Callable[[Engine, int], None] | None = None
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
@@ -128,9 +127,8 @@ class Engine:
         """One chunk of prefill and one round, or the chunk alone while nobody decodes; who was in it."""
         if self.scheduler.steady:
             return self.round()
-        waiting = self.scheduler.waiting
-        calibrate = self.calibrate if self.policy.weighs and not self.rows.sequences else None
-        if calibrate is not None and any(s.drafters for s in waiting):
+        waiting, calibrate = self.scheduler.waiting, self.policy.calibrate
+        if calibrate is not None and not self.rows.sequences and any(s.drafters for s in waiting):
             calibrate(self, len(waiting))
         self._start(self.scheduler.admit())
         busy = self.scheduler.running

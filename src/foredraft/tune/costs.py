@@ -1,9 +1,9 @@
 """What a plan's draft steps cost, in plain steps: a part that every draft has, and each sub-layer's own.
 
-Contract: a plan is never timed by itself. Bare passes of a few plans, each without one kind of sub-layer,
-take turns with verifying passes, as in a round; the parts are what explains their medians best (least
-squares). The part that every draft has is embedding, norm, head and draw. All other host work of a round is
-missing, as in every prediction (docs/architecture.md, "Words").
+Contract: a plan is never timed by itself. Bare rounds by a few plans, each without one kind of sub-layer,
+take turns; a draft's time is what a round takes beyond its verifying pass, as in `bench.costs`, and the parts
+are what explains the drafts' best (least squares). The part that every draft has is embedding, norm, head and
+draw. All other host work of a round is missing, as in every prediction (docs/architecture.md, "Words").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from foredraft.bench.costs import measure_costs
+from foredraft.bench.costs import SETTLE, draft_seconds, measure_costs, one_after_the_other
 from foredraft.bench.timing import interleaved
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
@@ -121,11 +121,10 @@ def _timed(
 
         return run
 
-    actions: dict[object, Action] = {}
-    for number, plan in enumerate(plans):  # a verifying pass before each, as in a round
-        actions[f"verify {number}"] = verify
-        actions[number] = draft(plan)
-    actions["verify"] = verify  # before the first one, where the order is the opposite
+    actions: dict[object, Action] = {"verify": verify} | {
+        number: one_after_the_other(draft(plan), verify) for number, plan in enumerate(plans)
+    }
     actions["step"] = lambda: runner.forward(cache, one, [context - 1])
-    seconds = interleaved(actions, llm.engine.device, repeats, warm=2)
-    return [median(seconds["step"]), *(median(seconds[number]) / longest for number in range(len(plans)))]
+    seconds = interleaved(actions, llm.engine.device, repeats, warm=1, settle=SETTLE)
+    drafts = [draft_seconds(seconds[number], seconds["verify"]) / longest for number in range(len(plans))]
+    return [median(seconds["step"]), *drafts]

@@ -43,20 +43,21 @@ def race(
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     temperature = options.temperature
-    plain = Ours(PLAIN, llm, PLAIN, temperature=temperature)
+    plain = Ours(PLAIN, llm, PLAIN, temperature=temperature, decides=Fixed(0))
     texts = _texts(plain, prompts, options)
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
     timings: dict[str, list[list[Timing]]] = {name: [] for name in (PLAIN, *names)}
     with _drafting(llm, {name: Skips.spelled(trial.skips) for name, trial in names.items()}):
-        contenders = [plain, *(Ours(name, llm, name, temperature=temperature) for name in names)]
+        contenders = [plain]
+        for name, trial in names.items():
+            fixed = Fixed(trial.draft)
+            contenders.append(Ours(name, llm, name, temperature=temperature, decides=fixed))
         for done, text in enumerate(texts):
             for several in timings.values():
                 several.append([])
             for repeat in range(-1 if done == 0 else 0, options.repeats):  # the first turn warms up
                 for contender in turns(contenders, repeat):
-                    draft = names[contender.name].draft if contender.name in names else 0
-                    with wrapped(llm.engine, "policy", Fixed(draft)):
-                        timing = contender.run([list(text.ids[: text.start])], options.new_tokens)
+                    timing = contender.run([list(text.ids[: text.start])], options.new_tokens)
                     if repeat >= 0:
                         timings[contender.name][-1].append(timing)
             progress("decode", done + 1, len(texts))

@@ -68,7 +68,7 @@ class _State:
 
 
 class Auto(Alone):
-    """max_draft: tokens at most. table: replaced while nothing runs, by whoever measures."""
+    """max_draft: tokens at most. table: replaced while nothing runs, by `calibrate`."""
 
     name = "auto"
     weighs = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -16,6 +17,7 @@ __all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal"]
 
 # How sure the target was of the token that it gave last, from its own logits; 1 is certain.
 Signal: TypeAlias = Literal["probability", "entropy", "margin"]
+Calibrate: TypeAlias = Callable[[Any, int], None]
 
 
 class Choice(NamedTuple):
@@ -49,6 +51,8 @@ class Policy(Protocol):
     its making.
     weighs: costs decide, so that a drafter reads a text only once it is chosen, and `Offers` tells what that
     takes and how much a drafter that is free has to say.
+    calibrate: called with the engine and the number of those that wait, before the first of them gets a row
+    and while nobody else has one.
     """
 
     @property
@@ -62,6 +66,9 @@ class Policy(Protocol):
 
     @property
     def weighs(self) -> bool: ...
+
+    @property
+    def calibrate(self) -> Calibrate | None: ...
 
     def start(self) -> Any:
         """State of a new sequence, kept by the sequence."""
@@ -93,6 +100,7 @@ class Alone:
     looks: bool = False
     wants: Signal | None = None
     weighs: bool = False
+    calibrate: Calibrate | None = None
 
     def start(self) -> Any:
         return None
