@@ -255,6 +255,12 @@ class TestPolicies:
         del found["policies-1"]
         assert found == before  # all others are about methods
 
+    def test_its_panels_end_where_the_fastest_does(self) -> None:
+        fast = drafted("tables", "lookup", 7.9, policy="fixed")
+        rows = (*by_policy().rows, fast)
+        plot = next(plot for plot in plots(report(rows=rows)) if plot.name == "policies-1")
+        assert max(float(tick) for tick in re.findall(r">(\d)</text>", plot.svg)) >= 8
+
 
 class TestVerdict:
     def test_names_the_drafter_that_gains_most_in_the_median_workload(self) -> None:

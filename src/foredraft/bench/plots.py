@@ -54,6 +54,7 @@ def _speedups(report: Report, batch: int) -> Plot | None:
         name: [(row.workload, spread) for row, spread in rows if row.contender == name] for name in shown
     }
     _ratios(axes, workloads, series, [contenders.index(name) for name in shown])
+    axes.set_xlim(left=0)
     axes.set_xlabel(OVER_PLAIN)
     legend(figure, axes)
     return Plot(
@@ -71,7 +72,8 @@ def _policies(report: Report, batch: int) -> Plot | None:
         return None
     drafters, workloads = (_names([row for row, _ in rows], field) for field in ("contender", "workload"))
     policies = _names([row for row, _ in rows], "policy")
-    figure, axes = panels(0.8 + len(drafters) * (0.5 + 0.13 * len(policies) * len(workloads)), len(drafters))
+    line = 0.12 + 0.12 * len(workloads)
+    figure, axes = panels(0.8 + len(drafters) * (0.4 + line * len(policies)), len(drafters))
     for panel, drafter in zip(axes, drafters, strict=True):
         own = [(row, spread) for row, spread in rows if row.contender == drafter]
         series = {
@@ -80,6 +82,7 @@ def _policies(report: Report, batch: int) -> Plot | None:
         }
         _ratios(panel, policies, series, range(len(workloads)))
         panel.set_title(drafter, loc="left", fontsize=11)
+    axes[-1].set_xlim(left=0)  # the last of all, since panels share it
     axes[-1].set_xlabel(OVER_PLAIN)
     legend(figure, *axes)
     return Plot(
@@ -251,7 +254,6 @@ def _ratios(
     axes.axvline(1, **DASHED)
     axes.set_yticks(range(len(groups)), groups)
     axes.set_ylim(len(groups) - 0.5, -0.5)
-    axes.set_xlim(left=0)
     axes.grid(axis="x")
 
 
