@@ -460,7 +460,7 @@ sys.exit(main())
     assert "oracle: the future drafts (not lossless)" in told
     assert "[choices: none, lookup, draft-model, retokenize, layer-skip, auto, oracle]" in told
     assert "bold: as long as can be" in told
-    assert "and 3 with bold" in told
+    assert ", 3 with bold;" in told
     ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]
     done = foredraft("generate", "--model", str(models / "big"), "a b a b a b", *ways, command=command)
     document = json.loads(done.stdout)

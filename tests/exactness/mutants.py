@@ -543,7 +543,7 @@ MUTANTS = [
     ),
     Mutant(
         "the target's own row emptied for what it drafted",
-        ((Engine._cure, "if cache is not self.cache:", "if True:"),),
+        ((Engine._cure, "if cache is self.cache:", "if False:"),),
         broken_self_drafts,
     ),
     Mutant(

@@ -285,7 +285,9 @@ class Engine:
         assert sequence.drafter is not None
         drafter = self.drafters[sequence.drafter]
         for cache in drafter.caches:
-            if cache is not self.cache:
+            if cache is self.cache:
+                cache.wipe(sequence.row, len(sequence.tokens) - 1)
+            else:
                 cache.zero_row(sequence.row)
         sequence.drafter_faults += 1
         if sequence.drafter_faults > 1:
