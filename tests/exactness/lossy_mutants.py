@@ -8,7 +8,7 @@ from pathlib import Path
 import test_enumeration as enumeration
 import test_lossy as lossy
 
-from foredraft.decode import accept, draft, engine, params, sampling
+from foredraft.decode import accept, drafting, engine, params, sampling
 from foredraft.decode.policy import Fallback
 from planting import Mutant
 
@@ -148,14 +148,14 @@ MUTANTS = [
     ),
     Mutant(
         "a token drafted where the drafter is unsure",
-        ((draft._step_through, "finite & draws[:, None]", "finite"),),
+        ((drafting._step_through, "finite & draws[:, None]", "finite"),),
         fallback_law,
     ),
     Mutant(
         "unsure by the law after the transforms",
         (
             (
-                draft._step_through,
+                drafting._step_through,
                 "policy.draws(sequences, j, logits)",
                 "policy.draws(sequences, j, q.weights(3).log())",
             ),
@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "handed over by what was drawn",
-        ((draft._step_through, "finite & draws[:, None]", "finite & (draws[:, None] | (token == 0))"),),
+        ((drafting._step_through, "finite & draws[:, None]", "finite & (draws[:, None] | (token == 0))"),),
         strict_fallback_law,
     ),
     Mutant(

@@ -13,7 +13,7 @@ import test_enumeration as enumeration
 import test_identity as identity
 from parts import LateBan, RandomBudgets, StopUnsure
 
-from foredraft.decode import accept, draft, law, noise, rows, sampling, sequence
+from foredraft.decode import accept, drafting, law, noise, rows, sampling, sequence
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
 from foredraft.drafters import draft_model, layer_skip, lookup
@@ -243,7 +243,7 @@ def independent_siblings() -> None:
 
 # --- the defects ------------------------------------------------------------------------------------
 
-MINUS, STEP_THROUGH, COMMIT = law.Law.minus, draft._step_through, Engine._commit
+MINUS, STEP_THROUGH, COMMIT = law.Law.minus, drafting._step_through, Engine._commit
 USABLE = "where[:, None, None] & (left.sum(-1, keepdim=True) > 0)"
 
 MUTANTS = [
@@ -656,7 +656,7 @@ MUTANTS = [
     ),
     Mutant(
         "coupled noise for rows that are not",
-        ((draft._draw, "noise.pick(weights, keys, DRAFT)", "noise.pick(weights, keys, COUPLED)"),),
+        ((drafting._draw, "noise.pick(weights, keys, DRAFT)", "noise.pick(weights, keys, COUPLED)"),),
         law_of_sampled_drafts,
     ),
     Mutant(
@@ -666,14 +666,14 @@ MUTANTS = [
     ),
     Mutant(
         "drafts of several drafters, each with the lengths of the first",
-        ((draft._merge, "lengths = draft.lengths.where(mask, lengths)", "lengths = parts[0][1].lengths"),),
+        ((drafting._merge, "lengths = draft.lengths.where(mask, lengths)", "lengths = parts[0][1].lengths"),),
         mixed_drafters,
     ),
     Mutant(
         "drafts of several drafters, each with the law of the last",
         (
             (
-                draft._merge,
+                drafting._merge,
                 "probs[:, :k] = q.probs.where(mask[:, None, None], probs[:, :k])",
                 "probs[:, :k] = q.probs",
             ),

@@ -18,7 +18,8 @@ from tabular import Table
 from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, masks_along
-from foredraft.decode.draft import Draft, Guesser, RoundInputs, Stepper, propose
+from foredraft.decode.draft import Draft, Guesser, RoundInputs, Stepper
+from foredraft.decode.drafting import propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed

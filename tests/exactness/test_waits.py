@@ -15,7 +15,7 @@ from parts import StopUnsure
 import checkpoints
 import foredraft
 from foredraft import SamplingParams, build
-from foredraft.decode import accept, draft, engine, past, reading, sampling
+from foredraft.decode import accept, drafting, engine, past, reading, sampling
 from foredraft.drafters import draft_model
 from foredraft.kernels import rows as rows_of_kernels
 from foredraft.model import device
@@ -189,7 +189,7 @@ EDITS: dict[str, tuple[Any, str, str]] = {
         "probs, finite = _transformed(logits, table)\n    probs[finite]",
     ),
     "an upload that waits": (
-        draft._step_through,
+        drafting._step_through,
         "upload(padded, device, torch.int64)",
         "torch.tensor(padded, device=device, dtype=torch.int64)",
     ),

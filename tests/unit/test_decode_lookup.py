@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from foredraft.decode.draft import RoundInputs, _guess, propose
+from foredraft.decode.draft import RoundInputs
+from foredraft.decode.drafting import _guess, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.decode import constraint, draft
+from foredraft.decode import constraint, drafting
 from foredraft.model.device import upload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -72,5 +72,5 @@ def test_masks_are_uploaded(sent: list[Any], monkeypatch: pytest.MonkeyPatch) ->
     assert sent == ["pinned", ("cuda", True)] * 2
     sent.clear()
     walk = SimpleNamespace(constraint=Even())
-    draft._masks_of([walk], SimpleNamespace(vocabulary=3, device=CUDA))  # type: ignore[list-item,arg-type]
+    drafting._masks_of([walk], SimpleNamespace(vocabulary=3, device=CUDA))  # type: ignore[list-item,arg-type]
     assert sent == ["pinned", ("cuda", True)]

@@ -13,7 +13,7 @@ import pytest
 import foredraft
 from checkpoints import save_checkpoint
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
-from foredraft.decode import accept, draft, law, noise, sampling
+from foredraft.decode import accept, drafting, law, noise, sampling
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
@@ -193,15 +193,15 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "the token is not drawn from q": (
-        (draft._step_through, "token = _draw(q,", "token = _draw(Law(q.probs**3, q.ids, q.certain),"),
+        (drafting._step_through, "token = _draw(q,", "token = _draw(Law(q.probs**3, q.ids, q.certain),"),
         SPECULATIVE,
     ),
     "the law kept is not the one drawn from": (
-        (draft._step_through, "laws.append(q)", "laws.append(Law((0.3 * logits).softmax(-1)))"),
+        (drafting._step_through, "laws.append(q)", "laws.append(Law((0.3 * logits).softmax(-1)))"),
         SPECULATIVE,
     ),
     "the law kept of a draft in one call is not the one drawn from": (
-        (draft._at_once, "else Law(drafted.probs)", "else Law(drafted.probs**3)"),
+        (drafting._at_once, "else Law(drafted.probs)", "else Law(drafted.probs**3)"),
         SPECULATIVE,
     ),
     "coupled keeps what differs": (
@@ -222,7 +222,7 @@ def test_a_defect_fails_the_tests_that_it_touches(
 ) -> None:
     edit, touched = DEFECTS[name]
     planted(monkeypatch, edit)
-    if edit[0] is draft._step_through:
+    if edit[0] is drafting._step_through:
         monkeypatch.setattr(DraftModel, "draft", lambda *given: None)  # which takes all steps at once
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.1))
     assert failed(report) == touched

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict, accept
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_reader, as_stepper, propose
+from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_reader, as_stepper
+from foredraft.decode.drafting import propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.past import Past
