@@ -13,7 +13,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What commands keep, plans for one, they keep for these tests alone."""
     with pytest.MonkeyPatch.context() as patch:
