@@ -69,9 +69,7 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
             _, legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device)
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
-    width = max(lengths)
-    padded = [guess + [0] * (width - len(guess)) for guess in guesses]
-    tokens = upload(padded, inputs.device, torch.int64).view(len(padded), width)
+    tokens = upload(_padded(guesses), inputs.device, torch.int64).view(len(guesses), max(lengths))
     return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens))
 
 
@@ -79,13 +77,14 @@ def _step_through(
     drafter: Stepper, mine: list[bool], inputs: RoundInputs, policy: Policy, noise: Noise, greedy: bool
 ) -> Draft:
     """The one draft loop."""
+    sequences, device = inputs.sequences, inputs.device
+    budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
+    behind, starts = _catch_up(drafter, sequences, mine)
     if (looper := as_looper(drafter)) is not None:
-        at_once = _at_once(looper, mine, inputs, policy, noise, greedy)
+        at_once = _at_once(looper, behind, starts, budgets, inputs, policy, noise, greedy)
         if at_once is not None:
             return at_once
-    sequences, device = inputs.sequences, inputs.device
     rows = range(len(sequences))
-    budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
     width = max(budgets)
     coupled = [s.params.is_coupled for s in sequences]
     active = list(mine)  # host: rows that still draft, as far as the host knows
@@ -100,9 +99,8 @@ def _step_through(
     walks = [_Walk(sequences[b]) if mine[b] and sequences[b].constraint is not None else None for b in rows]
     walking = any(walk is not None for walk in walks)
 
-    behind, starts = _catch_up(drafter, sequences, mine)
     counts = [len(own) for own in behind]
-    padded = [own + [0] * (max(counts) - len(own)) for own in behind]
+    padded = _padded(behind)
     tokens = upload(padded, device, torch.int64)
     for j in range(width):
         idle = [not a for a in active]
@@ -157,15 +155,21 @@ def _reached(wanted: Tensor, possible: Tensor, going: list[Tensor]) -> Tensor:
 
 
 def _at_once(
-    drafter: Looper, mine: list[bool], inputs: RoundInputs, policy: Policy, noise: Noise, greedy: bool
+    drafter: Looper,
+    behind: list[list[int]],
+    starts: list[int],
+    most: list[int],
+    inputs: RoundInputs,
+    policy: Policy,
+    noise: Noise,
+    greedy: bool,
 ) -> Draft | None:
     """The loop in one call of the drafter's, where nobody has to look at a token before the next is drawn."""
-    sequences, table = inputs.sequences, inputs.table
+    table = inputs.table
     if policy.looks or inputs.past is not None or not table.plain:
         return None
-    if any(s.constraint is not None for s, is_mine in zip(sequences, mine, strict=True) if is_mine):
+    if any(s.constraint is not None for s, count in zip(inputs.sequences, most, strict=True) if count):
         return None
-    most = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
     drawing = None
     if not (greedy or table.all_greedy):
         if not noise.raced:
@@ -173,7 +177,7 @@ def _at_once(
         drawing = table.drawing(_draft_keys(inputs)[:, : max(most)])
         if drawing is None:
             return None
-    drafted = drafter.draft(*_catch_up(drafter, sequences, mine), most, drawing)
+    drafted = drafter.draft(behind, starts, most, drawing)
     if drafted is None:
         return None
     finite = drafted.finite.tolist()
@@ -215,6 +219,12 @@ def _catch_up(
         behind.append(sequence.tokens[start:] if is_mine else [0])
         starts.append(start)
     return behind, starts
+
+
+def _padded(rows: list[list[int]]) -> list[list[int]]:
+    """All as long as the longest."""
+    width = max(map(len, rows))
+    return [row + [0] * (width - len(row)) for row in rows]
 
 
 def _draw(q: Law, inputs: RoundInputs, column: int, coupled: list[bool], noise: Noise) -> Tensor:
