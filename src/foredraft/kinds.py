@@ -118,6 +118,16 @@ def _in(module: str) -> Any:
     return import_module(f"foredraft.{module}")
 
 
+def _policy(name: str) -> Callable[..., Policy]:
+    """Makes one of `decode.policy`, of the longest draft and its own settings."""
+
+    def make(longest: int, **settings: float | str) -> Policy:
+        made: Policy = getattr(_in("decode.policy"), name)(longest, **settings)
+        return made
+
+    return make
+
+
 # A draft's tokens for one of the target's that there is room for: few vocabularies are twice as fine.
 RETOKENIZED = 2
 
@@ -158,28 +168,26 @@ DRAFTERS: dict[str, DrafterKind] = {
 POLICIES: dict[str, PolicyKind] = {
     "auto": PolicyKind(
         "as long as one more token pays, by measured costs; no draft where none does",
-        lambda longest: _in("decode.policy").Auto(longest),
+        _policy("Auto"),
         max_draft=10,
         weighs=True,
     ),
-    "fixed": PolicyKind(
-        "always the longest draft", lambda longest: _in("decode.policy").Fixed(longest), max_draft=5
-    ),
+    "fixed": PolicyKind("always the longest draft", _policy("Fixed"), max_draft=5),
     "heuristic": PolicyKind(
         "two more after a draft accepted whole, one fewer otherwise",
-        lambda longest: _in("decode.policy").Heuristic(longest),
+        _policy("Heuristic"),
         max_draft=10,
     ),
     "confidence": PolicyKind(
         "until the drafter is less sure than a threshold",
-        lambda longest, **settings: _in("decode.policy").Confidence(longest, **settings),
+        _policy("Confidence"),
         max_draft=10,
         settings={"threshold": Setting(0.6)},
         confident=True,
     ),
     "adaptive-exit": PolicyKind(
         "the same, and the threshold moves towards a share of drafted tokens that are kept",
-        lambda longest, **settings: _in("decode.policy").AdaptiveExit(longest, **settings),
+        _policy("AdaptiveExit"),
         max_draft=12,
         settings={
             "target": Setting(0.9),
@@ -192,7 +200,7 @@ POLICIES: dict[str, PolicyKind] = {
     ),
     "target-confidence": PolicyKind(
         "none while the target was unsure of its last token, else the longest",
-        lambda longest, **settings: _in("decode.policy").TargetConfidence(longest, **settings),
+        _policy("TargetConfidence"),
         max_draft=5,
         settings={
             "threshold": Setting(0.5),
@@ -201,7 +209,7 @@ POLICIES: dict[str, PolicyKind] = {
     ),
     "fallback": PolicyKind(
         "until the drafter is unsure, and not the token that it is unsure of",
-        lambda longest, **settings: _in("decode.policy").Fallback(longest, **settings),
+        _policy("Fallback"),
         max_draft=10,
         settings={"threshold": Setting(0.6)},
         confident=True,

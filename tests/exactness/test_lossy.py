@@ -12,6 +12,7 @@ import pytest
 from forking import Case, outputs_of
 from harness import make_engine, request, run
 from tabular import Table
+from test_enumeration import TRANSFORMS as LOSSLESS
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fallback, Fixed, Policy
@@ -19,13 +20,7 @@ from foredraft.decode.policy import Fallback, Fixed, Policy
 V = 3
 TARGET, DRAFT = Table(V, 1), Table(V, 2)
 TRANSFORMS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "cold": {"temperature": 0.7},
-    "hot": {"temperature": 1.5},
-    "top-k": {"top_k": 2},
-    "top-p": {"top_p": 0.8},
-    "repetition": {"repetition_penalty": 1.4},
-    "bias": {"logit_bias": {0: 1.25, 2: -0.75}},
+    **{name: LOSSLESS[name] for name in ("as it is", "cold", "hot", "top-k", "top-p", "repetition", "bias")},
     "greedy": {"temperature": 0},
     "greedy, biased": {"temperature": 0, "logit_bias": {0: 1.25, 2: -0.75}},
     "greedy, cut": {"temperature": 0, "top_k": 1},

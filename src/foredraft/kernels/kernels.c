@@ -59,6 +59,8 @@ typedef struct {
     int64_t rows, positions;
 } Pass;
 
+static const I ORDER = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 static inline V splat(float x) { return x - (V){0}; }
 static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
