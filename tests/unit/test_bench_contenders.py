@@ -22,7 +22,6 @@ from foredraft.bench.costs import draft_seconds, measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
 from foredraft.bench.ours import BigLittle, Ours
-from foredraft.bench.records import Bandwidth
 from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import weigh
 from foredraft.build.policies import make_policy
@@ -239,13 +238,13 @@ def test_transformers_samples_without_cuts(setting: Setting, models: Any) -> Non
 
 
 def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
-    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1e6, "made up"), repeats=2)
+    made = measure_costs(setting.llm, 1, 40, 3, 1e-3, repeats=2)
     assert [cost.rows for cost in made.verifying] == [1, 2, 3, 4, 8, 16, 32]
     assert made.verifying[0].v == 1 and all(cost.seconds.count == 2 for cost in made.verifying)
     assert made.step_seconds == made.verifying[0].seconds.median
     assert made.drafting["lookup"] == 0 and made.drafting["draft-model"] > 0
     assert made.bandwidth_share == pytest.approx(1e-3 / made.step_seconds)
-    two = measure_costs(setting.llm, 2, 40, 3, 1000, None, repeats=1)
+    two = measure_costs(setting.llm, 2, 40, 3, repeats=1)
     assert [cost.rows for cost in two.verifying] == [1, 2, 3, 4] and two.bandwidth_share is None
 
 
@@ -278,7 +277,7 @@ def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(drafter.runner, "forward", drafts)
     monkeypatch.setattr(drafter.runner, "draft", lambda *_, **__: None)  # so that its steps come one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
-    made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=4)
+    made = measure_costs(setting.llm, 1, 40, 3, 1.0, repeats=4)
     assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.3}
     assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]
     assert made.bandwidth_share == 0.1

@@ -13,11 +13,12 @@ import checkpoints
 from foredraft import ConfigError, RequestError, demo
 from foredraft.bench import machine
 from foredraft.bench.contender import Timing
+from foredraft.bench.costs import Meter
 from foredraft.bench.hugging_face import Generate
 from foredraft.bench.options import Options
 from foredraft.bench.ours import Ours
 from foredraft.bench.prediction import ceiling
-from foredraft.bench.records import Report
+from foredraft.bench.records import Cost, Costs, Report, Spread
 from foredraft.bench.run import bench
 from foredraft.bench.timing import wrapped
 from foredraft.bench.workload import Workload
@@ -136,6 +137,38 @@ def test_a_drafter_under_several_policies(pair: dict[str, Any]) -> None:
         assert row.ceiling == (None if alpha is None else ceiling(report.costs[0], row.contender, alpha))
     assert report.options["policies"] == ["heuristic", "auto"] and report.options["policy"] == "heuristic"
     assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
+
+
+def test_costs_are_measured_in_the_midst_of_what_they_explain(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every repeat of every group, with the context of each workload's own prompts."""
+    happened: list[str] = []
+    turn = Meter.turn
+    monkeypatch.setattr(Meter, "turn", lambda meter: (happened.append("meter"), turn(meter))[1])
+    long = Workload("long", ("the target checks all of them, and keeps what it would have written",) * 2)
+    report = bench(
+        [TEXTS, long],
+        Options(methods=OURS, new_tokens=4, repeats=2),
+        progress=lambda stage, *_: happened.append("repeat") if "batch" in stage else None,
+        **pair,
+    )
+    assert happened == ["meter", "repeat"] * (2 * (3 + 2))
+    counts = [(made.workload, made.verifying[0].seconds.count) for made in report.costs]
+    assert counts == [("texts", 2 * 3), ("long", 2 * 2)]
+    assert report.costs[0].context < report.costs[1].context
+    for row in report.rows:
+        if row.perfect is not None:
+            met = next(made for made in report.costs if made.workload == row.workload)
+            assert row.perfect == ceiling(met, row.contender, 1.0)
+
+
+def test_typical_costs_are_those_of_the_median_step() -> None:
+    def costs(batch: int, step: float) -> Costs:
+        return Costs(batch, 10, (Cost(1, 1.0, Spread(step, step, step, 1)),), {}, None, f"of {step}")
+
+    report = Report({}, {}, (), None, (costs(1, 3.0), costs(2, 9.0), costs(1, 1.0), costs(1, 2.0)), ())
+    assert [(made.batch, made.workload) for made in report.typical_costs] == [(1, "of 2.0"), (2, "of 9.0")]
 
 
 def test_costs_reach_as_far_as_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> None:

@@ -151,6 +151,6 @@ def test_a_draft_step_costs_what_its_plan_leaves_in(models: Path, monkeypatch: p
 
         monkeypatch.setattr(runner, "forward", timed)
         monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
-        costs = measure_costs(llm, 1, 20, 3, 1000, None, repeats=2)
+        costs = measure_costs(llm, 1, 20, 3, repeats=2)
         assert costs.drafting["layer-skip"] == pytest.approx(c) and costs.drafting["lookup"] == 0
         assert seen == {(False, True), (True, given.startswith("exit"))}

@@ -37,7 +37,7 @@ def plots(report: Report) -> list[Plot]:
         found = [_speedups(report, batch) for batch in batches]
         found += [_policies(report, batch) for batch in batches]
         found += [_acceptance(report, batch) for batch in batches[:1]]
-        found += [_costs(report.costs)]
+        found += [_costs(report.typical_costs)]
         found += [_round_times(report, batch) for batch in batches]
         found += [_predictions(report)]
     return [plot for plot in found if plot is not None]

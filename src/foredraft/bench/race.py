@@ -1,15 +1,19 @@
 """The race: every contender on every prompt, in turns, and the rows that come of it.
 
 Contract: every contender is warmed up before its runs count; then, group by group of prompts, all take turns
-(`schedule`). What memory a run adds is seen at the warm-up, and a round is taken apart in runs of its own, so
-that looking does not change what is seen.
+(`schedule`), and the bare forwards that explain them (`costs`) take theirs in between. What memory a run adds
+is seen at the warm-up, and a round is taken apart in runs of its own, so that looking does not change what is
+seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
+from statistics import median
 
+from foredraft.bench import costs
 from foredraft.bench.contender import Contender, Setting, Timing
 from foredraft.bench.field import Field
 from foredraft.bench.figures import Group, Runs, Series, row_of
@@ -31,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 class Race:
     """What stays the same from row to row.
 
-    costs: by batch size. read_seconds: of a step's weights at the machine's bandwidth. progress: (stage,
+    longest: of all drafts. read_seconds: of a step's weights at the machine's bandwidth. progress: (stage,
     done, total).
     """
 
@@ -39,12 +43,12 @@ class Race:
     field: Field
     options: Options
     memory: Memory
-    costs: Mapping[int, Costs]
+    longest: int
     read_seconds: float | None
     progress: Progress
 
-    def rows(self, workload: str, prompts: list[list[int]]) -> Iterator[list[Row]]:
-        """Those of each batch size, as soon as they are there."""
+    def rows(self, workload: str, prompts: list[list[int]]) -> Iterator[tuple[Costs, list[Row]]]:
+        """Those of each batch size, as soon as they are there, and what forwards cost between their runs."""
         expected = self._plain_texts(workload, prompts)
         counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
         single: dict[str, Spread | None] = {}
@@ -52,10 +56,10 @@ class Race:
             groups = groups_of(counted, batch)
             added = self._warm_up(batch, _of(prompts, groups[0]))
             racing = [contender for contender in self.field.contenders if contender.name in added]
-            runs = self._race(f"{workload}, batch {batch}", prompts, groups, racing)
-            series = Series(
-                workload, batch, tuple(runs), tuple(expected), self.costs[batch], self.read_seconds
-            )
+            meter = self._meter(prompts, batch)
+            runs = tuple(self._race(f"{workload}, batch {batch}", prompts, groups, racing, meter))
+            met = meter.costs(self.read_seconds, workload)
+            series = Series(workload, batch, runs, tuple(expected), met, self.read_seconds)
             rows: list[Row] = []
             for contender in self.field.contenders:
                 name = contender.name
@@ -78,7 +82,7 @@ class Race:
             if batch == 1:
                 pairs = zip(self.field.contenders, rows, strict=True)
                 single = {contender.name: row.tokens_per_second for contender, row in pairs}
-            yield rows
+            yield met, rows
 
     def _plain_texts(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
         """What plain decoding makes of each prompt alone: what counts, and what others are compared with."""
@@ -107,17 +111,30 @@ class Race:
             added[contender.name] = peak[0]
         return added
 
+    def _meter(self, prompts: list[list[int]], batch: int) -> costs.Meter:
+        """At the context of a median prompt half way through its new tokens."""
+        context = int(median(map(len, prompts))) + self.options.new_tokens // 2
+        return costs.Meter(self.setting.llm, batch, context, self.longest)
+
     def _race(
-        self, stage: str, prompts: list[list[int]], groups: Sequence[Group], contenders: list[Contender]
+        self,
+        stage: str,
+        prompts: list[list[int]],
+        groups: Sequence[Group],
+        contenders: list[Contender],
+        meter: costs.Meter,
     ) -> Iterator[Runs]:
-        """Each group's runs: in every repeat, the contenders take turns."""
+        """Each group's runs: in every repeat, the contenders take turns, and then the meter."""
         repeats, done = self.options.repeats, 0
+        looks = ceil(costs.REPEATS / (len(groups) * repeats))
         for group in groups:
             timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
             for repeat in range(repeats):
                 for contender in turns(contenders, repeat):
                     timing = contender.run(_of(prompts, group), self.options.new_tokens)
                     timings[contender.name].append(timing)
+                for _ in range(looks):
+                    meter.turn()
                 done += 1
                 self.progress(stage, done, len(groups) * repeats)
             yield Runs(group, timings)

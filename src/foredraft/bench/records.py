@@ -90,7 +90,8 @@ class Costs:
 
     verifying: by rows, rising, from 1 on. drafting: c, by drafter: a token's share of what a round with the
     longest draft takes beyond its verifying pass; 0.0 where no forward is needed. bandwidth_share: of the
-    machine's read bandwidth that the forward over one row attains.
+    machine's read bandwidth that the forward over one row attains. workload: between whose runs they were
+    timed; None where they were timed alone.
     """
 
     batch: int
@@ -98,6 +99,7 @@ class Costs:
     verifying: tuple[Cost, ...]
     drafting: dict[str, float]
     bandwidth_share: float | None
+    workload: str | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -235,8 +237,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A benchmark. options, machine: names and plain values. notes: what was left out, and why. finished:
-    False where it was interrupted; `rows` are those that were done by then."""
+    """A benchmark. options, machine: names and plain values. costs: of each workload and batch size. notes:
+    what was left out, and why. finished: False where it was interrupted; `rows` and `costs` are those that
+    were done by then."""
 
     options: dict[str, Any]
     machine: dict[str, Any]
@@ -246,6 +249,15 @@ class Report:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     finished: bool = True
+
+    @property
+    def typical_costs(self) -> tuple[Costs, ...]:
+        """Of each batch size, those whose plain step is the median one's."""
+        found: dict[int, list[Costs]] = {}
+        for costs in self.costs:
+            found.setdefault(costs.batch, []).append(costs)
+        ranked = [sorted(each, key=lambda costs: costs.step_seconds) for each in found.values()]
+        return tuple(each[len(each) // 2] for each in ranked)
 
     @property
     def methods(self) -> tuple[Row, ...]:

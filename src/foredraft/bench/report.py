@@ -84,7 +84,7 @@ def _facts(report: Report) -> dict[str, str]:
     }
     if report.bandwidth is not None:
         facts["memory"] = f"{report.bandwidth.bytes_per_second / 1e9:.1f} GB/s ({report.bandwidth.method})"
-    for costs in report.costs:
+    for costs in report.typical_costs:
         share = "" if costs.bandwidth_share is None else f", {costs.bandwidth_share:.0%} of that bandwidth"
         drafting = "".join(f"; a token of {name} costs {cost:.2f}" for name, cost in costs.drafting.items())
         facts[f"plain step, batch {costs.batch}"] = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -14,12 +13,11 @@ import foredraft
 from foredraft import demo
 from foredraft.bench.contender import Setting
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
-from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory, bandwidth, machine
 from foredraft.bench.options import MAX_REPEATED, Options
 from foredraft.bench.race import Progress, Race
-from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
+from foredraft.bench.records import Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
 from foredraft.build.policies import make_policy
@@ -67,10 +65,9 @@ def bench(
         field.under(policies[1:])
         speed = bandwidth(setting.device)
         longest = max(map(_longest, policies))
-        costs = _costs(llm, prompts, options, longest, models[0].step_bytes, speed, progress)
         read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
-        race = Race(setting, field, options, memory, costs, read_seconds, progress)
-        rows, finished = _run(race, prompts)
+        race = Race(setting, field, options, memory, longest, read_seconds, progress)
+        costs, rows, finished = _run(race, prompts)
         programs = {CONTENDERS[contender.method].program for contender in field.contenders}
         versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
         return Report(
@@ -78,7 +75,7 @@ def bench(
             machine=machine(setting.device) | versions,
             models=models,
             bandwidth=speed,
-            costs=tuple(costs.values()),
+            costs=tuple(costs),
             rows=tuple(rows),
             notes=tuple(field.notes),
             finished=finished,
@@ -87,38 +84,20 @@ def bench(
         field.close()
 
 
-def _run(race: Race, prompts: Prompts) -> tuple[list[Row], bool]:
-    """The rows, and whether they are all."""
+def _run(race: Race, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
+    """The costs and the rows, and whether they are all."""
+    costs: list[Costs] = []
     rows: list[Row] = []
     try:
         for name, own in prompts.items():
-            for more in race.rows(name, own):
+            for met, more in race.rows(name, own):
+                costs.append(met)
                 rows += more
     except KeyboardInterrupt:
         if not rows:
             raise
-        return rows, False
-    return rows, True
-
-
-def _costs(
-    llm: LLM,
-    prompts: Prompts,
-    options: Options,
-    longest: int,
-    step_bytes: int,
-    speed: Bandwidth | None,
-    progress: Progress,
-) -> dict[int, Costs]:
-    """By batch size, at the context of a median prompt half way through its new tokens; longest: of the
-    drafts."""
-    lengths = [len(ids) for own in prompts.values() for ids in own]
-    context = int(median(lengths)) + options.new_tokens // 2
-    made: dict[int, Costs] = {}
-    for batch in sorted(set(options.batch)):
-        made[batch] = measure_costs(llm, batch, context, longest, step_bytes, speed)
-        progress("Costs", len(made), len(options.batch))
-    return made
+        return costs, rows, False
+    return costs, rows, True
 
 
 def _policies(llm: LLM, options: Options, loading: Mapping[str, Any]) -> list[Policy]:

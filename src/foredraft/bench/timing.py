@@ -16,7 +16,7 @@ import torch
 
 from foredraft.decode.engine import Engine
 
-__all__ = ["Clock", "Parts", "interleaved", "parted", "synchronise", "timed", "watched", "wrapped"]
+__all__ = ["Clock", "Parts", "Turns", "interleaved", "parted", "synchronise", "timed", "watched", "wrapped"]
 
 T = TypeVar("T")
 
@@ -136,6 +136,31 @@ def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
+class Turns:
+    """Works that take turns: all once, the next time in the opposite order.
+
+    seconds: of each, by its key, one a turn. settle: runs of a work just before it is timed, so that it finds
+    the caches as it leaves them itself and not as another one did.
+    """
+
+    def __init__(
+        self, works: Mapping[Any, Callable[[], object]], device: torch.device, settle: int = 0
+    ) -> None:
+        self.works, self.device, self.settle = works, device, settle
+        self.seconds: dict[Any, list[float]] = {name: [] for name in works}
+        self._backwards = False
+
+    def take(self, *, counts: bool = True) -> None:
+        """counts: else it warms up alone."""
+        for name in list(self.works)[:: -1 if self._backwards else 1]:
+            for _ in range(self.settle):
+                self.works[name]()
+            taken, _ = timed(self.works[name], self.device)
+            if counts:
+                self.seconds[name].append(taken)
+        self._backwards = not self._backwards
+
+
 def interleaved(
     works: Mapping[Any, Callable[[], object]],
     device: torch.device,
@@ -143,15 +168,8 @@ def interleaved(
     warm: int = 4,
     settle: int = 0,
 ) -> dict[Any, list[float]]:
-    """Seconds of each, by its key, in their order: all once, then again in the opposite one, `repeats` times;
-    the first `warm` turns do not count. settle: runs of a work just before it is timed, so that it finds the
-    caches as it leaves them itself and not as another one did."""
-    seconds: dict[Any, list[float]] = {name: [] for name in works}
+    """Seconds of each, by its key, in `repeats` turns (`Turns`) after `warm` ones that do not count."""
+    turns = Turns(works, device, settle)
     for turn in range(-warm, repeats):
-        for name in list(works)[:: 1 if turn % 2 else -1]:
-            for _ in range(settle):
-                works[name]()
-            taken, _ = timed(works[name], device)
-            if turn >= 0:
-                seconds[name].append(taken)
-    return seconds
+        turns.take(counts=turn >= 0)
+    return turns.seconds

@@ -171,7 +171,7 @@ def lines(report: Report) -> list[str]:
 
 
 def about(report: Report) -> str:
-    target, costs, speed = report.models[0], report.costs[0], report.bandwidth
+    target, costs, speed = report.models[0], report.typical_costs[0], report.bandwidth
     options, machine = report.options, report.machine
     step = f"a bare step takes {costs.step_seconds * 1e3:.2f} ms"
     if speed is not None and costs.bandwidth_share is not None:

@@ -60,7 +60,7 @@ def measure_plan_costs(
     llm: LLM, context: int, longest: int, temperature: float, repeats: int = REPEATS
 ) -> PlanCosts:
     """At batch 1, with `context` tokens before the drafts, which are `longest` tokens long."""
-    bare = measure_costs(llm, 1, context, longest, step_bytes=0, bandwidth=None, repeats=repeats)
+    bare = measure_costs(llm, 1, context, longest, repeats=repeats)
     verifying = {cost.rows: cost.v for cost in bare.verifying}
     spec = llm.spec
     full = Plan.full(spec.layers)

@@ -63,7 +63,7 @@ def race(
             progress("decode", done + 1, len(texts))
         context = int(median(text.start for text in texts)) + options.new_tokens // 2
         longest = max(trial.draft for trial in trials)
-        costs = measure_costs(llm, 1, context, longest, step_bytes=0, bandwidth=None).drafting
+        costs = measure_costs(llm, 1, context, longest).drafting
     teacher = Teacher(runner, Calibration(tuple(texts), temperature), longest)
     return [
         _finalist(trial, timings[PLAIN], timings[name], costs[name], _tau(teacher, trial), temperature)
