@@ -135,9 +135,14 @@ static inline Share share(int64_t count) {
     return (Share){count * me / threads, count * (me + 1) / threads};
 }
 
-// The pieces that a group's attention is cut into.
-static inline int64_t pieces(const Model *m, const Pass *p, int64_t g) {
-    return (p->count[g] * (m->heads / m->kv_heads) + QUERIES - 1) / QUERIES * m->kv_heads;
+// The query rows of a group that share a key head.
+static inline int64_t queries(const Model *m, const Pass *p, int64_t g) {
+    return p->count[g] * (m->heads / m->kv_heads);
+}
+
+// The runs of LANES positions, from a multiple of it on, that a group's columns reach into.
+static inline int64_t runs(const Pass *p, int64_t g) {
+    return (p->start[g] + p->count[g] - 1) / LANES - p->start[g] / LANES + 1;
 }
 
 static inline void bring(const void *from, int64_t bytes) {
