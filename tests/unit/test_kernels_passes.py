@@ -109,13 +109,12 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     runner, threads = Runner(decoders("gemma2", dtype)[0]), torch.get_num_threads()
     try:
         seen = []
-        for count in (1, 2, 3):
+        for count in (1, 2, 5, 7):  # of which some share neither heads nor queries evenly
             torch.set_num_threads(count)
-            seen.append(text(runner, (90,)))
+            seen.append(text(runner, (80, 3, 7)))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(seen[0], seen[1])
-    assert torch.equal(seen[0], seen[2])
+    assert all(torch.equal(seen[0], other) for other in seen[1:])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -268,8 +267,12 @@ WRONG = {
     "a key in its neighbour's lane": ("words * BLOCK + position % BLOCK;", "words * BLOCK + (position ^ 1) % BLOCK;"),
     "a block of keys written from its end": ("position / BLOCK * words * BLOCK + position % BLOCK", "position / BLOCK * words * BLOCK + (31 - position % BLOCK)"),
     "the words of a key in another order": ("to + w * BLOCK, key + w * WORD", "to + (words - 1 - w) * BLOCK, key + w * WORD"),
-    "the norms of keys left out": ("head == key ? &l->k : &l->q", "&l->q"),
+    "the norms of keys left out": ("r < each ? &l->q : &l->k", "&l->q"),
     "gate and value change places": ("activated(NAME(read_some)(row + i, n), m->gelu)", "activated(NAME(read_some)(row + inner + i, n), m->gelu)"),
+}  # fmt: skip
+THREADS = {
+    "heads of another thread turned as well": ("m->kv_heads - h < mine.to - i ? m->kv_heads :", "1 ? m->kv_heads :"),
+    "a query row begun anew by the next thread": ("index % queries(m, p, g), left", "index % queries(m, p, g) / QUERIES * QUERIES, left"),
 }  # fmt: skip
 BITS = {
     "blocks of keys begin where the window does": ("reach > 0 ? reach / KEYS * KEYS : 0", "reach > 0 ? reach : 0"),
@@ -314,3 +317,12 @@ def test_a_kernel_whose_bits_depend_on_the_shape_is_caught(
     if not caught:
         with pytest.raises(AssertionError):
             check_bits()
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_threads_that_do_not_share_well_are_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(monkeypatch, tmp_path, *THREADS[name])
+    with pytest.raises(AssertionError):
+        test_the_number_of_threads_changes_no_bit(torch.float32)
