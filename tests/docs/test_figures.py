@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import figures
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
