@@ -17,7 +17,6 @@ import foredraft
 from foredraft import SamplingParams, build
 from foredraft.decode import accept, drafting, engine, past, reading, sampling
 from foredraft.drafters import draft_model
-from foredraft.kernels import rows as rows_of_kernels
 from foredraft.model import device
 from foredraft.model.runner import Runner
 from planting import Mutant, assert_caught
@@ -39,7 +38,6 @@ PARAMS: dict[str, dict[str, Any]] = {
 def kernels() -> Iterator[None]:
     """None, as on a GPU: the operators are PyTorch's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_of_kernels, "loaded", lambda: None)
         patch.setattr(build, "unserved_because", lambda *_: "for a test")
         yield
 

@@ -96,7 +96,7 @@ class RoundInputs:
             ]
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
-        return NoiseKeys(base, position, attempt, rounds)
+        return NoiseKeys(base, position, attempt, rounds, self.table.operators)
 
 
 class Drafter(Protocol):

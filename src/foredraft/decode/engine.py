@@ -28,6 +28,7 @@ from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_r
 from foredraft.decode.drafting import propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
+from foredraft.decode.operators import DEFINITION, Operators
 from foredraft.decode.past import Past
 from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.prompt_scores import score_chunk
@@ -78,9 +79,10 @@ Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], V
 class Engine:
     """Not thread-safe: one caller steps it at a time.
 
-    greedy_drafts: steppers draft their argmax (a one-hot q) instead of sampling from q. `accept` is an
-    attribute so that a verification can see what it makes of a defective rule. `policy` may be another one
-    whenever nobody has a row: what it keeps of a sequence begins with that.
+    operators: what everything over a vocabulary goes by. greedy_drafts: steppers draft their argmax (a one-
+    hot q) instead of sampling from q. `accept` is an attribute so that a verification can see what it makes
+    of a defective rule. `policy` may be another one whenever nobody has a row: what it keeps of a sequence
+    begins with that.
     """
 
     def __init__(
@@ -92,13 +94,14 @@ class Engine:
         *,
         vocabulary: int,
         device: torch.device,
+        operators: Operators = DEFINITION,
         noise: Noise | None = None,
         greedy_drafts: bool = False,
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
         self.drafters = dict(drafters)
         self.vocabulary, self.device = vocabulary, device
-        self.noise = noise or Noise()
+        self.operators, self.noise = operators, noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.accept: Rule = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
@@ -164,7 +167,7 @@ class Engine:
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
-            self._table = ids, SamplingTable.of(params, self.device, ends)
+            self._table = ids, SamplingTable.of(params, self.device, ends, self.operators)
         table, budgets = self._table[1], self._budgets(sequences, idle)
         return RoundInputs.of(sequences, idle, budgets, table, self.vocabulary, self.device)
 
@@ -324,7 +327,7 @@ class Engine:
 
     def _score(self, sequence: Sequence, hidden: Tensor, start: int) -> bool:
         """Scores of the prompt's tokens after the chunk's; False where the request fails for it."""
-        scores = score_chunk(self.target.head, hidden, sequence, start)
+        scores = score_chunk(self.target.head, hidden, sequence, start, self.operators)
         if scores is None:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
             return False

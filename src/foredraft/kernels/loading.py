@@ -18,7 +18,7 @@ from pathlib import Path
 
 from foredraft.kernels.machine import cache_folder, describe_cpu
 
-__all__ = ["compiler", "library", "loaded", "unavailable_because"]
+__all__ = ["compiler", "library", "unavailable_because"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,6 @@ def unavailable_because() -> str | None:
     """Why there is no library."""
     found = _found()
     return found if isinstance(found, str) else None
-
-
-def loaded() -> ctypes.CDLL | None:
-    """The kernels, if somebody has asked for them: nothing is compiled for this."""
-    return library() if _found.cache_info().currsize else None
 
 
 def _load(command: list[str]) -> ctypes.CDLL:

@@ -77,6 +77,11 @@ class Runner:
         return find_shapes(self.decoder, probed, self._run) if deterministic else LOOSE
 
     @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of our own run its passes."""
+        return self._native is not None
+
+    @property
     def choices(self) -> str:
         """What was chosen for this decoder, on this machine, in words."""
         device, dtype = self.decoder.device, self.decoder.dtype
