@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from ctypes import c_int, c_int64, c_void_p
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import checkpoints
+import foredraft
 from compiling import plant
 from foredraft import kernels
 from foredraft.decode.law import Law
@@ -236,6 +239,24 @@ def test_rows_that_lie_apart_have_the_same_bits(params: SamplingParams) -> None:
     assert alone.probs is not None
     assert torch.equal(law.probs[:1], alone.probs)
     assert torch.equal(wide, before)
+
+
+def test_without_memory_a_request_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`tests/kernels_memory.c` has every allocation fail; here, those of the softmax do."""
+    pair, changed = checkpoints.save_pair(tmp_path), tmp_path / "changed"
+    changed.mkdir()
+    old = "return NO_MEMORY;\n    float *top"
+    plant(monkeypatch, changed, f"if (!sums) {old}", f"if (1) {old}")
+    llm = foredraft.load(pair / "big", draft=pair / "small", device="cpu", kernels=True, max_length=64)
+    params = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=0)
+    for drafts in ("draft-model", "none"):
+        sampled, greedy = (llm.generate([[5, 6, 7]], replace(own, speculation=drafts))[0] for own in params)
+        assert sampled.finish_reason == "error"
+        assert sampled.error is not None and sampled.error.startswith(
+            "MemoryError: the kernels get no memory"
+        )
+        assert len(sampled.error.splitlines()) == 1
+        assert greedy.error is None
 
 
 DEFECTS = {

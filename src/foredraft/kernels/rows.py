@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import library
+from foredraft.kernels.loading import declare, library
 
 __all__ = ["Cuts", "RowKernels"]
 
@@ -26,6 +26,9 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
     "units": (c_void_p, c_int64, c_void_p),
 }
+
+
+ALLOCATING = ("best", "law", "race")
 
 
 class Cuts(Protocol):
@@ -46,7 +49,10 @@ class Cuts(Protocol):
 
 
 class RowKernels:
-    """`decode.operators.Operators` by the kernels, which must be there (`library`)."""
+    """`decode.operators.Operators` by the kernels, which must be there (`library`).
+
+    Raises MemoryError where there is no memory to work in.
+    """
 
     def __init__(self) -> None:
         kernels = library()
@@ -105,9 +111,7 @@ class RowKernels:
 
 
 def _function(kernels: ctypes.CDLL, name: str) -> Any:
-    run = getattr(kernels, f"foredraft_{name}")
-    run.argtypes, run.restype = SIGNATURES[name], None
-    return run
+    return declare(getattr(kernels, f"foredraft_{name}"), SIGNATURES[name], allocates=name in ALLOCATING)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import library
+from foredraft.kernels.loading import declare, library
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
@@ -119,18 +119,23 @@ class NativePasses:
         self._room = spec.hidden_size + max(width, 2 * inner) + max(mixed, inner)  # elements a column
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
-        self._forward = getattr(kernels, "foredraft_forward" + suffix(decoder.dtype))
-        self._forward.argtypes = (
-            *(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int,
+        forward, head, draft = (
+            getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}")
+            for name in ("forward", "head", "draft")
+        )
+        self._forward = declare(
+            forward,
+            (*(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+        )
+        self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
+        self._draft = declare(
+            draft,
+            (
+                *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
+                *(c_void_p,) * 7, c_int,
+            ),
+            allocates=True,
         )  # fmt: skip
-        self._head = getattr(kernels, "foredraft_head" + suffix(decoder.dtype))
-        self._head.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int)
-        self._draft = getattr(kernels, "foredraft_draft" + suffix(decoder.dtype))
-        self._draft.argtypes = (
-            *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
-            *(c_void_p,) * 7, c_int,
-        )  # fmt: skip
-        self._forward.restype = self._head.restype = self._draft.restype = None
 
     def rotate_by(self, tables: Mapping[Rope, Tensor]) -> None:
         """Use these rotary tables, [P, 2, D] each."""
