@@ -248,7 +248,11 @@ class Engine:
             if reading.broken and reading.drafted == 0:
                 over.append((sequence, Finish.ERROR, _not_finite(sequence)))
                 continue
-            if reading.broken:  # whatever the coins said: judging by them would favour some drafts
+            if reading.broken:
+                # Whole, whatever the coins said. Drafts that lead to such values are then never judged, and the
+                # others weigh a little more in the output's law. To keep what was accepted before the first
+                # such value would be exact; but NaN reaches every column of its row, for no mask hides it
+                # (0 * NaN), and which was the first cannot be told without another pass.
                 self.cache.wipe(sequence.row, base)
                 outcome = Round(reading.drafted, 0, 0)
             else:
