@@ -290,6 +290,7 @@ class Pressed:
     def __init__(self, at: set[int], raises: bool) -> None:
         self.at, self.raises = at, raises
         self.instructions = self.handled = 0
+        self.forgotten: list[Any] = []  # what is still held back while it waits
 
     def __call__(self, number: int, frame: Any) -> None:
         self.handled += 1
@@ -313,13 +314,15 @@ class Pressed:
             sys.settrace(self.trace)
             with _Interrupts() as interrupts:
                 interrupts.deliver()
-                interrupts.wait(SimpleNamespace(wait=lambda: None))  # type: ignore[arg-type]
+                waiting = SimpleNamespace(wait=lambda: self.forgotten.append(interrupts.noted))
+                interrupts.wait(waiting)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             assert self.raises
         finally:
             sys.settrace(tracing)
             restored = signal.signal(signal.SIGINT, before)
         assert restored is self, "the handler is not back"
+        assert not any(self.forgotten)
 
 
 @pytest.mark.parametrize("raises", [False, True])

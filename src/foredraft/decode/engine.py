@@ -249,10 +249,10 @@ class Engine:
                 over.append((sequence, Finish.ERROR, _not_finite(sequence)))
                 continue
             if reading.broken:
-                # Whole, whatever the coins said. Drafts that lead to such values are then never judged, and the
-                # others weigh a little more in the output's law. To keep what was accepted before the first
-                # such value would be exact; but NaN reaches every column of its row, for no mask hides it
-                # (0 * NaN), and which was the first cannot be told without another pass.
+                # Whole, whatever the coins said. Drafts that lead to such values are never judged then, and
+                # the others weigh a little more in the output's law. To keep what was accepted before the
+                # first such value would be exact; but NaN reaches every column of its row, for no mask hides
+                # it (0 * NaN), and which was the first cannot be told without another pass.
                 self.cache.wipe(sequence.row, base)
                 outcome = Round(reading.drafted, 0, 0)
             else:
