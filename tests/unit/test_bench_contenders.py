@@ -274,9 +274,11 @@ def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPa
         return 9.0 + rows + (5.0 if before != rows else 0.0) + (3.0 if last == "draft" else 0.0)
 
     monkeypatch.setattr(engine.target, "forward", slow("target", engine.target, passes))
-    drafts = slow("draft", drafter.runner, lambda rows: 4.0 if last == "target" else 1.0)
-    monkeypatch.setattr(drafter.runner, "forward", drafts)
-    monkeypatch.setattr(drafter.runner, "draft", lambda *_, **__: None)  # so that its steps come one by one
+    drafts = slow("draft", drafter.draft_pass.runner, lambda rows: 4.0 if last == "target" else 1.0)
+    monkeypatch.setattr(drafter.draft_pass.runner, "forward", drafts)
+    monkeypatch.setattr(
+        drafter.draft_pass.runner, "draft", lambda *_, **__: None
+    )  # so that its steps come one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     made = measure_costs(setting.llm, 1, 40, 3, 1000, Bandwidth(1000.0, "made up"), repeats=4)
     assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.3}

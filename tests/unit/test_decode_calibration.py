@@ -150,7 +150,7 @@ def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, 
     drafter: Any = llm.engine.drafters["draft-model"]
     policy.table = CostTable({1: {1: 1.0, 2: 9.0}}, {})  # a draft cannot pay
     llm.generate([[5 + i % 90 for i in range(50)]], GREEDY)
-    assert drafter.runner.forwarded == 0
+    assert drafter.draft_pass.runner.forwarded == 0
 
 
 def test_what_another_tokenizer_has_to_read_is_counted(tmp_path: Path) -> None:

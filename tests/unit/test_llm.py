@@ -158,7 +158,7 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(
     )
     prompt = [5 + i % 90 for i in range(301)]
     drafter: Any = llm.engine.drafters["draft-model"]
-    runners: list[Any] = [llm.engine.target, drafter.runner]
+    runners: list[Any] = [llm.engine.target, drafter.draft_pass.runner]
     before = [runner.forwarded for runner in runners]
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation=speculation)
     outputs = llm.generate(prompt, params, n=5000)
