@@ -8,7 +8,7 @@ from pathlib import Path
 import test_enumeration as enumeration
 import test_lossy as lossy
 
-from foredraft.decode import accept, drafting, engine, params, sampling
+from foredraft.decode import accept, drafting, params, sampling
 from foredraft.decode.policy import Fallback
 from planting import Mutant
 
@@ -127,7 +127,13 @@ MUTANTS = [
     ),
     Mutant(
         "judged before the transforms",
-        ((engine._rollback, "p if table.judge is None", "Law(logits.softmax(-1)) if table.judge is None"),),
+        (
+            (
+                accept.Rollback.of.__func__,
+                "p if table.judge is None",
+                "Law(logits.softmax(-1)) if table.judge is None",
+            ),
+        ),
         lossy_law,
     ),
     Mutant(
@@ -139,9 +145,9 @@ MUTANTS = [
         "every row by one bound",
         (
             (
-                engine._rollback,
-                "Rollback(judge, table.bound,",
-                "Rollback(judge, table.bound.nan_to_num().amax().expand_as(table.bound),",
+                accept.Rollback.of.__func__,
+                "cls(judge, table.bound,",
+                "cls(judge, table.bound.nan_to_num().amax().expand_as(table.bound),",
             ),
         ),
         rules_side_by_side,

@@ -14,6 +14,7 @@ import test_identity as identity
 from parts import LateBan, RandomBudgets, StopUnsure
 
 from foredraft.decode import accept, drafting, noise, operators, rows, sampling, sequence
+from foredraft.decode.draft import RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
 from foredraft.drafters import draft_model, layer_skip, lookup
@@ -744,8 +745,8 @@ MUTANTS = [
         "p not masked along the draft",
         (
             (
-                Engine._masks,
-                "masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])",
+                RoundInputs.masks,
+                "masks.append(masks_along(sequence.constraint, tokens, self.vocabulary, self.device)[0])",
                 "masks.append(free)",
             ),
         ),

@@ -27,6 +27,8 @@ from torch import Tensor
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
 from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Keys, Noise
+from foredraft.decode.past import Past
+from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.device import upload
 
 __all__ = ["Rollback", "Verdict", "accept", "bild", "coupled", "speculative"]
@@ -51,6 +53,16 @@ class Rollback:
     bound: Tensor
     rows: Tensor
     everywhere: bool
+
+    @classmethod
+    def of(
+        cls, table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
+    ) -> Rollback | None:
+        """What the rows of the lossy rule go by, if there are any; p: the laws of all rows' logits."""
+        if table.bound is None:
+            return None
+        judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
+        return cls(judge, table.bound, ~table.bound.isnan(), table.bounded)
 
 
 def speculative(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:

@@ -16,20 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict, accept
-from foredraft.decode.constraint import masks_along
 from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_reader, as_stepper
 from foredraft.decode.drafting import propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.operators import DEFINITION, Operators
-from foredraft.decode.past import Past
 from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
@@ -38,39 +34,14 @@ from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
-from foredraft.decode.trace import RoundTrace
+from foredraft.decode.target import Target
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Forward, Resume, next_chunk
+from foredraft.model.runner import Forward, next_chunk
 
-__all__ = ["Engine", "Target"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-
-class Target(Protocol):
-    """What the engine needs of `model.runner.Runner`."""
-
-    max_queries: int  # longest [pending, *draft] that one pass takes
-    chunk: int  # prefill is cut at multiples of it
-
-    def forward(
-        self,
-        cache: KVCache,
-        tokens: Tensor,
-        starts: list[int],
-        *,
-        idle: Seq[bool] | None = None,
-        counts: list[int] | None = None,
-        resume: Resume | None = None,
-        taps: Seq[int] = (),
-    ) -> Forward: ...
-
-    def prefill(
-        self, cache: KVCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()
-    ) -> Forward: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...
 
 
 Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], Verdict]
@@ -150,9 +121,9 @@ class Engine:
         forward = self._verify(inputs, draft)
         assert forward.logits is not None
         past = inputs.past and inputs.past.along(draft.tokens)
-        masks = self._masks(inputs, draft)
+        masks = inputs.masks(draft.tokens)
         p, finite = law_of(forward.logits, inputs.table, masks, past)
-        rollback = _rollback(inputs.table, p, forward.logits, masks, past)
+        rollback = Rollback.of(inputs.table, p, forward.logits, masks, past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
@@ -220,21 +191,6 @@ class Engine:
             taps=taps,
         )
 
-    def _masks(self, inputs: RoundInputs, draft: Draft) -> Tensor | None:
-        """[B, K + 1, V] bool along every constrained row's draft, or None."""
-        if not any(s.constraint is not None for s in inputs.sequences):
-            return None
-        width = draft.tokens.shape[1] + 1
-        free = torch.ones(width, self.vocabulary, dtype=torch.bool, device=self.device)
-        masks: list[Tensor] = []
-        tokens = draft.tokens.tolist()
-        for sequence, ids, idle in zip(inputs.sequences, tokens, inputs.idle, strict=True):
-            if sequence.constraint is None or idle:
-                masks.append(free)
-            else:
-                masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])
-        return torch.stack(masks)
-
     def _commit(self, inputs: RoundInputs, readings: list[Reading], forward: Forward) -> list[Sequence]:
         """Tokens, cache length, constraint, drafter and policy of each row move together."""
         over: list[tuple[Sequence, Finish, str | None]] = []
@@ -259,7 +215,7 @@ class Engine:
                 outcome = self._extend(sequence, reading)
             sequence.rounds.append(outcome)
             if sequence.traced:
-                sequence.trace.append(_traced(sequence, reading, outcome, base + 1, budget))
+                sequence.trace.append(reading.traced(sequence, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             for name in sequence.drafters:
                 drafter = self.drafters[name]
@@ -363,35 +319,6 @@ class Engine:
 
     def _taps(self, sequence: Sequence) -> tuple[int, ...]:
         return tuple(depth for name in sequence.drafters for depth in self.drafters[name].taps)
-
-
-def _rollback(
-    table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
-) -> Rollback | None:
-    """What the rows of the lossy rule go by, if there are any."""
-    if table.bound is None:
-        return None
-    judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
-    return Rollback(judge, table.bound, ~table.bound.isnan(), table.bounded)
-
-
-def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, budget: int) -> RoundTrace:
-    """Of the round that began with so many tokens."""
-    count = 0 if reading.broken else outcome.drafted  # what lies past the end of the text, nobody looked at
-    return RoundTrace(
-        start=length - len(sequence.prompt),
-        drafter=sequence.drafter if budget else None,
-        budget=budget,
-        draft=reading.tokens[: outcome.drafted],
-        p=reading.p[:count],
-        q=reading.q[:count],
-        accepted=outcome.accepted,
-        next_token=reading.next_token,
-        next_p=0.0 if reading.broken else reading.next_p,
-        emitted=outcome.emitted,
-        discarded=reading.broken,
-        rollback=sequence.params.bound,
-    )
 
 
 def _not_finite(sequence: Sequence) -> str:

@@ -19,6 +19,8 @@ from foredraft.decode.policy.gate import certainty
 from foredraft.decode.policy.protocol import Signal
 from foredraft.decode.scores import Integers, Score, bits, numbers, score, scores_in
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+from foredraft.decode.trace import RoundTrace
 from foredraft.model.device import upload
 
 __all__ = ["Reading", "read"]
@@ -48,6 +50,25 @@ class Reading:
     def new(self) -> list[int]:
         """The tokens that the round decided on."""
         return [*self.tokens[: self.accepted], self.next_token]
+
+    def traced(self, sequence: Sequence, outcome: Round, length: int, budget: int) -> RoundTrace:
+        """Of the round that began with so many tokens."""
+        # what lies past the end of the text, nobody looked at
+        count = 0 if self.broken else outcome.drafted
+        return RoundTrace(
+            start=length - len(sequence.prompt),
+            drafter=sequence.drafter if budget else None,
+            budget=budget,
+            draft=self.tokens[: outcome.drafted],
+            p=self.p[:count],
+            q=self.q[:count],
+            accepted=outcome.accepted,
+            next_token=self.next_token,
+            next_p=0.0 if self.broken else self.next_p,
+            emitted=outcome.emitted,
+            discarded=self.broken,
+            rollback=sequence.params.bound,
+        )
 
 
 def read(
