@@ -319,17 +319,17 @@ MUTANTS = [
     ),
     Mutant(
         "padding accepted",
-        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         law_of_ragged_drafts,
     ),
     Mutant(
         "padding accepted, by hand",
-        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         accept_unit.test_padding_is_never_accepted,
     ),
     Mutant(
         "tokens after a rejection accepted",
-        ((accept._leading, ".cumprod(1).sum(1)", ".sum(1)"),),
+        ((operators.leading, ".cumprod(1).sum(1)", ".sum(1)"),),
         law_of_sampled_drafts,
     ),
     Mutant(
@@ -429,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "coupled stops at the first match",
-        ((accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),),
+        ((operators.Definition.match, "drafted == own", "drafted != own"),),
         seeded_text,
     ),
     Mutant(

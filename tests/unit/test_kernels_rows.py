@@ -181,6 +181,17 @@ def test_the_best(width: int) -> None:
     assert finite.all()
 
 
+def test_matches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for columns in (0, 1, 2, 5):
+        drafted, own = (torch.randint(0, 2, (40, columns + more), generator=generator) for more in (0, 1))
+        lengths = torch.randint(0, columns + 1, (40,), generator=generator)
+        for got, want in zip(
+            RowKernels().match(drafted, own, lengths), DEFINITION.match(drafted, own, lengths), strict=True
+        ):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("certain", [False, True])
 def test_residuals(width: int, certain: bool) -> None:
@@ -276,6 +287,8 @@ DEFECTS = {
     "the bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
     "noise without its purpose": ("folded(base[r], purpose)", "folded(base[r], 0)"),
     "noise without its round": ("if (round) key", "if (0) key"),
+    "padding is matched": ("at < lengths[r] && drafted", "at < k && drafted"),
+    "the draft of the first row": ("drafted[r * k + at] ==", "drafted[at] =="),
     "the last of several that tie": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
 }  # fmt: skip
 
@@ -289,6 +302,7 @@ def check_all() -> None:
         for certain in (False, True):
             test_residuals(width, certain)
     test_noise()
+    test_matches()
     test_a_nucleus_ends_where_it_is_full()
     for at in (5, 40, 999):
         test_what_is_not_finite_is_seen(at, float("nan"), SamplingParams(top_p=0.9))

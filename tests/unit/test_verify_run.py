@@ -209,7 +209,7 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "coupled keeps what differs": (
-        (accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),
+        (operators.Definition.match, "drafted == own", "drafted != own"),
         {("draft-model", "coupled")},
     ),
     "plain sampling too": (

@@ -64,13 +64,6 @@ class Law:
         hot = (tokens == self.ids[:, :k]).to(torch.float32)
         return hot if dense is None else torch.where(self._certain[:, None], hot, dense)
 
-    def allows(self, tokens: Tensor) -> Tensor:
-        """Whether `tokens` [B, K] can be drawn at all, each under its own position's law -> [B, K] bool."""
-        if self.probs is None:
-            assert self.ids is not None
-            return tokens == self.ids[:, : tokens.shape[1]]
-        return self.at(tokens) > 0
-
     def position(self, index: Tensor) -> Law:
         """The law at position `index` [B] of every row -> Law with T = 1."""
         if self.columns == 1:

@@ -18,7 +18,16 @@ from torch import Tensor
 from foredraft.kernels.rows import Cuts, RowKernels
 from foredraft.model.runner import Runner
 
-__all__ = ["DEFINITION", "Definition", "Operators", "least_in_nucleus", "operators_of", "running", "total"]
+__all__ = [
+    "DEFINITION",
+    "Definition",
+    "Operators",
+    "leading",
+    "least_in_nucleus",
+    "operators_of",
+    "running",
+    "total",
+]
 
 
 class Operators(Protocol):
@@ -37,6 +46,11 @@ class Operators(Protocol):
 
         q: [..., V], or the one id that it is certain of [...] int64.
         """
+        ...
+
+    def match(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """How many drafted tokens [B, K] at the start of each row, of so many [B], are its own [B, K + 1],
+        and its own one after these; int64 all -> [B] each."""
         ...
 
     def race(self, weights: Tensor, keys: Tensor) -> Tensor:
@@ -93,6 +107,10 @@ class Definition:
         usable = where[..., None] & (left.sum(-1, keepdim=True) > 0)
         return torch.where(usable, left, p)
 
+    def match(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        found = leading(drafted == own[:, :-1], lengths)
+        return found, own.gather(1, found[:, None])[:, 0]
+
     def race(self, weights: Tensor, keys: Tensor) -> Tensor:
         tokens = torch.arange(weights.shape[-1], device=weights.device)
         unit = self.units(_fold(keys[..., None], tokens))  # [..., V]
@@ -118,6 +136,11 @@ DEFINITION: Final = Definition()
 def operators_of(runner: Runner) -> Operators:
     """Those that go with its passes: the kernels where they run these."""
     return RowKernels() if runner.by_kernels else DEFINITION
+
+
+def leading(keep: Tensor, lengths: Tensor) -> Tensor:
+    """Length of the run of kept tokens at the start of each row; padding is never kept -> [B]."""
+    return torch.minimum(keep.cumprod(1).sum(1), lengths)
 
 
 # --- sums over a vocabulary ---------------------------------------------------------------------------

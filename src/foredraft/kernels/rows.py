@@ -22,6 +22,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "best": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "law": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
     "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
+    "match": (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p),
     "race": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
     "units": (c_void_p, c_int64, c_void_p),
@@ -57,9 +58,8 @@ class RowKernels:
     def __init__(self) -> None:
         kernels = library()
         assert kernels is not None
-        self._best, self._law, self._residual, self._race, self._keys, self._units = (
-            _function(kernels, name) for name in SIGNATURES
-        )
+        functions = (_function(kernels, name) for name in SIGNATURES)
+        self._best, self._law, self._residual, self._match, self._race, self._keys, self._units = functions
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _rows(x)
@@ -87,6 +87,13 @@ class RowKernels:
         size = where.numel(), p.shape[-1]
         self._residual(p.data_ptr(), law_of, id_of, where.data_ptr(), *size, out.data_ptr())
         return out
+
+    def match(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        drafted, own, lengths = drafted.contiguous(), own.contiguous(), lengths.contiguous()
+        found, after = lengths.new_empty(lengths.shape), lengths.new_empty(lengths.shape)
+        outs = found.data_ptr(), after.data_ptr()
+        self._match(drafted.data_ptr(), own.data_ptr(), lengths.data_ptr(), *drafted.shape, *outs)
+        return found, after
 
     def race(self, weights: Tensor, keys: Tensor) -> Tensor:
         weights, keys = _rows(weights), keys.contiguous()

@@ -151,7 +151,7 @@ class Runner:
         job = Job(
             cache=cache,
             shapes=shapes,
-            tokens=tokens.to(self.decoder.device),
+            tokens=tokens if tokens.device == self.decoder.device else tokens.to(self.decoder.device),
             starts=[cache.scratch if dummy else start for start, dummy in zip(starts, idle, strict=True)],
             first_row=first_row,
             active=active,

@@ -117,6 +117,7 @@ class NativePasses:
         )
         mixed, width = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self._room = spec.hidden_size + max(width, 2 * inner) + max(mixed, inner)  # elements a column
+        self._kept = self._embedding.new_empty(0)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
         forward, head, draft = (
@@ -159,7 +160,7 @@ class NativePasses:
         [N, V] float32."""
         count = len(hidden)
         pass_ = pass_over(cache, columns, self._rotary)
-        room = hidden.new_empty(count * self._room)
+        room = self._space(count * self._room)
         logits = self._logits(hidden) if head else None
         self._forward(
             ctypes.addressof(self._model),
@@ -195,7 +196,7 @@ class NativePasses:
         given = array("q", (*tokens, *(row for row, _, _ in columns), *most))
         at, _ = given.buffer_info()
         slots = at + 8 * len(tokens)
-        room = self._embedding.new_empty(len(tokens) * (self._room + spec.hidden_size))
+        room = self._space(len(tokens) * (self._room + spec.hidden_size))
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
         finite = torch.zeros(rows, steps, dtype=torch.bool)
         probs = None if drawing is None else torch.zeros(rows, steps, spec.vocab_size)
@@ -224,6 +225,12 @@ class NativePasses:
             torch.get_num_threads(),
         )
         return Drafted(drawn, finite, probs)
+
+    def _space(self, values: int) -> Tensor:
+        """To work in during one call: kept, since the next needs about as much."""
+        if len(self._kept) < values:
+            self._kept = self._embedding.new_empty(values)
+        return self._kept
 
     def states(self, count: int) -> Tensor:
         """Room for the states of so many columns [N, D]."""
