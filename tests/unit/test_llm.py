@@ -249,14 +249,23 @@ def test_threads_share_a_failure_too(llm: foredraft.LLM, monkeypatch: pytest.Mon
     assert llm.engine.scheduler.idle
 
 
-def test_cancelling_all_keeps_what_there_is(llm: foredraft.LLM) -> None:
+def test_cancelling_all_keeps_what_there_is(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, some, go_on = llm.engine.step, threading.Event(), threading.Event()
+
+    def until_there_is_some() -> Any:
+        if not some.is_set() and sum(len(s.new_ids) for s in llm.engine.rows.sequences) >= 6:
+            some.set()
+            assert go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", until_there_is_some)
     params = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
     found: list[foredraft.Output] = []
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], params, n=9)), daemon=True)
     worker.start()
-    while sum(len(s.new_ids) for s in list(llm.engine.rows.sequences)) < 6:
-        assert worker.is_alive()
+    assert some.wait(60)
     llm.cancel_all()
+    go_on.set()
     worker.join(timeout=60)
     assert [o.finish_reason for o in found] == ["cancelled"] * 9
     assert sum(len(o.token_ids) for o in found) >= 6
