@@ -34,4 +34,4 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> None
     built: ctypes.CDLL = loading._built(command, folder / "kernels.so")
     for module in (check, linear, passes):
         monkeypatch.setattr(module, "library", lambda: built)
-    monkeypatch.setattr("foredraft.kernels.rows.loaded", lambda: built)
+    monkeypatch.setattr("foredraft.kernels.rows.library", lambda: built)

@@ -1,9 +1,44 @@
 // The kernels over buffers that end where their contents do, for a compiler that watches memory (AddressSanitizer):
-// odd sizes, rows that end at the cache's end, groups of different lengths, sub-layers left out.
+// odd sizes, rows that end at the cache's end, groups of different lengths, sub-layers left out. Then the same where
+// memory is short: whatever allocation fails, a kernel says so, and gives back what it had.
 
+#include <stdint.h>
+#include <stdlib.h>
+
+static int64_t allowed = INT64_MAX, held;  // allocations of the kernels that succeed, and those not given back
+
+static void *scarce(size_t size) {
+    if (__atomic_fetch_sub(&allowed, 1, __ATOMIC_SEQ_CST) <= 0) return NULL;
+    __atomic_fetch_add(&held, 1, __ATOMIC_SEQ_CST);
+    return malloc(size);
+}
+
+static void give_back(void *memory) {
+    if (memory) __atomic_fetch_sub(&held, 1, __ATOMIC_SEQ_CST);
+    free(memory);
+}
+
+#define malloc scarce
+#define free give_back
 #include "kernels.c"
+#undef malloc
+#undef free
 
 #include <stdio.h>
+
+// How many allocations the call needs; it must fail with any fewer.
+#define NEEDED(call) \
+    ({ \
+        int64_t needed = 0; \
+        for (;; needed++) { \
+            allowed = needed; \
+            const int failed = call; \
+            if (held) printf("kept %ld of %ld: " #call "\n", (long)held, (long)needed), exit(1); \
+            if (!failed) break; \
+        } \
+        allowed = INT64_MAX; \
+        needed; \
+    })
 
 static uint64_t state = 1;
 
@@ -93,6 +128,14 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
                                          ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
             }
         }
+    if (hidden == 2) {  // the smallest
+        const int64_t tried = word == 1
+            ? NEEDED(foredraft_draft_float32(&m, &p, tokens, columns, plans[0], plans[0], 2, slot, most, 4, ways + 1,
+                                             keys, wide_room, own, drawn, finite, probs, 2))
+            : NEEDED(foredraft_draft_bfloat16(&m, &p, tokens, columns, plans[0], plans[0], 2, slot, most, 4, ways + 1,
+                                              keys, wide_room, own, drawn, finite, probs, 2));
+        if (tried < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)tried), exit(1);
+    }
     for (int64_t i = 0; i < columns * 45; i++)
         if (!isfinite(logits[i])) printf("not finite: %ld\n", (long)i), exit(1);
     for (int i = 0; i < 2; i++) {
@@ -136,7 +179,31 @@ static void rows(int64_t count, int64_t n) {
     free(x), free(probs), free(tops), free(temperature), free(mass), free(ids), free(keys), free(cut);
 }
 
+static void expect(int64_t needed, int64_t wanted, const char *what) {
+    if (needed != wanted) printf("%s fails up to %ld, not %ld\n", what, (long)needed, (long)wanted), exit(1);
+}
+
+static void short_of_memory(void) {
+    enum { ROWS = 3, N = 20011 };
+    float *x = floats(ROWS * N), *probs = floats(ROWS * N);
+    const float temperature[ROWS] = {1, 2, 0.5f}, top_p[ROWS] = {0.5f, 0.9f, 0.1f};
+    const int64_t top_k[ROWS] = {5, 0, 100}, keys[ROWS] = {1, 2, 3};
+    const uint8_t cut[ROWS] = {1, 1, 1};
+    int64_t ids[ROWS];
+    uint8_t finite[ROWS];
+    for (int threads = 1; threads < 3; threads++) {
+        expect(NEEDED(foredraft_best(x, ROWS, N, ids, finite, threads)), 1, "best");
+        expect(NEEDED(foredraft_law(x, temperature, top_k, top_p, NULL, cut, 1, ROWS, N, probs, finite, threads)),
+               1 + 2 + 1 + ROWS + 1, "law");
+        expect(NEEDED(foredraft_race(probs, keys, ROWS, N, ids, threads)), 1, "race");
+        const Drawing how = {temperature, top_k, top_p, NULL, cut};
+        expect(NEEDED(draw(&how, 0, x, N, keys, ids, finite, probs, threads)), 1 + 1 + 1 + 1 + 1 + 1, "draw");
+    }
+    free(x), free(probs);
+}
+
 int main(void) {
+    short_of_memory();
     for (int word = 1; word < 3; word++) {
         layers(word, 2, 1, 1, 2, 2, 0);
         layers(word, 6, 2, 3, 10, 14, 7);

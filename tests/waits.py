@@ -53,7 +53,7 @@ class Waits:
         self.found: list[str] = []
         self._modes = (_Functions(self), _Operators(self))
         self._patch = pytest.MonkeyPatch()
-        self._host: list[Tensor] = []  # what a read gave: reading it again is free
+        self._host: list[Tensor] = []  # what a read gave, and is made of it: reading that is free
         self._excused = 0
 
     def __enter__(self) -> Waits:
@@ -92,7 +92,8 @@ class _Functions(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         waits, name = self.waits, getattr(function, "__name__", str(function))
-        if function in READS and not any(args[0] is known for known in waits._host):
+        on_host = bool(args) and any(args[0] is known for known in waits._host)
+        if function in READS and not on_host:
             waits.note(name)
         elif function in MAKES and sys._getframe(1).f_code is not upload.__code__:
             waits.note(f"{name} without upload")
@@ -103,8 +104,8 @@ class _Functions(TorchFunctionMode):
             result = function(*args, **(kwargs or {}))
         finally:
             waits._excused -= function in EXCUSED
-        if function is Tensor.cpu:
-            waits._host.append(result)
+        if function is Tensor.cpu or on_host:
+            waits._host += result if isinstance(result, tuple | list) else [result]
         return result
 
 

@@ -448,7 +448,7 @@ class LLM:
             what(sequence)
 
     def _submit(self, sequences: list[Sequence]) -> None:
-        with _Interrupts() as interrupts, interrupts.held:
+        with _Interrupts():
             self._tell(self.engine.submit, sequences)
 
     def _drive(self, look: Callable[[], T | None]) -> T:
@@ -462,21 +462,18 @@ class LLM:
         try:
             with _Interrupts() as interrupts:
                 while True:
+                    interrupts.deliver()
                     with self._turn:
                         while self._stepping and wish.open:
-                            self._turn.wait()
-                    with interrupts.held:
-                        with self._turn:
-                            if not self._stepping:
-                                wish.see()
-                            if wish.error is not None:
-                                raise wish.error
-                            if wish.found is not None:
-                                return wish.found
-                            if self._stepping:
-                                continue
-                            self._stepping = True
-                        self._step()
+                            interrupts.wait(self._turn)
+                        if not self._stepping:
+                            wish.see()
+                        if wish.error is not None:
+                            raise wish.error
+                        if wish.found is not None:
+                            return wish.found
+                        self._stepping = True
+                    self._step()
         finally:
             with self._turn:
                 self._waiting.remove(wish)
@@ -583,11 +580,14 @@ def _token_ids(items: Iterable[Any]) -> list[int]:
 
 
 class _Interrupts:
-    """SIGINT waits while it is `held`; only the main thread ever gets one."""
+    """SIGINT waits within, but for `deliver` and `wait`; only the main thread ever gets one.
+
+    Each one that comes is handed on, once, to the handler that was there before, and that is back whatever it
+    raises: what comes while the two change places is handed on afterwards.
+    """
 
     def __init__(self) -> None:
-        self.held = _Held(self)
-        self.holding = False
+        self.holding = True
         self.noted: tuple[int, FrameType | None] | None = None
         self.previous: Callable[[int, FrameType | None], Any] | None = None
 
@@ -601,27 +601,32 @@ class _Interrupts:
     def __exit__(self, *_: object) -> None:
         if self.previous is not None:
             signal.signal(signal.SIGINT, self.previous)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Hand on what was held back."""
+        while self.noted is not None and self.previous is not None:
+            noted, self.noted = self.noted, None
+            self.previous(*noted)
+
+    def wait(self, condition: threading.Condition) -> None:
+        """Until it is notified; interrupts are handed on as they come."""
+        try:
+            self._let_in()
+            condition.wait()
+        finally:
+            self.holding = True
+
+    def _let_in(self) -> None:
+        while True:
+            self.deliver()
+            self.holding = False
+            if self.noted is None:
+                return
+            self.holding = True  # it came between the two
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = number, frame
         if not self.holding:
-            self.deliver()
-
-    def deliver(self) -> None:
-        noted, self.noted = self.noted, None
-        if noted is not None and self.previous is not None:
-            self.previous(*noted)
-
-
-class _Held:
-    """A block in which interrupts wait until it ends."""
-
-    def __init__(self, interrupts: _Interrupts) -> None:
-        self.interrupts = interrupts
-
-    def __enter__(self) -> None:
-        self.interrupts.holding = True
-
-    def __exit__(self, *_: object) -> None:
-        self.interrupts.holding = False
-        self.interrupts.deliver()
+            self.holding = True  # until the handler has returned; if it raises, to the end
+            self._let_in()

@@ -320,10 +320,25 @@ def test_stdin_is_read_for_a_dash_alone(pair: list[str]) -> None:
     assert done.returncode == 0
 
 
+WAITING = """
+import os, sys
+from foredraft.cli import main
+from foredraft.decode.sequence import Sequence
+extend = Sequence.extend
+def extend_and_wait(self, *new):
+    if self.params.max_new_tokens == 1900 and len(self.new_ids) > 40:
+        os.read(0, 1)  # at once from then on, since nobody writes any more
+    return extend(self, *new)
+Sequence.extend = extend_and_wait
+sys.exit(main())
+"""
+
+
 def test_ctrl_c_keeps_the_text(pair: list[str]) -> None:
-    arguments = [*COMMAND, *pair, "x", "--max-new-tokens", "1900", "--temperature", "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
-    with subprocess.Popen(arguments, **pipes) as process:
+    arguments = [sys.executable, "-c", WAITING, *pair, "x"]
+    arguments += ["--max-new-tokens", "1900", "--temperature", "0"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(arguments, **pipes, env=environment()) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)  # there is text
         process.send_signal(signal.SIGINT)

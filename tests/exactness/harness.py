@@ -20,6 +20,7 @@ from parts import (
 )
 from tabular import Table, Tabular, TokenCache
 
+from deciding import PRESENT
 from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
@@ -135,6 +136,7 @@ def make_engine(
         {kind.name: kind for kind in kinds},
         vocabulary=model.vocabulary,
         device=CPU,
+        operators=PRESENT,
         noise=noise,
         greedy_drafts=greedy_drafts,
     )

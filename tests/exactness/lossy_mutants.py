@@ -8,7 +8,7 @@ from pathlib import Path
 import test_enumeration as enumeration
 import test_lossy as lossy
 
-from foredraft.decode import accept, drafting, engine, params, sampling
+from foredraft.decode import accept, drafting, operators, params, sampling
 from foredraft.decode.policy import Fallback
 from planting import Mutant
 
@@ -86,8 +86,8 @@ MUTANTS = [
         (
             (
                 accept.bild,
-                "_leading(stands | (p.at(draft.tokens) == 1), draft.lengths)",
-                "(_leading(stands, draft.lengths) + 1).minimum(draft.lengths)",
+                "leading(stands | (p.at(draft.tokens) == 1), draft.lengths)",
+                "(leading(stands, draft.lengths) + 1).minimum(draft.lengths)",
             ),
         ),
         lossy_law,
@@ -109,10 +109,10 @@ MUTANTS = [
         ((accept.bild, "p.position(accepted)", "p.position((accepted - 1).clamp_min(0))"),),
         lossy_law,
     ),
-    Mutant("tokens after a cut stand", ((accept._leading, ".cumprod(1).sum(1)", ".sum(1)"),), lossy_law),
+    Mutant("tokens after a cut stand", ((operators.leading, ".cumprod(1).sum(1)", ".sum(1)"),), lossy_law),
     Mutant(
         "padding stands",
-        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         by_hand,
     ),
     Mutant(
@@ -127,7 +127,13 @@ MUTANTS = [
     ),
     Mutant(
         "judged before the transforms",
-        ((engine._rollback, "p if table.judge is None", "Law(logits.softmax(-1)) if table.judge is None"),),
+        (
+            (
+                accept.Rollback.of.__func__,
+                "p if table.judge is None",
+                "Law(logits.softmax(-1)) if table.judge is None",
+            ),
+        ),
         lossy_law,
     ),
     Mutant(
@@ -139,9 +145,9 @@ MUTANTS = [
         "every row by one bound",
         (
             (
-                engine._rollback,
-                "Rollback(judge, table.bound,",
-                "Rollback(judge, table.bound.nan_to_num().amax().expand_as(table.bound),",
+                accept.Rollback.of.__func__,
+                "cls(judge, table.bound,",
+                "cls(judge, table.bound.nan_to_num().amax().expand_as(table.bound),",
             ),
         ),
         rules_side_by_side,

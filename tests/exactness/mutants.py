@@ -13,7 +13,8 @@ import test_enumeration as enumeration
 import test_identity as identity
 from parts import LateBan, RandomBudgets, StopUnsure
 
-from foredraft.decode import accept, drafting, law, noise, rows, sampling, sequence
+from foredraft.decode import accept, drafting, noise, operators, rows, sampling, sequence
+from foredraft.decode.draft import RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
 from foredraft.drafters import draft_model, layer_skip, lookup
@@ -243,30 +244,31 @@ def independent_siblings() -> None:
 
 # --- the defects ------------------------------------------------------------------------------------
 
-MINUS, STEP_THROUGH, COMMIT = law.Law.minus, drafting._step_through, Engine._commit
-USABLE = "where[:, None, None] & (left.sum(-1, keepdim=True) > 0)"
+RESIDUAL, STEP_THROUGH, COMMIT = operators.Definition.residual, drafting._step_through, Engine._commit
+USABLE = "where[..., None] & (left.sum(-1, keepdim=True) > 0)"
 
 MUTANTS = [
-    Mutant("residual missing", ((MINUS, USABLE, "where[:, None, None] & False"),), law_of_sampled_drafts),
+    Mutant("residual missing", ((RESIDUAL, USABLE, "where[..., None] & False"),), law_of_sampled_drafts),
     Mutant(
         "residual missing, sampled",
-        ((MINUS, USABLE, "where[:, None, None] & False"),),
+        ((RESIDUAL, USABLE, "where[..., None] & False"),),
         samples_of_draft_model,
     ),
-    Mutant("epsilon in the residual", ((MINUS, ".clamp_min(0.0)", ".clamp_min(1e-10)"),), law_of_cut_drafts),
+    Mutant(
+        "epsilon in the residual", ((RESIDUAL, ".clamp_min(0.0)", ".clamp_min(1e-10)"),), law_of_cut_drafts
+    ),
     Mutant(
         "epsilon in the residual, by hand",
-        ((MINUS, ".clamp_min(0.0)", ".clamp_min(1e-10)"),),
+        ((RESIDUAL, ".clamp_min(0.0)", ".clamp_min(1e-10)"),),
         accept_unit.test_the_residual_holds_no_token_that_p_does_not,
     ),
     Mutant(
         "zero residual divided by epsilon",
         (
             (
-                MINUS,
-                "return Law(torch.where(usable, left, p), self.ids, self.certain)",
-                "return Law(torch.where(where[:, None, None], left / (left.sum(-1, keepdim=True) + 1e-10), p),"
-                " self.ids, self.certain)",
+                RESIDUAL,
+                "return torch.where(usable, left, p)",
+                "return torch.where(where[..., None], left / (left.sum(-1, keepdim=True) + 1e-10), p)",
             ),
         ),
         accept_unit.test_a_residual_that_rounds_to_zero_falls_back_to_p,
@@ -317,17 +319,17 @@ MUTANTS = [
     ),
     Mutant(
         "padding accepted",
-        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         law_of_ragged_drafts,
     ),
     Mutant(
         "padding accepted, by hand",
-        ((accept._leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         accept_unit.test_padding_is_never_accepted,
     ),
     Mutant(
         "tokens after a rejection accepted",
-        ((accept._leading, ".cumprod(1).sum(1)", ".sum(1)"),),
+        ((operators.leading, ".cumprod(1).sum(1)", ".sum(1)"),),
         law_of_sampled_drafts,
     ),
     Mutant(
@@ -407,12 +409,12 @@ MUTANTS = [
     ),
     Mutant(
         "the round left out of the key",
-        ((noise._keys, "key = _fold(key, rounds)", "pass"),),
+        ((operators.Definition.keys, "key = _fold(key, rounds)", "pass"),),
         law_of_sampled_drafts,
     ),
     Mutant(
         "the round left out of the key, sampled",
-        ((noise._keys, "key = _fold(key, rounds)", "pass"),),
+        ((operators.Definition.keys, "key = _fold(key, rounds)", "pass"),),
         chi_square.test_a_policy_that_looks_at_rejected_tokens,
     ),
     Mutant(
@@ -427,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "coupled stops at the first match",
-        ((accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),),
+        ((operators.Definition.match, "drafted == own", "drafted != own"),),
         seeded_text,
     ),
     Mutant(
@@ -682,7 +684,7 @@ MUTANTS = [
     ),
     Mutant(
         "NaN under top-p",
-        ((sampling._least_in_nucleus, ".clamp_min(0)", ""),),
+        ((operators.least_in_nucleus, ".clamp_min(0)", ""),),
         law_of_broken_rows,
         RuntimeError,  # a gather out of bounds, and the whole batch with it
     ),
@@ -721,9 +723,9 @@ MUTANTS = [
         "one row's cut in another's last bit",
         (
             (
-                sampling._law,
-                "torch.where(table.cut[:, None, None], kept / _total(kept), kept)",
-                "kept / _total(kept)",
+                operators.Definition.law,
+                "torch.where(by.cut[:, None, None], kept / total(kept), kept)",
+                "kept / total(kept)",
             ),
         ),
         bits_of_a_row,
@@ -732,9 +734,9 @@ MUTANTS = [
         "ties at a top-k cut dropped",
         (
             (
-                sampling._law,
-                "(logits < largest.gather(-1, k - 1))",
-                "(logits.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
+                operators.Definition.law,
+                "(x < largest.gather(-1, k - 1))",
+                "(x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
             ),
         ),
         law_of_ties,
@@ -743,8 +745,8 @@ MUTANTS = [
         "p not masked along the draft",
         (
             (
-                Engine._masks,
-                "masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])",
+                RoundInputs.masks,
+                "masks.append(masks_along(sequence.constraint, tokens, self.vocabulary, self.device)[0])",
                 "masks.append(free)",
             ),
         ),

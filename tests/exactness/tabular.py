@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.noise import DRAFT, Keys, Noise
+from foredraft.decode.operators import DEFINITION
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.decoder import Plan
@@ -100,6 +101,7 @@ class Raced(Keys):
     """The key of one draw, whatever its purpose."""
 
     key: Tensor  # [1, 1]
+    operators = DEFINITION
 
     def bits(self, purpose: int) -> Tensor:
         return self.key

@@ -70,7 +70,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def runners_of(llm: LLM) -> list[Any]:
     drafter: Any = llm.engine.drafters["draft-model"]
-    return [llm.engine.target, drafter.runner]
+    return [llm.engine.target, drafter.draft_pass.runner]
 
 
 def test_greedy_and_seeded_ids(llm: LLM) -> None:

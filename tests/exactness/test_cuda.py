@@ -121,7 +121,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         llm.generate(
             PROMPTS, params, trace=True
         )  # what is made when a shape is first met, or again, may wait
-    read, round_ = reading._read, llm.engine.round
+    read, round_ = reading.download, llm.engine.round
 
     def may_wait(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -137,7 +137,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(reading, "_read", may_wait)
+    monkeypatch.setattr(reading, "download", may_wait)
     monkeypatch.setattr(llm.engine, "round", must_not_wait)
     for params in several:
         outputs = llm.generate(PROMPTS, params, trace=True)

@@ -11,8 +11,8 @@ import pytest
 import skip_mutants
 import transform_mutants
 
+from deciding import by_definition, by_kernels
 from foredraft import kernels
-from foredraft.kernels import rows
 from planting import Mutant, assert_caught
 
 MODULES = (mutants, transform_mutants, pass_mutants, lossy_mutants, skip_mutants)
@@ -23,7 +23,7 @@ MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
 @pytest.fixture
 def defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is decided over a vocabulary goes by its definition, where the defects are."""
-    monkeypatch.setattr(rows, "loaded", lambda: None)
+    by_definition(monkeypatch)
 
 
 @pytest.mark.usefixtures("defined")
@@ -34,7 +34,10 @@ def test_a_check_passes(check: Callable[[], object]) -> None:
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_check_passes_with_the_kernels(check: Callable[[], object]) -> None:
+def test_a_check_passes_with_the_kernels(
+    check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernels(monkeypatch)
     check()
 
 

@@ -15,9 +15,8 @@ from parts import StopUnsure
 import checkpoints
 import foredraft
 from foredraft import SamplingParams, build
-from foredraft.decode import accept, drafting, engine, past, reading, sampling
+from foredraft.decode import drafting, engine, operators, past, reading, sampling
 from foredraft.drafters import draft_model
-from foredraft.kernels import rows as rows_of_kernels
 from foredraft.model import device
 from foredraft.model.runner import Runner
 from planting import Mutant, assert_caught
@@ -39,7 +38,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 def kernels() -> Iterator[None]:
     """None, as on a GPU: the operators are PyTorch's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_of_kernels, "loaded", lambda: None)
+        patch.setattr(device, "HOST", ())
         patch.setattr(build, "unserved_because", lambda *_: "for a test")
         yield
 
@@ -139,6 +138,8 @@ X = torch.arange(6.0).view(2, 3)
         (1, lambda: X.tolist()),
         (1, lambda: X.cpu().numpy()),
         (1, lambda: X.cpu().tolist()),
+        (1, lambda: [part.tolist() for part in torch.split(X.cpu().view(-1), 2)]),
+        (1, lambda: [part.tolist() for part in device.download([X, X.long()])]),
         (1, lambda: np.asarray(X)),
         (1, lambda: X[X > 2]),
         (1, lambda: X.clone().__setitem__(X > 2, 0.0)),
@@ -175,11 +176,11 @@ EDITS: dict[str, tuple[Any, str, str]] = {
     ),
     "two reads": (
         reading.read,
-        "verdicts, *more = _read(tensors)",
-        "verdicts, *more = [_read([tensor])[0] for tensor in [*tensors, tensors[0].clone()]]",
+        "several = download(tensors)",
+        "several = [download([tensor])[0] for tensor in tensors]",
     ),
     "an end looked for": (
-        accept._leading,
+        operators.leading,
         "return torch",
         "int(keep.shape[1] and keep.sum())\n    return torch",
     ),

@@ -9,6 +9,7 @@ import test_enumeration as enumeration
 
 from foredraft.decode import past, sampling, sequence
 from foredraft.decode.engine import Engine
+from foredraft.decode.operators import Definition
 from foredraft.decode.policy import Fixed
 from planting import Mutant
 
@@ -43,9 +44,9 @@ def bans() -> None:
 
 
 EDITED, TYPICAL = sampling._edited, sampling._typical
-LEAST = "least = least.maximum(probs.amax(-1) * table.min_p[:, None])"
-UNSCALED = "((logits - top[..., None]).softmax(-1))"
-EARLY = f"own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * table.min_p[:, None, None], 0.0)"
+LEAST = "least = least.maximum(probs.amax(-1) * by.min_p[:, None])"
+UNSCALED = "((x - top[..., None]).softmax(-1))"
+EARLY = f"own = {UNSCALED}\n        probs = probs.where(own >= own.amax(-1, keepdim=True) * by.min_p[:, None, None], 0.0)"
 
 MUTANTS = [
     Mutant(
@@ -53,22 +54,23 @@ MUTANTS = [
         ((EDITED, "over(table.bias))", "over(table.bias * table.temperature[:, None]))"),),
         definition,
     ),
-    Mutant("min-p before temperature", ((sampling._law, LEAST, EARLY),), definition),
+    Mutant("min-p before temperature", ((Definition.law, LEAST, EARLY),), definition),
     Mutant(
         "typical-p before min-p",
         (
             (
-                sampling._law,
-                "if table.min_p is not None:",
-                "if table.typical_p is not None:\n        probs = _typical(probs, table.typical_p[:, None, None])\n"
-                "    if table.min_p is not None:",
+                Definition.law,
+                "if by.min_p is not None:",
+                "from foredraft.decode.sampling import _typical\n"
+                "    if by.typical_p is not None:\n        probs = _typical(probs, by.typical_p[:, None, None])\n"
+                "    if by.min_p is not None:",
             ),
         ),
         definition,
     ),
     Mutant(
         "typical-p of a law that is not normalised after a cut",
-        ((sampling._law, "kept / _total(kept), kept)", "kept, kept)"),),
+        ((Definition.law, "kept / total(kept), kept)", "kept, kept)"),),
         definition,
     ),
     Mutant(
@@ -80,9 +82,9 @@ MUTANTS = [
         "a tie at the top-k cut dropped",
         (
             (
-                sampling._law,
-                "(logits < largest.gather(-1, k - 1))",
-                "(logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
+                Definition.law,
+                "(x < largest.gather(-1, k - 1))",
+                "(x.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
             ),
         ),
         ties,
@@ -151,10 +153,10 @@ HARMLESS = Mutant(
     "top-k after temperature",
     (
         (
-            sampling._law,
-            "cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))",
-            "scaled = (logits - largest[..., :1]) / table.temperature[:, None, None]\n"
-            "        cut = (table.top_k > 0)[:, None, None] & (scaled < scaled.topk(most).values.gather(-1, k - 1))",
+            Definition.law,
+            "cut = (by.top_k > 0)[:, None, None] & (x < largest.gather(-1, k - 1))",
+            "scaled = (x - largest[..., :1]) / by.temperature[:, None, None]\n"
+            "        cut = (by.top_k > 0)[:, None, None] & (scaled < scaled.topk(most).values.gather(-1, k - 1))",
         ),
     ),
     definition,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from dataclasses import replace
 from importlib import metadata
@@ -273,9 +274,11 @@ def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPa
         return 9.0 + rows + (5.0 if before != rows else 0.0) + (3.0 if last == "draft" else 0.0)
 
     monkeypatch.setattr(engine.target, "forward", slow("target", engine.target, passes))
-    drafts = slow("draft", drafter.runner, lambda rows: 4.0 if last == "target" else 1.0)
-    monkeypatch.setattr(drafter.runner, "forward", drafts)
-    monkeypatch.setattr(drafter.runner, "draft", lambda *_, **__: None)  # so that its steps come one by one
+    drafts = slow("draft", drafter.draft_pass.runner, lambda rows: 4.0 if last == "target" else 1.0)
+    monkeypatch.setattr(drafter.draft_pass.runner, "forward", drafts)
+    monkeypatch.setattr(
+        drafter.draft_pass.runner, "draft", lambda *_, **__: None
+    )  # so that its steps come one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     made = measure_costs(setting.llm, 1, 40, 3, 1.0, repeats=4)
     assert made.step_seconds == 10 and made.drafting == {"lookup": 0.0, "draft-model": 0.3}
@@ -465,13 +468,24 @@ def test_a_peer_whose_copy_of_the_weights_does_not_fit_is_not_loaded(
     assert note.startswith("left out: transformers needs 0.00") and "0.000 GiB are free on cpu" in note
 
 
-def test_memory_that_a_run_takes_is_seen_at_its_peak() -> None:
-    memory = Memory(torch.device("cpu"))
+def test_memory_that_a_run_takes_is_seen_at_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, looks = Memory(torch.device("cpu")), threading.Semaphore(0)
+    held = memory.held
+
+    def look() -> int:
+        try:
+            return held()
+        finally:
+            looks.release()
+
     with memory.peak() as peak:
-        held = torch.ones(2**24)  # 64 MiB
-        time.sleep(0.1)
-        del held
-        time.sleep(0.05)
+        monkeypatch.setattr(memory, "held", look)
+        values = torch.ones(2**24)  # 64 MiB
+        for _ in range(2):  # the first may have begun before
+            assert looks.acquire(timeout=60)
+        del values
+        assert looks.acquire(timeout=60)
+    monkeypatch.undo()
     assert 2**26 <= peak[0] < 2**27
     with memory.peak() as peak:
         pass

@@ -58,17 +58,17 @@ def test_the_correction_comes_from_the_residual_of_the_first_rejection() -> None
     ((weights, asked, purpose),) = noise.asked
     torch.testing.assert_close(weights[0, 0], torch.tensor([0.3, 0.1, 0.0]))
     assert purpose == RESIDUAL
-    assert asked.positions().tolist() == [[5]]
+    assert torch.equal(asked.bits(purpose), keys(1, 3).bits(RESIDUAL)[:, :1])
     assert verdict.next_token.tolist() == [0]
 
 
 def test_the_bonus_token_comes_from_p_itself() -> None:
     noise = Coins([[0.0, 0.0, 0.0]])
     verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
-    ((weights, asked, _),) = noise.asked
+    ((weights, asked, purpose),) = noise.asked
     assert verdict.accepted.tolist() == [2]
     assert weights[0, 0].tolist() == pytest.approx(P[2])
-    assert asked.positions().tolist() == [[7]]
+    assert torch.equal(asked.bits(purpose), keys(1, 3).bits(RESIDUAL)[:, 2:])
 
 
 def test_an_impossible_token_is_rejected_whatever_the_coin() -> None:
@@ -178,7 +178,7 @@ def test_a_drafted_token_stands_up_to_the_bound() -> None:
         ((weights, asked, purpose),) = noise.asked
         assert verdict.accepted.tolist() == [kept]
         assert weights[0, 0].tolist() == pytest.approx(P[kept]), "the target's own law, and no residual"
-        assert (asked.positions().tolist(), purpose) == ([[5 + kept]], ROLLBACK)
+        assert torch.equal(asked.bits(purpose), keys(1, 3).bits(ROLLBACK)[:, kept : kept + 1])
     assert bild(draft([[0, 0]], [1]), p, keys(1, 3), Noise(), rollback(p, [9.0])).accepted.tolist() == [1]
     ruled_out = Law(torch.tensor([[[0.0, 0.7, 0.3]] * 2]))
     verdict = bild(draft([[0]], [1]), ruled_out, keys(1, 2), Noise(), rollback(ruled_out, [math.inf]))

@@ -165,7 +165,7 @@ def test_it_reads_each_token_once() -> None:
     ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
     drafter, sequence = drafter_of(pair), sequence_of(1, ids[:100])
     drafter.join(sequence)
-    prophet: Any = drafter.runner
+    prophet: Any = drafter.draft_pass.runner
     ask(drafter, sequence)
     read = len(drafter._seats[1].translation.tokens())
     assert prophet.forwarded < read + 4 * BUDGET
@@ -203,7 +203,7 @@ def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) ->
     pair = "byte-level", "sentencepiece"
     ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
     drafter, sequence = drafter_of(pair), sequence_of(1, ids[:20])
-    prophet: Any = drafter.runner
+    prophet: Any = drafter.draft_pass.runner
     drafter.join(sequence)
     row = drafter._seats[1].row
     for fault in (1, 2):

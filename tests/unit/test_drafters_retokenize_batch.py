@@ -60,14 +60,14 @@ class Company:
 
     def round(self, requests: list[tuple[Sequence, int]], faulty: set[int]) -> list[list[int]]:
         """What is proposed, together as alone; `faulty` ones see NaN at their first step."""
-        together = self.together.runner
+        together = self.together.draft_pass.runner
         for id in faulty:
-            together.broken[self.together._seats[id].row] = self.alone[id].runner.broken[0] = 1
+            together.broken[self.together._seats[id].row] = self.alone[id].draft_pass.runner.broken[0] = 1
         passes, forwarded = together.passes, together.forwarded
         guesses: list[list[int]] = self.together.propose(requests)
         spent: list[tuple[int, int]] = []
         for (sequence, budget), guess in zip(requests, guesses, strict=True):
-            runner = self.alone[sequence.id].runner
+            runner = self.alone[sequence.id].draft_pass.runner
             before = runner.passes, runner.forwarded
             assert self.alone[sequence.id].propose([(sequence, budget)]) == [guess]
             assert guess == [] or sequence.id not in faulty
@@ -124,7 +124,9 @@ def test_a_round_takes_the_passes_of_its_longest_row() -> None:
     company.leave(sequences[1])
     for budgets in ({0: 1, 2: 5, 3: 3}, {0: 4}, {3: 2, 2: 2}, {}):
         company.round([(sequences[id], budget) for id, budget in budgets.items()], set())
-    assert 0 < company.together.runner.passes < 0.7 * company.passes_alone, "not the sum of all rows'"
+    assert 0 < company.together.draft_pass.runner.passes < 0.7 * company.passes_alone, (
+        "not the sum of all rows'"
+    )
 
 
 def test_rows_are_taken_from_below() -> None:
@@ -156,7 +158,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
     llm: Any = foredraft.load(
         folder / "target", draft=folder / "draft", device="cpu", dtype="float32", policy="fixed"
     )
-    return llm.engine.drafters["retokenize"].runner
+    return llm.engine.drafters["retokenize"].draft_pass.runner
 
 
 def alone(runner: Any, sequence: Sequence, budget: int, positions: int = 90) -> tuple[list[int], list[int]]:

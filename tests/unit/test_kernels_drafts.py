@@ -17,6 +17,7 @@ from foredraft.decode.noise import DRAFT, NoiseKeys
 from foredraft.decode.noise import Noise as Races
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.kernels.rows import RowKernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.runner import Drafted, Runner
@@ -47,7 +48,11 @@ def decoder(family: str, dtype: torch.dtype) -> Decoder:
 
 def noise(rows: int = len(READ)) -> NoiseKeys:
     return NoiseKeys(
-        torch.arange(rows) * 77, torch.arange(max(MOST)).expand(rows, -1), None, torch.arange(rows)
+        torch.arange(rows) * 77,
+        torch.arange(max(MOST)).expand(rows, -1),
+        None,
+        torch.arange(rows),
+        RowKernels(),
     )
 
 
@@ -72,7 +77,7 @@ def by_steps(
 ) -> tuple[list[int], list[Tensor]]:
     """Of one row: its tokens and their laws."""
     params = PARAMS[row] if sampled else SamplingParams(temperature=0)
-    table, own, start = SamplingTable.of([params], CPU), READ[row], STARTS[row]
+    table, own, start = SamplingTable.of([params], CPU, operators=RowKernels()), READ[row], STARTS[row]
     tokens, laws = [], []
     for step in range(MOST[row]):
         logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from ctypes import c_int, c_int64, c_void_p
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import checkpoints
+import foredraft
 from compiling import plant
 from foredraft import kernels
-from foredraft.decode import noise, sampling
 from foredraft.decode.law import Law
 from foredraft.decode.noise import COUPLED, DRAFT, Noise, NoiseKeys
+from foredraft.decode.operators import DEFINITION, Definition, Operators, least_in_nucleus
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.past import Past
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.sequence import Sequence
 from foredraft.kernels import rows
+from foredraft.kernels.rows import RowKernels
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -40,9 +45,13 @@ def random_logits(width: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(len(PARAMS), 2, width, generator=generator) * scale
 
 
+def by_kernels(params: Seq[SamplingParams]) -> SamplingTable:
+    return SamplingTable.of(params, CPU, operators=RowKernels())
+
+
 def nucleus(probs: Tensor, mass: Tensor) -> Tensor:
     """The least probability kept of each row [..., V], by the kernel alone."""
-    kernels = rows.loaded()
+    kernels = rows.library()
     assert kernels is not None
     mass = mass.expand(probs.shape[:-1]).contiguous()
     least = torch.empty_like(mass)
@@ -53,18 +62,6 @@ def nucleus(probs: Tensor, mass: Tensor) -> Tensor:
     return least
 
 
-@pytest.fixture
-def defined(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], Tensor]:
-    """What the definition gives."""
-
-    def run(make: Callable[[], Tensor]) -> Tensor:
-        with monkeypatch.context() as without:
-            without.setattr(rows, "loaded", lambda: None)
-            return make()
-
-    return run
-
-
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -73,21 +70,17 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_the_kernels_serve_here() -> None:
-    assert rows.best(torch.zeros(1, 4)) is not None
-
-
 @pytest.mark.parametrize("width", WIDTHS)
-def test_laws(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
-    logits, table = random_logits(width), SamplingTable.of(PARAMS, CPU)
+def test_laws(width: int) -> None:
+    logits = random_logits(width)
 
-    def probs() -> Tensor:
-        law, finite = law_of(logits, table)
+    def probs(operators: Operators) -> Tensor:
+        law, finite = law_of(logits, SamplingTable.of(PARAMS, CPU, operators=operators))
         assert finite.all()
         assert law.probs is not None
         return law.probs
 
-    got, want = probs(), defined(probs)
+    got, want = probs(RowKernels()), probs(DEFINITION)
     assert torch.equal(got > 0, want > 0)
     assert torch.allclose(got, want, rtol=2e-5, atol=1e-7)
 
@@ -105,7 +98,7 @@ def test_whole_numbers_mean_what_they_say() -> None:
         exact = SamplingParams(**{k: float(v) for k, v in given.items()}, logit_bias=whole.logit_bias)
         past = Past.of([Sequence(0, [5, 7], params, 0) for params in [whole] * len(PARAMS)], CPU)
         got, want = (
-            law_of(logits, SamplingTable.of([params] * len(PARAMS), CPU), past=past)[0].probs
+            law_of(logits, by_kernels([params] * len(PARAMS)), past=past)[0].probs
             for params in (whole, exact)
         )
         assert got is not None and want is not None
@@ -116,13 +109,13 @@ def test_whole_numbers_mean_what_they_say() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_row_alone_has_the_same_bits(width: int) -> None:
     logits = random_logits(width)
-    law, _ = law_of(logits, SamplingTable.of(PARAMS, CPU))
+    law, _ = law_of(logits, by_kernels(PARAMS))
     assert law.probs is not None
     torch.set_num_threads(1)
     for row, params in enumerate(PARAMS):
         for column in (0, 1):
             alone = logits[row : row + 1, column : column + 1].contiguous()
-            own, _ = law_of(alone, SamplingTable.of([params], CPU))
+            own, _ = law_of(alone, by_kernels([params]))
             assert own.probs is not None
             assert torch.equal(own.probs[0, 0], law.probs[row, column])
 
@@ -135,7 +128,7 @@ def test_nuclei(width: int, scale: float) -> None:
         masses = torch.full((len(PARAMS), 1), mass)
 
         got = (probs >= nucleus(probs, masses)[..., None]).sum(-1)
-        want = (probs >= sampling._least_in_nucleus(probs, masses)[..., None]).sum(-1)
+        want = (probs >= least_in_nucleus(probs, masses)[..., None]).sum(-1)
         # running sums of float32 and of double may end a token apart, where tokens are next to nothing
         assert ((got - want).abs() <= 1 + want // 1000).all(), (mass, got, want)
 
@@ -155,7 +148,7 @@ def test_a_nucleus_ends_where_it_is_full() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_races(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+def test_races(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     weights = random_logits(width).softmax(-1)
     weights[1] = weights[1].where(torch.rand(2, width, generator=generator) < 0.2, 0.0)
@@ -163,45 +156,59 @@ def test_races(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) ->
     positions = torch.arange(2).expand(len(PARAMS), 2)
     for turn in range(20):
         base = torch.randint(-(2**62), 2**62, (len(PARAMS),), generator=generator)
-        keys = NoiseKeys(base, positions, None, torch.full((len(PARAMS),), turn))
-        assert torch.equal(
-            Noise().pick(weights, keys, DRAFT),
-            defined(lambda: Noise().pick(weights, keys, DRAFT)),  # noqa: B023
+        got, want = (
+            Noise().pick(
+                weights,
+                NoiseKeys(base, positions, None, torch.full((len(PARAMS),), turn), operators),
+                DRAFT,
+            )
+            for operators in (RowKernels(), DEFINITION)
         )
+        assert torch.equal(got, want)
 
 
 def test_a_race_that_nobody_runs_gives_some_id() -> None:
     weights = torch.stack([torch.zeros(1, 9), torch.full((1, 9), float("nan"))])
-    keys = NoiseKeys(
-        torch.arange(2), torch.zeros(2, 1, dtype=torch.int64), None, torch.zeros(2, dtype=torch.int64)
-    )
-    assert set(Noise().pick(weights, keys, DRAFT).flatten().tolist()) <= set(range(9))
+    keys = torch.tensor([[7], [8]])
+    assert set(RowKernels().race(weights, keys).flatten().tolist()) <= set(range(9))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_best(width: int, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+def test_the_best(width: int) -> None:
     logits = random_logits(width).round()  # ties
-    assert torch.equal(sampling._best(logits)[0], defined(lambda: sampling._best(logits)[0]))
-    assert sampling._best(logits)[1].all()
+    ids, finite = RowKernels().best(logits)
+    assert torch.equal(ids, DEFINITION.best(logits)[0])
+    assert finite.all()
+
+
+def test_matches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for columns in (0, 1, 2, 5):
+        drafted, own = (torch.randint(0, 2, (40, columns + more), generator=generator) for more in (0, 1))
+        lengths = torch.randint(0, columns + 1, (40,), generator=generator)
+        for got, want in zip(
+            RowKernels().match(drafted, own, lengths), DEFINITION.match(drafted, own, lengths), strict=True
+        ):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("certain", [False, True])
-def test_residuals(width: int, certain: bool, defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+def test_residuals(width: int, certain: bool) -> None:
     p, q = random_logits(width).softmax(-1)[:, :1], random_logits(width, seed=1).softmax(-1)[:, :1]
     q[1] = p[1]  # nothing is left: p
     ids = torch.randint(0, width, (len(PARAMS), 1), generator=torch.Generator().manual_seed(width))
     where = torch.arange(len(PARAMS)) != 2
 
-    def left() -> Tensor:
-        rest = Law(p).minus(Law(ids=ids) if certain else Law(q), where).probs
+    def left(operators: Operators) -> Tensor:
+        rest = Law(p, operators=operators).minus(Law(ids=ids) if certain else Law(q), where).probs
         assert rest is not None
         return rest
 
-    assert torch.equal(left(), defined(left))
+    assert torch.equal(left(RowKernels()), left(DEFINITION))
 
 
-def test_noise(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+def test_noise() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -210,12 +217,12 @@ def test_noise(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
     base, position, attempt, rounds = random(3), random(3, 5), random(3, 5), random(3)
     for attempts in (None, attempt):
         for purpose in (DRAFT, COUPLED):
-
-            def bits() -> Tensor:
-                return NoiseKeys(base, position, attempts, rounds).bits(purpose)  # noqa: B023
-
-            assert torch.equal(bits(), defined(bits))
-    assert torch.equal(noise._unit(position), defined(lambda: noise._unit(position)))
+            got, want = (
+                NoiseKeys(base, position, attempts, rounds, operators).bits(purpose)
+                for operators in (RowKernels(), DEFINITION)
+            )
+            assert torch.equal(got, want)
+    assert torch.equal(RowKernels().units(position), DEFINITION.units(position))
 
 
 @pytest.mark.parametrize("at", [0, 5, 40, 999])
@@ -224,7 +231,7 @@ def test_noise(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
 def test_what_is_not_finite_is_seen(at: int, value: float, params: SamplingParams) -> None:
     logits = torch.zeros(2, 1, 1000)
     logits[1, 0, at] = value
-    _, finite = law_of(logits, SamplingTable.of([params] * 2, CPU))
+    _, finite = law_of(logits, by_kernels([params] * 2))
     assert finite.tolist() == [[True], [False]]
 
 
@@ -237,17 +244,30 @@ def test_rows_that_lie_apart_have_the_same_bits(params: SamplingParams) -> None:
     apart = wide[:, :3]
     assert not apart.is_contiguous()
     before = wide.clone()
-    law, _ = law_of(apart, SamplingTable.of([params] * 2, CPU))
-    alone, _ = law_of(apart[:1], SamplingTable.of([params], CPU))
+    law, _ = law_of(apart, by_kernels([params] * 2))
+    alone, _ = law_of(apart[:1], by_kernels([params]))
     assert law.probs is not None
     assert alone.probs is not None
     assert torch.equal(law.probs[:1], alone.probs)
     assert torch.equal(wide, before)
 
 
-def test_other_dtypes_and_devices_go_by_the_definition() -> None:
-    assert rows.best(torch.zeros(2, 4, dtype=torch.float64)) is None
-    assert rows.best(torch.zeros(2, 4, device="meta")) is None
+def test_without_memory_a_request_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`tests/kernels_memory.c` has every allocation fail; here, those of the softmax do."""
+    pair, changed = checkpoints.save_pair(tmp_path), tmp_path / "changed"
+    changed.mkdir()
+    old = "return NO_MEMORY;\n    float *top"
+    plant(monkeypatch, changed, f"if (!sums) {old}", f"if (1) {old}")
+    llm = foredraft.load(pair / "big", draft=pair / "small", device="cpu", kernels=True, max_length=64)
+    params = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=0)
+    for drafts in ("draft-model", "none"):
+        sampled, greedy = (llm.generate([[5, 6, 7]], replace(own, speculation=drafts))[0] for own in params)
+        assert sampled.finish_reason == "error"
+        assert sampled.error is not None and sampled.error.startswith(
+            "MemoryError: the kernels get no memory"
+        )
+        assert len(sampled.error.splitlines()) == 1
+        assert greedy.error is None
 
 
 DEFECTS = {
@@ -267,40 +287,38 @@ DEFECTS = {
     "the bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
     "noise without its purpose": ("folded(base[r], purpose)", "folded(base[r], 0)"),
     "noise without its round": ("if (round) key", "if (0) key"),
+    "padding is matched": ("at < lengths[r] && drafted", "at < k && drafted"),
+    "the draft of the first row": ("drafted[r * k + at] ==", "drafted[at] =="),
     "the last of several that tie": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
 }  # fmt: skip
 
 
-def check_all(defined: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+def check_all() -> None:
     for width in (65, 1000):
-        test_laws(width, defined)
+        test_laws(width)
         test_a_row_alone_has_the_same_bits(width)
-        test_races(width, defined)
-        test_the_best(width, defined)
+        test_races(width)
+        test_the_best(width)
         for certain in (False, True):
-            test_residuals(width, certain, defined)
-    test_noise(defined)
+            test_residuals(width, certain)
+    test_noise()
+    test_matches()
     test_a_nucleus_ends_where_it_is_full()
     for at in (5, 40, 999):
         test_what_is_not_finite_is_seen(at, float("nan"), SamplingParams(top_p=0.9))
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_caught(
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    defined: Callable[[Callable[[], Tensor]], Tensor],
-) -> None:
+def test_a_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(monkeypatch, tmp_path, *DEFECTS[name])
     with pytest.raises(AssertionError):
-        check_all(defined)
+        check_all()
 
 
 def test_noise_is_hashed_once_per_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    hashed = noise._keys
-    monkeypatch.setattr(noise, "_keys", lambda *fields: calls.append(0) or hashed(*fields))
+    hashed = Definition.keys
+    monkeypatch.setattr(Definition, "keys", lambda *fields: calls.append(0) or hashed(*fields))
     keys = NoiseKeys(torch.arange(3), torch.arange(6).expand(3, 6), None, torch.zeros(3, dtype=torch.int64))
     whole = keys.bits(DRAFT)
     count = len(calls)

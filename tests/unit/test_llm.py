@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
 from foredraft.decode import reading
 from foredraft.decode.policy import TargetConfidence
+from foredraft.llm import _Interrupts
 
 PLAIN = SamplingParams(temperature=0, max_new_tokens=24, speculation="none")
 
@@ -155,7 +158,7 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(
     )
     prompt = [5 + i % 90 for i in range(301)]
     drafter: Any = llm.engine.drafters["draft-model"]
-    runners: list[Any] = [llm.engine.target, drafter.runner]
+    runners: list[Any] = [llm.engine.target, drafter.draft_pass.runner]
     before = [runner.forwarded for runner in runners]
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation=speculation)
     outputs = llm.generate(prompt, params, n=5000)
@@ -246,14 +249,23 @@ def test_threads_share_a_failure_too(llm: foredraft.LLM, monkeypatch: pytest.Mon
     assert llm.engine.scheduler.idle
 
 
-def test_cancelling_all_keeps_what_there_is(llm: foredraft.LLM) -> None:
+def test_cancelling_all_keeps_what_there_is(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, some, go_on = llm.engine.step, threading.Event(), threading.Event()
+
+    def until_there_is_some() -> Any:
+        if not some.is_set() and sum(len(s.new_ids) for s in llm.engine.rows.sequences) >= 6:
+            some.set()
+            assert go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", until_there_is_some)
     params = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
     found: list[foredraft.Output] = []
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], params, n=9)), daemon=True)
     worker.start()
-    while sum(len(s.new_ids) for s in list(llm.engine.rows.sequences)) < 6:
-        assert worker.is_alive()
+    assert some.wait(60)
     llm.cancel_all()
+    go_on.set()
     worker.join(timeout=60)
     assert [o.finish_reason for o in found] == ["cancelled"] * 9
     assert sum(len(o.token_ids) for o in found) >= 6
@@ -281,6 +293,69 @@ def test_an_interrupted_call_leaves_nothing_running(
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
 
 
+class Pressed:
+    """SIGINT at some of the instructions that `_Interrupts` runs, and a handler that counts what it is given."""
+
+    def __init__(self, at: set[int], raises: bool) -> None:
+        self.at, self.raises = at, raises
+        self.instructions = self.handled = 0
+        self.forgotten: list[Any] = []  # what is still held back while it waits
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.handled += 1
+        if self.raises:
+            raise KeyboardInterrupt
+
+    def trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_qualname.startswith("_Interrupts"):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.instructions += 1
+            if self.instructions in self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self.trace
+
+    def run(self) -> None:
+        """As a call of `generate` goes that waits once for another thread."""
+        before, tracing = signal.signal(signal.SIGINT, self), sys.gettrace()
+        try:
+            sys.settrace(self.trace)
+            with _Interrupts() as interrupts:
+                interrupts.deliver()
+                waiting = SimpleNamespace(wait=lambda: self.forgotten.append(interrupts.noted))
+                interrupts.wait(waiting)  # type: ignore[arg-type]
+        except KeyboardInterrupt:
+            assert self.raises
+        finally:
+            sys.settrace(tracing)
+            restored = signal.signal(signal.SIGINT, before)
+        assert restored is self, "the handler is not back"
+        assert not any(self.forgotten)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_interrupt_is_handled_once_wherever_it_comes(raises: bool) -> None:
+    undisturbed = Pressed(set(), raises)
+    undisturbed.run()
+    assert undisturbed.handled == 0
+    for instruction in range(1, undisturbed.instructions + 1):
+        pressed = Pressed({instruction}, raises)
+        pressed.run()
+        assert pressed.handled == 1, instruction
+
+
+def test_of_two_interrupts_none_is_lost_for_good() -> None:
+    """What comes within the same few instructions may count as one, as it does for the system."""
+    count = Pressed(set(), raises=False)
+    count.run()
+    for first in range(1, count.instructions, 3):
+        for second in range(first + 1, count.instructions + 1, 2):
+            pressed = Pressed({first, second}, raises=False)
+            pressed.run()
+            assert pressed.handled in (1, 2), (first, second)
+
+
 def test_an_interrupt_does_not_wait_for_another_threads_step(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +364,7 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     def slow() -> Any:
         if not begun.is_set():
             begun.set()
-            waited.append(go_on.wait(5))
+            waited.append(go_on.wait(60))
         return step()
 
     monkeypatch.setattr(llm.engine, "step", slow)
@@ -297,7 +372,13 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     worker.start()
     assert begun.wait(60)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    wait = llm._turn.wait
+
+    def interrupted() -> Any:
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+        return wait()
+
+    monkeypatch.setattr(llm._turn, "wait", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([7, 8], PLAIN)

@@ -12,8 +12,9 @@ import pytest
 
 import foredraft
 from checkpoints import save_checkpoint
+from deciding import by_definition
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
-from foredraft.decode import accept, drafting, law, noise, sampling
+from foredraft.decode import accept, drafting, operators, sampling
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
@@ -54,7 +55,7 @@ def llm(folders: tuple[Path, Path]) -> LLM:
 
 def planted(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
     """Where the definitions serve, for that is where the defects are."""
-    monkeypatch.setattr("foredraft.kernels.rows.loaded", lambda: None)
+    by_definition(monkeypatch)
     Mutant("", edits, lambda: None).plant(monkeypatch)
 
 
@@ -187,7 +188,10 @@ def test_a_planted_defect_that_cannot_show_is_not_found(folders: tuple[Path, Pat
 
 
 DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
-    "epsilon in the residual": ((law.Law.minus, ".clamp_min(0.0)", ".clamp_min(1e-3)"), SPECULATIVE),
+    "epsilon in the residual": (
+        (operators.Definition.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"),
+        SPECULATIVE,
+    ),
     "every draft accepted": (
         (accept.speculative, "* draft.q.at(x) < p.at(x)", "* draft.q.at(x) < 2"),
         SPECULATIVE,
@@ -205,10 +209,13 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "coupled keeps what differs": (
-        (accept.coupled, "draft.tokens == y[:, :-1]", "draft.tokens != y[:, :-1]"),
+        (operators.Definition.match, "drafted == own", "drafted != own"),
         {("draft-model", "coupled")},
     ),
-    "plain sampling too": ((noise.Noise.pick, "times = weights.to", "times = weights.square().to"), ALL),
+    "plain sampling too": (
+        (operators.Definition.race, "times = weights.to", "times = weights.square().to"),
+        ALL,
+    ),
     "top-p ignored in p and q": (
         (sampling.SamplingTable.of.__func__, "top_p=column([1.0 if p.greedy", "top_p=column([1.0 if True"),
         set(),  # the exact law shares the transforms: theirs are other tests
@@ -230,7 +237,7 @@ def test_a_defect_fails_the_tests_that_it_touches(
 
 
 def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (law.Law.minus, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
+    planted(monkeypatch, (operators.Definition.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
     report = verify(llm, PROMPTS, QUICK)
     cut = [
         test for test in report.tests if test.top_k and test.acceptance == "speculative" and not test.control
@@ -239,7 +246,7 @@ def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: py
 
 
 def test_a_self_test_needs_sound_controls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (noise.Noise.pick, "times = weights.to", "times = weights.pow(8).to"))
+    planted(monkeypatch, (operators.Definition.race, "times = weights.to", "times = weights.pow(8).to"))
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert not report.found_planted
 

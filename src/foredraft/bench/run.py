@@ -21,6 +21,7 @@ from foredraft.bench.records import Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
 from foredraft.build.policies import make_policy
+from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
@@ -178,8 +179,8 @@ def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     target = llm.engine.target
     assert isinstance(target, Runner)
     models = [weigh("target", folders[0].name, target)]
-    drafts = [getattr(drafter, "runner", None) for drafter in llm.engine.drafters.values()]
-    for runner in drafts:
-        if runner is not None and folders[1] is not None:
+    for drafter in llm.engine.drafters.values():
+        runner = drafter.draft_pass.runner if isinstance(drafter, ModelDrafter) else target
+        if runner is not target and folders[1] is not None:
             models.append(weigh("draft", folders[1].name, runner))
     return tuple(models)

@@ -23,6 +23,7 @@ from foredraft.build.pairing import (
 from foredraft.build.planning import GivenPlan, chosen_plan
 from foredraft.build.policies import check_settings, make_policy
 from foredraft.decode.engine import Engine
+from foredraft.decode.operators import operators_of
 from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
@@ -98,8 +99,7 @@ def load(
             seconds at loading and at the beginning of the first text. Meant for GPUs: on CPUs it takes the
             place of the kernels.
         kernels: Run whole layers, and what is decided over a vocabulary, by Foredraft's own kernels, which a
-            C compiler makes for this CPU once, in two seconds. None: where there is one, and they serve. As
-            soon as one model of the process has them, what is decided over a vocabulary goes by them for all.
+            C compiler makes for this CPU once, in two seconds. None: where there is one, and they serve.
         needs: Given the tokenizer and the model's default parameters, the sequences and the positions that
             will be used; no more are made room for than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and prefilling.
@@ -186,6 +186,7 @@ def load(
         {name: kind.make(parts) for name, kind in kinds.items() if kind.make is not None},
         vocabulary=spec.vocab_size,
         device=where,
+        operators=operators_of(target),
         greedy_drafts=draft_sampling == "greedy",
     )
     return LLM(

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter
 
 from foredraft.bench.contenders import CONTENDERS
+from foredraft.bench.options import Options as BenchDefaults
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
+from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ OUTPUT = Group("Output", sort_key=5)
 VERIFYING = Group("Verifying", sort_key=3)
 BENCHMARK = Group("Benchmark", sort_key=3)
 SEARCH = Group("Search", sort_key=2)
+BENCH, TUNE = BenchDefaults(), TuneDefaults()  # whose defaults are these commands', too
 
 
 def _described(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str:
@@ -265,13 +268,13 @@ class BenchOptions:
     ship with Foredraft."""
     prompts: int | None = 8
     """So many of each workload at most, evenly spread over it."""
-    new_tokens: int = 64
+    new_tokens: int = BENCH.new_tokens
     """Tokens of every prompt; nothing ends a text early."""
-    repeats: int = 3
+    repeats: int = BENCH.repeats
     """Runs of everybody on every prompt."""
-    batch: str = "1"
+    batch: str = ",".join(map(str, BENCH.batch))
     """Prompts that are decoded side by side; several sizes with commas between."""
-    temperature: float = 0.0
+    temperature: float = BENCH.temperature
     """0 is greedy. Above it, outputs are compared with plain decoding's with --acceptance coupled only."""
     json: Path | None = None
     """Write the last line of the output, one JSON document, here too."""
@@ -285,7 +288,7 @@ class TuneOptions:
     prompts: str | None = None
     """A file of prompts: one a line, or .jsonl with a "prompt" in every line; a quarter is held out. Without
     it, for the demo model alone, those that ship with Foredraft."""
-    trials: int = 200
+    trials: int = TUNE.trials
     """Plans to try, those of earlier runs of the same search included."""
     timeout: float | None = None
     """Begin no trial after so many seconds."""
@@ -294,19 +297,19 @@ class TuneOptions:
     machines may share. Without it, a file in the cache folder."""
     sampler: SamplerName | None = None
     """Who proposes plans. Without it, gp at first, and tpe from the 80th trial on."""
-    temperature: float = 0.0
+    temperature: float = TUNE.temperature
     """Of the texts, and of the law that drafts are held against; 0 is greedy."""
-    max_draft: int = 8
+    max_draft: int = TUNE.max_draft
     """Longest draft that is considered, in tokens."""
-    tokens: int = 4096
+    tokens: int = TUNE.tokens
     """New tokens of the model's own that a trial is held against."""
-    finalists: int = 3
+    finalists: int = TUNE.finalists
     """Plans that are timed in real decoding of held-out prompts, in the end."""
-    new_tokens: int = 64
+    new_tokens: int = TUNE.new_tokens
     """Tokens of each held-out prompt."""
-    repeats: int = 3
+    repeats: int = TUNE.repeats
     """Runs of everybody on every held-out prompt."""
-    seed: int = 0
+    seed: int = TUNE.seed
     """Of the sampler."""
     out: Path | None = None
     """Write the plan here too, if it wins; generate, bench and verify find it in the cache folder."""

@@ -27,6 +27,9 @@ from torch import Tensor
 from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
 from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Keys, Noise
+from foredraft.decode.operators import leading
+from foredraft.decode.past import Past
+from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.device import upload
 
 __all__ = ["Rollback", "Verdict", "accept", "bild", "coupled", "speculative"]
@@ -52,21 +55,29 @@ class Rollback:
     rows: Tensor
     everywhere: bool
 
+    @classmethod
+    def of(
+        cls, table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
+    ) -> Rollback | None:
+        """What the rows of the lossy rule go by, if there are any; p: the laws of all rows' logits."""
+        if table.bound is None:
+            return None
+        judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
+        return cls(judge, table.bound, ~table.bound.isnan(), table.bounded)
+
 
 def speculative(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
     """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions, None where p is certain."""
+    if p.ids is not None and p.all_certain:  # u q < 1 always and u q < 0 never: no coin can decide
+        return Verdict(*p.operators.match(draft.tokens, p.ids, draft.lengths))
     x = draft.tokens  # [B, K]
     k = x.shape[1]
-    if not k:
-        accepted = draft.lengths
-    elif p.all_certain:
-        # u q < 1 always and u q < 0 never: no coin can decide
-        accepted = _leading(p.allows(x), draft.lengths)
-    else:
+    accepted = draft.lengths
+    if k:
         assert keys is not None
-        accepted = _leading(noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x), draft.lengths)
+        accepted = leading(noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x), draft.lengths)
     correction = p.position(accepted)
-    if k and not p.all_certain:
+    if k:
         rejected = accepted < draft.lengths
         correction = correction.minus(draft.q.position(accepted.clamp_max(k - 1)), rejected)
 
@@ -85,15 +96,14 @@ def coupled(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
         return noise.pick(weights, keys, COUPLED)
 
     y = p.draw(pick)  # [B, K + 1]
-    accepted = _leading(draft.tokens == y[:, :-1], draft.lengths)
-    return Verdict(accepted, y.gather(1, accepted[:, None])[:, 0])
+    return Verdict(*p.operators.match(draft.tokens, y, draft.lengths))
 
 
 def bild(draft: Draft, p: Law, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
     """As `speculative`; neither q nor a residual is consulted. What the judge rules out never stands."""
     chance = rollback.judge.at(draft.tokens)  # [B, K]
     stands = (chance > 0) & (-chance.log() <= rollback.bound[:, None])
-    accepted = _leading(stands | (p.at(draft.tokens) == 1), draft.lengths)
+    accepted = leading(stands | (p.at(draft.tokens) == 1), draft.lengths)
 
     def pick(weights: Tensor) -> Tensor:
         assert keys is not None
@@ -129,8 +139,3 @@ def _either(mask: Tensor, one: Verdict, other: Verdict) -> Verdict:
     return Verdict(
         torch.where(mask, one.accepted, other.accepted), torch.where(mask, one.next_token, other.next_token)
     )
-
-
-def _leading(keep: Tensor, lengths: Tensor) -> Tensor:
-    """Length of the run of kept tokens at the start of each row; padding is never kept -> [B]."""
-    return torch.minimum(keep.cumprod(1).sum(1), lengths)

@@ -100,6 +100,7 @@ class _Bench:
             drafters,
             vocabulary=engine.vocabulary,
             device=engine.device,
+            operators=engine.operators,
             greedy_drafts=engine.greedy_drafts,
         )
         self.batch, self.longest = batch, longest

@@ -15,6 +15,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from foredraft.decode.constraint import masks_along
 from foredraft.decode.law import Law
 from foredraft.decode.noise import NoiseKeys
 from foredraft.decode.past import Past
@@ -79,6 +80,19 @@ class RoundInputs:
         past = Past.of(sequences, device)
         return cls(sequences, idle, budgets, table, vocabulary, device, past)
 
+    def masks(self, drafted: Tensor) -> Tensor | None:
+        """[B, K + 1, V] bool along every constrained row's draft of drafted [B, K], or None."""
+        if all(s.constraint is None for s in self.sequences):
+            return None
+        free = torch.ones(drafted.shape[1] + 1, self.vocabulary, dtype=torch.bool, device=self.device)
+        masks: list[Tensor] = []
+        for sequence, tokens, idle in zip(self.sequences, drafted.tolist(), self.idle, strict=True):
+            if sequence.constraint is None or idle:
+                masks.append(free)
+            else:
+                masks.append(masks_along(sequence.constraint, tokens, self.vocabulary, self.device)[0])
+        return torch.stack(masks)
+
     @cached_property
     def noise(self) -> NoiseKeys:
         """Keys of every position that the round may draw at, from each row's next one on: uploaded once, if
@@ -96,7 +110,7 @@ class RoundInputs:
             ]
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
-        return NoiseKeys(base, position, attempt, rounds)
+        return NoiseKeys(base, position, attempt, rounds, self.table.operators)
 
 
 class Drafter(Protocol):

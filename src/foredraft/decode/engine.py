@@ -4,7 +4,7 @@
 
 Batch 1 is B = 1 and plain decoding is K = 0, not other paths. Before each round every sequence's cache
 length is len(tokens) - 1: the last token is pending. Rollback is setting a length. The device is read
-once per round, in `_read`.
+once per round, in `reading`.
 
 A value that is not finite harms its own request alone, and only if plain decoding met it too: a row whose
 draft led there is wiped past its text and takes its next step without a draft; a drafter that gives such
@@ -16,19 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict, accept
-from foredraft.decode.constraint import masks_along
 from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_reader, as_stepper
 from foredraft.decode.drafting import propose
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
-from foredraft.decode.past import Past
+from foredraft.decode.operators import DEFINITION, Operators
 from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.reading import Reading, read
@@ -37,39 +34,14 @@ from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
-from foredraft.decode.trace import RoundTrace
+from foredraft.decode.target import Target
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Forward, Resume, next_chunk
+from foredraft.model.runner import Forward, next_chunk
 
-__all__ = ["Engine", "Target"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-
-class Target(Protocol):
-    """What the engine needs of `model.runner.Runner`."""
-
-    max_queries: int  # longest [pending, *draft] that one pass takes
-    chunk: int  # prefill is cut at multiples of it
-
-    def forward(
-        self,
-        cache: KVCache,
-        tokens: Tensor,
-        starts: list[int],
-        *,
-        idle: Seq[bool] | None = None,
-        counts: list[int] | None = None,
-        resume: Resume | None = None,
-        taps: Seq[int] = (),
-    ) -> Forward: ...
-
-    def prefill(
-        self, cache: KVCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()
-    ) -> Forward: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...
 
 
 Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], Verdict]
@@ -78,9 +50,10 @@ Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], V
 class Engine:
     """Not thread-safe: one caller steps it at a time.
 
-    greedy_drafts: steppers draft their argmax (a one-hot q) instead of sampling from q. `accept` is an
-    attribute so that a verification can see what it makes of a defective rule. `policy` may be another one
-    whenever nobody has a row: what it keeps of a sequence begins with that.
+    operators: what everything over a vocabulary goes by. greedy_drafts: steppers draft their argmax (a one-
+    hot q) instead of sampling from q. `accept` is an attribute so that a verification can see what it makes
+    of a defective rule. `policy` may be another one whenever nobody has a row: what it keeps of a sequence
+    begins with that.
     """
 
     def __init__(
@@ -92,13 +65,14 @@ class Engine:
         *,
         vocabulary: int,
         device: torch.device,
+        operators: Operators = DEFINITION,
         noise: Noise | None = None,
         greedy_drafts: bool = False,
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
         self.drafters = dict(drafters)
         self.vocabulary, self.device = vocabulary, device
-        self.noise = noise or Noise()
+        self.operators, self.noise = operators, noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.accept: Rule = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
@@ -147,9 +121,9 @@ class Engine:
         forward = self._verify(inputs, draft)
         assert forward.logits is not None
         past = inputs.past and inputs.past.along(draft.tokens)
-        masks = self._masks(inputs, draft)
+        masks = inputs.masks(draft.tokens)
         p, finite = law_of(forward.logits, inputs.table, masks, past)
-        rollback = _rollback(inputs.table, p, forward.logits, masks, past)
+        rollback = Rollback.of(inputs.table, p, forward.logits, masks, past)
         coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
@@ -164,7 +138,7 @@ class Engine:
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
-            self._table = ids, SamplingTable.of(params, self.device, ends)
+            self._table = ids, SamplingTable.of(params, self.device, ends, self.operators)
         table, budgets = self._table[1], self._budgets(sequences, idle)
         return RoundInputs.of(sequences, idle, budgets, table, self.vocabulary, self.device)
 
@@ -217,21 +191,6 @@ class Engine:
             taps=taps,
         )
 
-    def _masks(self, inputs: RoundInputs, draft: Draft) -> Tensor | None:
-        """[B, K + 1, V] bool along every constrained row's draft, or None."""
-        if not any(s.constraint is not None for s in inputs.sequences):
-            return None
-        width = draft.tokens.shape[1] + 1
-        free = torch.ones(width, self.vocabulary, dtype=torch.bool, device=self.device)
-        masks: list[Tensor] = []
-        tokens = draft.tokens.tolist()
-        for sequence, ids, idle in zip(inputs.sequences, tokens, inputs.idle, strict=True):
-            if sequence.constraint is None or idle:
-                masks.append(free)
-            else:
-                masks.append(masks_along(sequence.constraint, ids, self.vocabulary, self.device)[0])
-        return torch.stack(masks)
-
     def _commit(self, inputs: RoundInputs, readings: list[Reading], forward: Forward) -> list[Sequence]:
         """Tokens, cache length, constraint, drafter and policy of each row move together."""
         over: list[tuple[Sequence, Finish, str | None]] = []
@@ -245,14 +204,18 @@ class Engine:
             if reading.broken and reading.drafted == 0:
                 over.append((sequence, Finish.ERROR, _not_finite(sequence)))
                 continue
-            if reading.broken:  # whatever the coins said: judging by them would favour some drafts
+            if reading.broken:
+                # Whole, whatever the coins said. Drafts that lead to such values are never judged then, and
+                # the others weigh a little more in the output's law. To keep what was accepted before the
+                # first such value would be exact; but NaN reaches every column of its row, for no mask hides
+                # it (0 * NaN), and which was the first cannot be told without another pass.
                 self.cache.wipe(sequence.row, base)
                 outcome = Round(reading.drafted, 0, 0)
             else:
                 outcome = self._extend(sequence, reading)
             sequence.rounds.append(outcome)
             if sequence.traced:
-                sequence.trace.append(_traced(sequence, reading, outcome, base + 1, budget))
+                sequence.trace.append(reading.traced(sequence, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             for name in sequence.drafters:
                 drafter = self.drafters[name]
@@ -324,7 +287,7 @@ class Engine:
 
     def _score(self, sequence: Sequence, hidden: Tensor, start: int) -> bool:
         """Scores of the prompt's tokens after the chunk's; False where the request fails for it."""
-        scores = score_chunk(self.target.head, hidden, sequence, start)
+        scores = score_chunk(self.target.head, hidden, sequence, start, self.operators)
         if scores is None:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
             return False
@@ -356,35 +319,6 @@ class Engine:
 
     def _taps(self, sequence: Sequence) -> tuple[int, ...]:
         return tuple(depth for name in sequence.drafters for depth in self.drafters[name].taps)
-
-
-def _rollback(
-    table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
-) -> Rollback | None:
-    """What the rows of the lossy rule go by, if there are any."""
-    if table.bound is None:
-        return None
-    judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
-    return Rollback(judge, table.bound, ~table.bound.isnan(), table.bounded)
-
-
-def _traced(sequence: Sequence, reading: Reading, outcome: Round, length: int, budget: int) -> RoundTrace:
-    """Of the round that began with so many tokens."""
-    count = 0 if reading.broken else outcome.drafted  # what lies past the end of the text, nobody looked at
-    return RoundTrace(
-        start=length - len(sequence.prompt),
-        drafter=sequence.drafter if budget else None,
-        budget=budget,
-        draft=reading.tokens[: outcome.drafted],
-        p=reading.p[:count],
-        q=reading.q[:count],
-        accepted=outcome.accepted,
-        next_token=reading.next_token,
-        next_p=0.0 if reading.broken else reading.next_p,
-        emitted=outcome.emitted,
-        discarded=reading.broken,
-        rollback=sequence.params.bound,
-    )
 
 
 def _not_finite(sequence: Sequence) -> str:

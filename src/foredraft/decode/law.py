@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.kernels.rows import residual
+from foredraft.decode.operators import DEFINITION, Operators
 
 __all__ = ["Law"]
 
@@ -31,11 +31,13 @@ class Law:
     probs:   [B, T, V] float32, or None when every row is certain.
     ids:     [B, T] int64, or None when no row is certain.
     certain: [B] bool: rows that `ids` speaks for; None when `probs` or `ids` alone speaks for all.
+    operators: what computes with it.
     """
 
     probs: Tensor | None = None
     ids: Tensor | None = None
     certain: Tensor | None = None
+    operators: Operators = DEFINITION
 
     def __post_init__(self) -> None:
         assert (self.probs is not None) or (self.ids is not None)
@@ -62,13 +64,6 @@ class Law:
         hot = (tokens == self.ids[:, :k]).to(torch.float32)
         return hot if dense is None else torch.where(self._certain[:, None], hot, dense)
 
-    def allows(self, tokens: Tensor) -> Tensor:
-        """Whether `tokens` [B, K] can be drawn at all, each under its own position's law -> [B, K] bool."""
-        if self.probs is None:
-            assert self.ids is not None
-            return tokens == self.ids[:, : tokens.shape[1]]
-        return self.at(tokens) > 0
-
     def position(self, index: Tensor) -> Law:
         """The law at position `index` [B] of every row -> Law with T = 1."""
         if self.columns == 1:
@@ -79,12 +74,12 @@ class Law:
             probs = self.probs.gather(1, at)
         if self.ids is not None:
             ids = self.ids.gather(1, index[:, None])
-        return Law(probs, ids, self.certain)
+        return Law(probs, ids, self.certain, self.operators)
 
     def rows(self, index: Tensor) -> Law:
         """Of some rows [R]."""
         one, two, three = (None if x is None else x[index] for x in (self.probs, self.ids, self.certain))
-        return Law(one, two, three)
+        return Law(one, two, three, self.operators)
 
     def draw(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
         """One token per row and position -> [B, T] int64; `pick` draws from [B, T, V]. Certain rows need no
@@ -112,16 +107,11 @@ class Law:
         """
         if self.probs is None:
             return self
-        drawn = q.ids if q.probs is None else q.probs if q.ids is None else None
-        if self.ids is None and drawn is not None:
-            found = residual(self.probs, drawn, where[:, None])
-            if found is not None:
-                return Law(found)
         vocabulary = self.probs.shape[2]
-        p = self.weights(vocabulary)
-        left = (p - q.weights(vocabulary)).clamp_min(0.0)
-        usable = where[:, None, None] & (left.sum(-1, keepdim=True) > 0)
-        return Law(torch.where(usable, left, p), self.ids, self.certain)
+        p, taken = self.weights(vocabulary), q.ids if q.probs is None else q.weights(vocabulary)
+        assert taken is not None
+        left = self.operators.residual(p, taken, where[:, None])
+        return Law(left, self.ids, self.certain, self.operators)
 
     @property
     def _certain(self) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from foredraft.decode.operators import Operators
 from foredraft.decode.past import Past
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.decode.scores import Score, score, scores_in
@@ -23,11 +24,11 @@ COLUMNS = 32  # at a time: a whole chunk's logits over a large vocabulary would 
 
 
 def score_chunk(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, sequence: Sequence, start: int
+    head: Callable[[Tensor], Tensor], hidden: Tensor, sequence: Sequence, start: int, operators: Operators
 ) -> list[Score] | None:
     """Scores of the tokens after those of a chunk that begins at `start`, hidden [1, n, D]; None where a
     logit is not finite."""
-    table = SamplingTable.of([sequence.params], hidden.device).of_prompt()
+    table = SamplingTable.of([sequence.params], hidden.device, operators=operators).of_prompt()
     top = sequence.params.prompt_logprobs or 0
     tokens = sequence.prompt[start + 1 : start + 1 + hidden.shape[1]]
     ahead = upload(tokens, hidden.device)  # [n]

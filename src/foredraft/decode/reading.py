@@ -1,7 +1,7 @@
 """Reading: what the host learns from a round, in one device synchronisation.
 
-Everything travels as int64: the verdict, and where a request asks for them the scores of its new tokens and
-the probabilities that its trace shows.
+Everything travels as integers: the verdict, and where a request asks for them the scores of its new tokens
+and the probabilities that its trace shows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from foredraft.decode.policy.gate import certainty
 from foredraft.decode.policy.protocol import Signal
 from foredraft.decode.scores import Integers, Score, bits, numbers, score, scores_in
 from foredraft.decode.sequence import Sequence
-from foredraft.model.device import upload
+from foredraft.decode.stats import Round
+from foredraft.decode.trace import RoundTrace
+from foredraft.model.device import download, upload
 
 __all__ = ["Reading", "read"]
 
@@ -49,6 +51,25 @@ class Reading:
         """The tokens that the round decided on."""
         return [*self.tokens[: self.accepted], self.next_token]
 
+    def traced(self, sequence: Sequence, outcome: Round, length: int, budget: int) -> RoundTrace:
+        """Of the round that began with so many tokens."""
+        # what lies past the end of the text, nobody looked at
+        count = 0 if self.broken else outcome.drafted
+        return RoundTrace(
+            start=length - len(sequence.prompt),
+            drafter=sequence.drafter if budget else None,
+            budget=budget,
+            draft=self.tokens[: outcome.drafted],
+            p=self.p[:count],
+            q=self.q[:count],
+            accepted=outcome.accepted,
+            next_token=self.next_token,
+            next_p=0.0 if self.broken else self.next_p,
+            emitted=outcome.emitted,
+            discarded=self.broken,
+            rollback=sequence.params.bound,
+        )
+
 
 def read(
     sequences: Seq[Sequence],
@@ -65,10 +86,9 @@ def read(
     judge: the laws by which a draft was accepted, which are p but under the lossy rule.
     """
     batch = len(sequences)
-    figures = [verdict.accepted, verdict.next_token, draft.lengths]
+    tensors = [verdict.accepted, verdict.next_token, draft.lengths, draft.tokens, finite]
     if draft.sick is not None:
-        figures.append(draft.sick)
-    tensors = [torch.cat([*(figure[:, None] for figure in figures), draft.tokens, finite], 1)]
+        tensors.append(draft.sick)
     asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     top = max((sequences[row].params.logprobs or 0 for row in asking), default=0)
     traced = any(s.traced for s in sequences)
@@ -85,32 +105,42 @@ def read(
     if signal is not None:
         last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
         tensors.append(bits(certainty(last, verdict.next_token, signal)))
-    verdicts, *more = _read(tensors)
-    rows_read = verdicts.tolist()
-    if draft.sick is None:
-        rows_read = [[*row[:3], 0, *row[3:]] for row in rows_read]
-    scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
-    chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
-    sure = [None] * batch if signal is None else numbers(more.pop(0)).tolist()
+    several = download(tensors)
+    verdicts = zip(*(tensor.tolist() for tensor in several[:5]), strict=True)
+    more = several[5:]
+    sick = [False] * batch if draft.sick is None else more.pop(0).tolist()
+    scores = dict(zip(asking, more.pop(0).numpy(), strict=True)) if asking else {}
+    chances: list[list[float]] = numbers(more.pop(0).numpy()).tolist() if traced else [[]] * batch
+    sure = [None] * batch if signal is None else numbers(more.pop(0).numpy()).tolist()
     return [
         _reading(
-            row, sequence, scores.get(index), top, chances[index] if sequence.traced else [], sure[index]
+            *decided,
+            sick=bool(sick[row]),
+            sequence=sequence,
+            figures=scores.get(row),
+            top=top,
+            chances=chances[row] if sequence.traced else [],
+            sure=sure[row],
         )
-        for index, (row, sequence) in enumerate(zip(rows_read, sequences, strict=True))
+        for row, (decided, sequence) in enumerate(zip(verdicts, sequences, strict=True))
     ]
 
 
 def _reading(
-    row: list[int],
+    accepted: int,
+    next_token: int,
+    drafted: int,
+    tokens: list[int],
+    finite: list[bool],
+    *,
+    sick: bool,
     sequence: Sequence,
     figures: Integers | None,
     top: int,
     chances: list[float],
     sure: float | None,
 ) -> Reading:
-    accepted, next_token, drafted, sick, *rest = row
-    width = (len(rest) - 1) // 2
-    tokens, finite = rest[:width], rest[width:]
+    width = len(tokens)
     scores: list[Score] = []
     if figures is not None:
         shown = sequence.params.logprobs or 0
@@ -121,7 +151,7 @@ def _reading(
         next_token,
         drafted,
         not all(finite[: drafted + 1]),
-        bool(sick),
+        sick,
         tokens,
         scores=scores,
         p=p,
@@ -129,15 +159,3 @@ def _reading(
         next_p=next_p,
         sure=sure,
     )
-
-
-def _read(tensors: list[Tensor]) -> list[Integers]:
-    """The one synchronisation."""
-    if len(tensors) == 1:
-        return [tensors[0].cpu().numpy()]
-    flat: Integers = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu().numpy()
-    several = []
-    for tensor in tensors:
-        several.append(flat[: tensor.numel()].reshape(tensor.shape))
-        flat = flat[tensor.numel() :]
-    return several

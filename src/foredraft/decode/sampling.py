@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.law import Law
+from foredraft.decode.operators import DEFINITION, Operators, running, total
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.past import Past
-from foredraft.kernels.rows import best, law
 from foredraft.model.device import upload
 from foredraft.model.runner import Drawing
 
@@ -57,10 +57,15 @@ class SamplingTable:
     bound: Tensor | None  # [B] float32: nats of surprise that `bild` lets stand, NaN in rows of other rules
     bounded: bool  # all rows have one
     judge: SamplingTable | None  # by what their surprise is told; None: by this
+    operators: Operators  # what makes laws of logits by these
 
     @classmethod
     def of(
-        cls, params: Seq[SamplingParams], device: torch.device, ends: Seq[frozenset[int]] | None = None
+        cls,
+        params: Seq[SamplingParams],
+        device: torch.device,
+        ends: Seq[frozenset[int]] | None = None,
+        operators: Operators = DEFINITION,
     ) -> SamplingTable:
         """ends: each row's end-of-text ids, which min_new_tokens bars."""
 
@@ -110,7 +115,8 @@ class SamplingTable:
             bounded=None not in bounds,
             judge=None
             if all(one is own for one, own in zip(judged, params, strict=True))
-            else cls.of(judged, device, ends),
+            else cls.of(judged, device, ends, operators),
+            operators=operators,
         )
 
     def drawing(self, keys: Tensor) -> Drawing | None:
@@ -153,22 +159,12 @@ def law_of(
     """
     logits = _edited(logits, table, masks, past)
     if argmax or table.all_greedy:
-        ids, finite = _best(logits)
-        return Law(ids=ids), finite
+        ids, finite = table.operators.best(logits)
+        return Law(ids=ids, operators=table.operators), finite
     probs, finite = _transformed(logits, table)
     if table.greedy is None:
-        return Law(probs), finite
-    return Law(probs, _best(logits)[0], table.greedy), finite
-
-
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens [B, T], ties to the smallest id, and whether all logits are finite."""
-    found = best(logits)
-    if found is not None:
-        return found
-    ids = logits.argmax(-1)
-    top = logits.gather(-1, ids[..., None])[..., 0]
-    return ids, top - top == 0  # NaN and +inf win
+        return Law(probs, operators=table.operators), finite
+    return Law(probs, table.operators.best(logits)[0], table.greedy, table.operators), finite
 
 
 def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Past | None) -> Tensor:
@@ -202,67 +198,18 @@ def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Pa
 
 def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """[B, T, V] -> probabilities after temperature and cuts, and whether all logits are finite."""
-    options = table.temperature, table.top_k, table.top_p, table.min_p, table.cut
-    probs, finite = law(logits, *options) or _law(logits, table)
+    probs, finite = table.operators.law(logits, table)
     if table.typical_p is not None:
         probs = _typical(probs, table.typical_p[:, None, None])
     return probs, finite
 
 
-def _law(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    """Probabilities after temperature, top_k, top_p and min_p, and whether all logits are finite."""
-    if table.top_k is not None:  # before the temperature, which changes no order
-        most = min(table.top_k_most, logits.shape[-1])
-        largest = logits.topk(most, dim=-1).values  # [B, T, most]
-        k = table.top_k.clamp(1, most)[:, None, None].expand(-1, logits.shape[1], 1)
-        cut = (table.top_k > 0)[:, None, None] & (logits < largest.gather(-1, k - 1))
-        logits = logits.masked_fill(cut, -math.inf)
-    top = logits.amax(-1)
-    # The largest logit is subtracted before the division: no temperature, however small, overflows.
-    probs = ((logits - top[..., None]) / table.temperature[:, None, None]).softmax(-1)
-    finite = top - top == 0  # NaN and +inf win
-    if table.cut is None:
-        return probs, finite
-    least = torch.zeros_like(top)  # [B, T]
-    if table.top_p is not None:
-        top_p = table.top_p[:, None]
-        least = _least_in_nucleus(probs, top_p).where(top_p < 1, 0.0)
-    if table.min_p is not None:
-        least = least.maximum(probs.amax(-1) * table.min_p[:, None])
-    kept = probs.where(probs >= least[..., None], 0.0)
-    # only rows that are cut: no other's bits may change
-    return torch.where(table.cut[:, None, None], kept / _total(kept), kept), finite
-
-
-def _least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
-    """The least probability kept [B, T]: tokens with less than the mass [B, 1] ranked above them are."""
-    ordered = probs.sort(-1, descending=True).values
-    before = _running(ordered) - ordered  # mass ranked above; the first is always kept
-    # a mass too small for float32 keeps the first all the same, and NaN has no last at all
-    last = ((before < mass[..., None]).sum(-1, keepdim=True) - 1).clamp_min(0)
-    return ordered.gather(-1, last)[..., 0]
-
-
 def _typical(probs: Tensor, mass: Tensor) -> Tensor:
     """Keep the tokens whose surprise is nearest to the law's entropy, up to the mass [B, 1, 1] below 1."""
     surprise = -probs.log()
-    entropy = _total((probs * surprise).where(probs > 0, 0.0))
+    entropy = total((probs * surprise).where(probs > 0, 0.0))
     distance = (surprise - entropy).abs().where(probs > 0, math.inf)
     ordered, at = distance.sort(-1)
-    last = (_running(probs.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
+    last = (running(probs.gather(-1, at)) < mass).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
     kept = probs.where(distance <= ordered.gather(-1, last), 0.0)
-    return torch.where(mass < 1, kept / _total(kept), probs)
-
-
-def _total(x: Tensor) -> Tensor:
-    """The sum over the vocabulary. A running sum adds in one order; `sum` splits a single long row over
-    threads, and not several."""
-    return _running(x)[..., -1:]
-
-
-def _running(x: Tensor) -> Tensor:
-    """The running sum over the vocabulary [B, T, V], in the same order for a row alone and among others: a
-    GPU scans a row that is alone by another kernel, whose order is not fixed."""
-    if x.is_cuda and x.shape[:-1].numel() == 1:
-        return x.expand(2, -1, -1).cumsum(-1)[:1]
-    return x.cumsum(-1)
+    return torch.where(mass < 1, kept / total(kept), probs)

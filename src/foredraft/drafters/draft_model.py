@@ -34,8 +34,7 @@ class DraftModel:
     def __init__(
         self, runner: Runner, rows: int, positions: int, vocabulary: VocabularyMap | None = None
     ) -> None:
-        self.runner, self.vocabulary = runner, vocabulary
-        self.draft_pass = DraftPass(runner)
+        self.draft_pass, self.vocabulary = DraftPass(runner), vocabulary
         longest = min(positions, runner.decoder.spec.max_positions)
         self.max_length: int | None = longest
         self.cache = runner.new_cache(rows, longest)
@@ -46,12 +45,13 @@ class DraftModel:
         return self.cache.lengths[sequence.row]
 
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
+        runner = self.draft_pass.runner
         while start < stop:
-            end = next_chunk(start, stop, self.runner.chunk)
+            end = next_chunk(start, stop, runner.chunk)
             tokens = sequence.tokens[start:end]
             if self.vocabulary is not None:
                 tokens = [self.vocabulary.draft_ids[token] for token in tokens]
-            self.runner.prefill(self.cache, sequence.row, tokens, start)
+            runner.prefill(self.cache, sequence.row, tokens, start)
             start = end
         self.cache.lengths[sequence.row] = max(self.cache.lengths[sequence.row], stop)
 

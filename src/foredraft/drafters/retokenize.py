@@ -74,7 +74,6 @@ class Retokenize:
     def __init__(
         self, runner: Runner, rows: int, positions: int, target: Tokenizer, draft: Tokenizer
     ) -> None:
-        self.runner = runner
         self.draft_pass = DraftPass(runner)
         self.positions = min(positions, runner.decoder.spec.max_positions)
         self.cache = runner.new_cache(rows, self.positions)
@@ -172,7 +171,7 @@ class Retokenize:
         ]
         counts = [len(tokens) for tokens in behind]
         padded = [tokens + [0] * (max(counts) - len(tokens)) for tokens in behind]
-        return upload(padded, self.runner.decoder.device, torch.int64), starts, counts
+        return upload(padded, self.draft_pass.runner.decoder.device, torch.int64), starts, counts
 
     def _catch_up(self, row: int, tokens: list[int]) -> int:
         """Roll the row back to what it has in common with `tokens`, and read ahead where it is far behind;
@@ -182,8 +181,8 @@ class Retokenize:
         start = next((at for at in range(shared) if read[at] != tokens[at]), shared)
         del read[start:]
         while len(tokens) - start > NEAR:
-            end = next_chunk(start, len(tokens) - 1, self.runner.chunk)
-            self.runner.prefill(self.cache, row, tokens[start:end], start)
+            end = next_chunk(start, len(tokens) - 1, self.draft_pass.runner.chunk)
+            self.draft_pass.runner.prefill(self.cache, row, tokens[start:end], start)
             read += tokens[start:end]
             start = end
         return start

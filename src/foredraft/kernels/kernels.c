@@ -170,6 +170,8 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
     }
 }
 
+enum { DONE, NO_MEMORY };  // what whoever needs memory of its own gives; without it, nothing was decided
+
 // How a token is drawn, of each row; no temperature: the likeliest. The others may be missing, or say nothing by 1
 // (top_p) or 0 (top_k, min_p). cut: whether top_p or min_p says anything.
 typedef struct {
@@ -179,7 +181,7 @@ typedef struct {
     const uint8_t *cut;
 } Drawing;
 
-static void draw(
+static int draw(
     const Drawing *how, int64_t row, const float *logits, int64_t n, const int64_t *key, int64_t *token,
     uint8_t *finite, float *law, int threads);
 

@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from foredraft.kernels.machine import cache_folder, describe_cpu
 
-__all__ = ["compiler", "library", "loaded", "unavailable_because"]
+__all__ = ["compiler", "declare", "library", "unavailable_because"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,18 @@ def unavailable_because() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def loaded() -> ctypes.CDLL | None:
-    """The kernels, if somebody has asked for them: nothing is compiled for this."""
-    return library() if _found.cache_info().currsize else None
+def declare(run: Any, arguments: tuple[type, ...], *, allocates: bool = False) -> Any:
+    """Say what a kernel takes; gives it back. One that allocates memory for its work raises MemoryError where
+    there is none, and has decided nothing then."""
+    run.argtypes, run.restype = arguments, ctypes.c_int if allocates else None
+    if allocates:
+        run.errcheck = _check_memory
+    return run
+
+
+def _check_memory(failed: int, *_: Any) -> None:
+    if failed:
+        raise MemoryError("the kernels get no memory to work in; decode fewer sequences at once (max_batch)")
 
 
 def _load(command: list[str]) -> ctypes.CDLL:

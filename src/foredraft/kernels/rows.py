@@ -1,130 +1,130 @@
-"""What is decided over a vocabulary, a row at a time, and the noise that decides: float32 rows on the CPU,
-where the kernels are loaded.
+"""What is decided over a vocabulary, a row at a time, and the noise that decides: in C, for float32 rows on
+the CPU.
 
-Contract: each function gives None where it does not serve, and its caller's own definition holds. A row's
-result is the same alone and among others.
+Contract: what `decode.operators.Definition` says, but for how sums round. They are added in one order, so a
+row's result is the same alone and among others, and by any number of threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import loaded
+from foredraft.kernels.loading import declare, library
 
-__all__ = ["best", "law", "noise_keys", "race", "residual", "units"]
+__all__ = ["Cuts", "RowKernels"]
 
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "best": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "law": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
     "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
+    "match": (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p),
     "race": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
     "units": (c_void_p, c_int64, c_void_p),
 }
 
 
-def best(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Where every row [..., V] is largest, first of all: int64 [...]; whether that value is finite: bool."""
-    run = _serving("best", x)
-    if run is None:
-        return None
-    x = x.contiguous()  # rows may lie apart or not, by what shared their pass
-    shape, columns = x.shape[:-1], x.shape[-1]
-    ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
-    run(x.data_ptr(), ids.numel(), columns, ids.data_ptr(), finite.data_ptr(), torch.get_num_threads())
-    return ids, finite
+ALLOCATING = ("best", "law", "race")
 
 
-def law(
-    x: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    cut: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """softmax(x / temperature) of every row [B, T, V], cut by top_k, top_p and min_p, and whether its largest
-    value is finite [B, T] bool; the parameters and cut (whether top_p or min_p cuts) [B]."""
-    run = _serving("law", x)
-    if run is None:
-        return None
-    assert temperature.dtype == torch.float32  # what it lies as is what the kernel reads
-    x = x.contiguous()
-    batch, columns, size = x.shape
-    probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
-    options = map(_address, (temperature, top_k, top_p, min_p, cut))
-    outs = probs.data_ptr(), finite.data_ptr()
-    run(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
-    return probs, finite
+class Cuts(Protocol):
+    """How laws are made of logits, a row of parameters each; None where nobody uses one."""
+
+    @property
+    def temperature(self) -> Tensor: ...  # [B] float32, as the others but for
+    @property
+    def top_k(self) -> Tensor | None: ...  # [B] int64
+    @property
+    def top_k_most(self) -> int: ...
+    @property
+    def top_p(self) -> Tensor | None: ...
+    @property
+    def min_p(self) -> Tensor | None: ...
+    @property
+    def cut(self) -> Tensor | None: ...  # [B] bool: rows that top_p or min_p cuts
 
 
-def residual(p: Tensor, q: Tensor, where: Tensor) -> Tensor | None:
-    """What is positive of p - q in the rows [..., V] where `where` [...] says so and anything is, else p.
+class RowKernels:
+    """`decode.operators.Operators` by the kernels, which must be there (`library`).
 
-    q: [..., V], or the one id that it is certain of [...] int64.
+    Raises MemoryError where there is no memory to work in.
     """
-    run = _serving("residual", p)
-    if run is None:
-        return None
-    p, q, where = p.contiguous(), q.contiguous(), where.contiguous()
-    out = p.new_empty(p.shape)
-    certain = q.dtype == torch.int64
-    law_of, id_of = (None, q.data_ptr()) if certain else (q.data_ptr(), None)
-    run(p.data_ptr(), law_of, id_of, where.data_ptr(), where.numel(), p.shape[-1], out.data_ptr())
-    return out
+
+    def __init__(self) -> None:
+        kernels = library()
+        assert kernels is not None
+        functions = (_function(kernels, name) for name in SIGNATURES)
+        self._best, self._law, self._residual, self._match, self._race, self._keys, self._units = functions
+
+    def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = _rows(x)
+        shape, columns = x.shape[:-1], x.shape[-1]
+        ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
+        outs = ids.data_ptr(), finite.data_ptr()
+        self._best(x.data_ptr(), ids.numel(), columns, *outs, torch.get_num_threads())
+        return ids, finite
+
+    def law(self, x: Tensor, by: Cuts) -> tuple[Tensor, Tensor]:
+        assert by.temperature.dtype == torch.float32  # what it lies as is what the kernel reads
+        x = _rows(x)
+        batch, columns, size = x.shape
+        probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
+        options = map(_address, (by.temperature, by.top_k, by.top_p, by.min_p, by.cut))
+        outs = probs.data_ptr(), finite.data_ptr()
+        self._law(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
+        return probs, finite
+
+    def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
+        p, q, where = _rows(p), q.contiguous(), where.contiguous()
+        out = p.new_empty(p.shape)
+        certain = q.dtype == torch.int64
+        law_of, id_of = (None, q.data_ptr()) if certain else (q.data_ptr(), None)
+        size = where.numel(), p.shape[-1]
+        self._residual(p.data_ptr(), law_of, id_of, where.data_ptr(), *size, out.data_ptr())
+        return out
+
+    def match(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        drafted, own, lengths = drafted.contiguous(), own.contiguous(), lengths.contiguous()
+        found, after = lengths.new_empty(lengths.shape), lengths.new_empty(lengths.shape)
+        outs = found.data_ptr(), after.data_ptr()
+        self._match(drafted.data_ptr(), own.data_ptr(), lengths.data_ptr(), *drafted.shape, *outs)
+        return found, after
+
+    def race(self, weights: Tensor, keys: Tensor) -> Tensor:
+        weights, keys = _rows(weights), keys.contiguous()
+        out = keys.new_empty(keys.shape)
+        size = keys.numel(), weights.shape[-1]
+        self._race(weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def keys(
+        self, base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
+    ) -> Tensor:
+        fields = [None if x is None else x.contiguous() for x in (base, rounds, position, attempt)]
+        out = position.new_empty(position.shape)
+        self._keys(*map(_address, fields), purpose, *position.shape, out.data_ptr())
+        return out
+
+    def units(self, keys: Tensor) -> Tensor:
+        keys = keys.contiguous()
+        out = keys.new_empty(keys.shape, dtype=torch.float64)
+        self._units(keys.data_ptr(), keys.numel(), out.data_ptr())
+        return out
 
 
-def race(weights: Tensor, keys: Tensor) -> Tensor | None:
-    """The winners of the exponential race of each row [..., V], by the noise of its key [...] -> [...]."""
-    run = _serving("race", weights)
-    if run is None:
-        return None
-    weights, keys = weights.contiguous(), keys.contiguous()
-    out = keys.new_empty(keys.shape)
-    size = weights.shape[-1]
-    run(weights.data_ptr(), keys.data_ptr(), keys.numel(), size, out.data_ptr(), torch.get_num_threads())
-    return out
+def _function(kernels: ctypes.CDLL, name: str) -> Any:
+    return declare(getattr(kernels, f"foredraft_{name}"), SIGNATURES[name], allocates=name in ALLOCATING)
 
 
-def noise_keys(
-    base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
-) -> Tensor | None:
-    """`decode.noise`'s hash of the fields of a key: base and rounds [B], position and attempt [B, T], all
-    int64 -> [B, T]."""
-    run = _serving("keys", position, torch.int64)
-    if run is None:
-        return None
-    fields = [None if x is None else x.contiguous() for x in (base, rounds, position, attempt)]
-    out = position.new_empty(position.shape)
-    run(*map(_address, fields), purpose, *position.shape, out.data_ptr())
-    return out
-
-
-def units(keys: Tensor) -> Tensor | None:
-    """Uniform in [0, 1), 53 bits of each key: int64 -> float64, of the same shape."""
-    run = _serving("units", keys, torch.int64)
-    if run is None:
-        return None
-    keys = keys.contiguous()
-    out = keys.new_empty(keys.shape, dtype=torch.float64)
-    run(keys.data_ptr(), keys.numel(), out.data_ptr())
-    return out
-
-
-def _serving(name: str, x: Tensor, dtype: torch.dtype = torch.float32) -> Any | None:
-    """The kernel for such rows."""
-    kernels: ctypes.CDLL | None = loaded()
-    if kernels is None or x.dtype != dtype or x.device.type != "cpu":
-        return None
-    run: Any = getattr(kernels, f"foredraft_{name}")
-    if run.argtypes is None:
-        run.argtypes, run.restype = SIGNATURES[name], None
-    return run
+def _rows(x: Tensor) -> Tensor:
+    """One after the other: they may lie apart or not, by what shared their pass."""
+    assert x.dtype == torch.float32 and x.device.type == "cpu"
+    return x.contiguous()
 
 
 def _address(x: Tensor | None) -> int | None:

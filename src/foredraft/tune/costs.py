@@ -98,7 +98,8 @@ def _timed(
     device = cache.device
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     several = torch.zeros(1, longest + 1, dtype=torch.int64, device=device)
-    table = SamplingTable.of([SamplingParams(temperature=temperature)], device)
+    operators = llm.engine.operators
+    table = SamplingTable.of([SamplingParams(temperature=temperature)], device, operators=operators)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.arange(context, context + longest, device=device)[None]  # [1, K]
 
@@ -109,7 +110,7 @@ def _timed(
         draft_pass = DraftPass(runner, plan)
 
         def run() -> None:
-            keys = NoiseKeys(zero, places, None, zero)
+            keys = NoiseKeys(zero, places, None, zero, operators)
             drawing = None if table.all_greedy else table.drawing(keys.bits(DRAFT))
             if draft_pass.at_once(cache, [[0]], [context - 1], [longest], drawing) is not None:
                 return

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.decode.operators import operators_of
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.cache import KVCache
@@ -54,7 +55,10 @@ class Teacher:
         self.tokens = calibration.tokens
         device = runner.decoder.device
         params = SamplingParams(temperature=calibration.temperature)
-        self._greedy, self._table = params.greedy, SamplingTable.of([params], device)
+        self._greedy, self._table = (
+            params.greedy,
+            SamplingTable.of([params], device, operators=operators_of(runner)),
+        )
         rows, positions = len(self.texts), max(len(text.ids) for text in self.texts)
         # rows from `rows` on hold the target's keys and values, the first `rows` also the draft's
         self.cache: KVCache = runner.new_cache(2 * rows, positions + longest)

@@ -77,6 +77,11 @@ class Runner:
         return find_shapes(self.decoder, probed, self._run) if deterministic else LOOSE
 
     @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of our own run its passes."""
+        return self._native is not None
+
+    @property
     def choices(self) -> str:
         """What was chosen for this decoder, on this machine, in words."""
         device, dtype = self.decoder.device, self.decoder.dtype
@@ -146,7 +151,7 @@ class Runner:
         job = Job(
             cache=cache,
             shapes=shapes,
-            tokens=tokens.to(self.decoder.device),
+            tokens=tokens if tokens.device == self.decoder.device else tokens.to(self.decoder.device),
             starts=[cache.scratch if dummy else start for start, dummy in zip(starts, idle, strict=True)],
             first_row=first_row,
             active=active,

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import library
+from foredraft.kernels.loading import declare, library
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
@@ -117,20 +117,26 @@ class NativePasses:
         )
         mixed, width = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self._room = spec.hidden_size + max(width, 2 * inner) + max(mixed, inner)  # elements a column
+        self._kept = self._embedding.new_empty(0)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
-        self._forward = getattr(kernels, "foredraft_forward" + suffix(decoder.dtype))
-        self._forward.argtypes = (
-            *(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int,
+        forward, head, draft = (
+            getattr(kernels, f"foredraft_{name}{suffix(decoder.dtype)}")
+            for name in ("forward", "head", "draft")
+        )
+        self._forward = declare(
+            forward,
+            (*(c_void_p,) * 4, c_int64, c_char_p, c_char_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+        )
+        self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
+        self._draft = declare(
+            draft,
+            (
+                *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
+                *(c_void_p,) * 7, c_int,
+            ),
+            allocates=True,
         )  # fmt: skip
-        self._head = getattr(kernels, "foredraft_head" + suffix(decoder.dtype))
-        self._head.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int)
-        self._draft = getattr(kernels, "foredraft_draft" + suffix(decoder.dtype))
-        self._draft.argtypes = (
-            *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
-            *(c_void_p,) * 7, c_int,
-        )  # fmt: skip
-        self._forward.restype = self._head.restype = self._draft.restype = None
 
     def rotate_by(self, tables: Mapping[Rope, Tensor]) -> None:
         """Use these rotary tables, [P, 2, D] each."""
@@ -154,7 +160,7 @@ class NativePasses:
         [N, V] float32."""
         count = len(hidden)
         pass_ = pass_over(cache, columns, self._rotary)
-        room = hidden.new_empty(count * self._room)
+        room = self._space(count * self._room)
         logits = self._logits(hidden) if head else None
         self._forward(
             ctypes.addressof(self._model),
@@ -190,7 +196,7 @@ class NativePasses:
         given = array("q", (*tokens, *(row for row, _, _ in columns), *most))
         at, _ = given.buffer_info()
         slots = at + 8 * len(tokens)
-        room = self._embedding.new_empty(len(tokens) * (self._room + spec.hidden_size))
+        room = self._space(len(tokens) * (self._room + spec.hidden_size))
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
         finite = torch.zeros(rows, steps, dtype=torch.bool)
         probs = None if drawing is None else torch.zeros(rows, steps, spec.vocab_size)
@@ -219,6 +225,12 @@ class NativePasses:
             torch.get_num_threads(),
         )
         return Drafted(drawn, finite, probs)
+
+    def _space(self, values: int) -> Tensor:
+        """To work in during one call: kept, since the next needs about as much."""
+        if len(self._kept) < values:
+            self._kept = self._embedding.new_empty(values)
+        return self._kept
 
     def states(self, count: int) -> Tensor:
         """Room for the states of so many columns [N, D]."""

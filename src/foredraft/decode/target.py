@@ -1,0 +1,38 @@
+"""Target: what the round needs of the model whose output counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from torch import Tensor
+
+from foredraft.model.cache import KVCache
+from foredraft.model.runner import Forward, Resume
+
+__all__ = ["Target"]
+
+
+class Target(Protocol):
+    """What the engine needs of `model.runner.Runner`."""
+
+    max_queries: int  # longest [pending, *draft] that one pass takes
+    chunk: int  # prefill is cut at multiples of it
+
+    def forward(
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        starts: list[int],
+        *,
+        idle: Seq[bool] | None = None,
+        counts: list[int] | None = None,
+        resume: Resume | None = None,
+        taps: Seq[int] = (),
+    ) -> Forward: ...
+
+    def prefill(
+        self, cache: KVCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()
+    ) -> Forward: ...
+
+    def head(self, hidden: Tensor) -> Tensor: ...
