@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
@@ -37,15 +39,12 @@ class FakeTeacher:
             class spec:
                 layers = LAYERS
 
-    def __init__(self, seconds: float = 0.0, check: Any = lambda: None) -> None:
-        self.seconds, self.check, self.trials = seconds, check, 0
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.trials = seconds, 0
 
     def rounds(self, plan: Any) -> Rounds:
         self.trials += 1
-        until = time.monotonic() + self.seconds
-        while time.monotonic() < until:
-            self.check()
-            time.sleep(0.005)
+        time.sleep(self.seconds)
         chance = 0.97
         for layer in range(LAYERS):
             chance *= 1.0 if plan.attention[layer] else (0.3 if layer == 0 else 0.96)
@@ -121,48 +120,96 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 CHILD = f"""
-import sys
+import os, signal, sys
 sys.path[:0] = ["{ROOT}/tests", "{ROOT}/tests/unit"]
 import test_tune_search as t
 t.search_module.warm_starts = lambda teacher: dict(t.WARM)
-t.study_module.HEARTBEAT, t.study_module.GRACE = 1, 2
-t.searched(sys.argv[1], t.FakeTeacher(float(sys.argv[2])), trials=int(sys.argv[3]), seed=int(sys.argv[4]))
+url, seconds, trials, seed, moment = sys.argv[1:]
+if moment:
+    t.dies_at(moment, 4)
+t.searched(url, t.FakeTeacher(float(seconds)), trials=int(trials), seed=int(seed))
 """
+MOMENTS = {
+    "within a trial": (FakeTeacher, "rounds"),
+    "before its first heartbeat": (optuna.storages.RDBStorage, "record_heartbeat"),
+    "as it is kept": (optuna.storages.RDBStorage, "set_trial_state_values"),
+    "between two": (Search, "_choose_sampler"),
+}
 
 
-def child(url: str, seconds: float, trials: int, seed: int = 0) -> subprocess.Popen[bytes]:
+def dies_at(moment: str, call: int) -> None:
+    """This process is killed as it enters the method for the n-th time."""
+    owner, name = MOMENTS[moment]
+    method, calls = getattr(owner, name), iter(range(1, call + 1))
+
+    def deadly(*given: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*given, **options)
+
+    setattr(owner, name, deadly)
+
+
+def child(
+    url: str, seconds: float = 0.0, trials: int = 1000, seed: int = 0, moment: str = ""
+) -> subprocess.Popen[bytes]:
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", CHILD, url, str(seconds), str(trials), str(seed)], env=env)
+    words = [url, str(seconds), str(trials), str(seed), moment]
+    return subprocess.Popen([sys.executable, "-c", CHILD, *words], env=env)
 
 
-def complete(url: str) -> list[Any]:
-    try:
-        study = optuna.load_study(study_name="a study", storage=url)
-    except Exception:  # it is not there yet, or about to be
-        return []
-    return [trial for trial in study.trials if trial.state is optuna.trial.TrialState.COMPLETE]
+def kept(url: str, state: str = "COMPLETE") -> dict[int, float | None]:
+    """Values of a study's trials in that state, by number."""
+    trials = optuna.load_study(study_name="a study", storage=url).trials
+    return {trial.number: trial.value for trial in trials if trial.state.name == state}
 
 
-def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def an_hour_later(url: str) -> None:
+    """For the trials that run."""
+    with optuna.storages.RDBStorage(url).engine.begin() as connection:
+        running = "(SELECT trial_id FROM trials WHERE state = 'RUNNING')"
+        for table, column in (("trials", "datetime_start"), ("trial_heartbeats", "heartbeat")):
+            change = f"UPDATE {table} SET {column} = :then WHERE trial_id IN {running}"
+            then = datetime.now() - timedelta(hours=30)  # whatever the time zone
+            connection.execute(sqlalchemy.text(change), {"then": then})
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, moment: str) -> None:
     url = sqlite(tmp_path)
-    process = child(url, 0.3, 1000)
-    deadline = time.monotonic() + 60
-    while len(complete(url)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    kept = {trial.number: trial.value for trial in complete(url)}
-    assert len(kept) >= 3
-    states = optuna.trial.TrialState
-    study = optuna.load_study(study_name="a study", storage=url)
-    assert [trial for trial in study.trials if trial.state is states.RUNNING]  # the one that it died in
-    monkeypatch.setattr(study_module, "HEARTBEAT", 1)
-    monkeypatch.setattr(study_module, "GRACE", 2)
-    time.sleep(2.5)
-    found = searched(url, trials=len(kept) + 4)
-    assert {trial.number: trial.predicted for trial in found.trials()}.items() >= kept.items()
-    assert len(found.trials()) == len(kept) + 4
-    assert not [trial for trial in found.study.trials if trial.state is states.RUNNING]
+    assert child(url, moment=moment).wait(timeout=100) == -signal.SIGKILL
+    before = kept(url)
+    assert before and len(kept(url, "RUNNING")) == (moment != "between two")
+    an_hour_later(url)
+    found = searched(url, trials=len(before) + 4)
+    after = kept(url)
+    assert after.items() >= before.items() and len(after) == len(before) + 4
+    assert not kept(url, "RUNNING")
+    assert {trial.origin for trial in found.trials()} >= set(WARM)
+
+
+def test_a_trial_that_died_before_its_first_heartbeat_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_module, "FIRST", 0.0)
+    place = StudyPlace(sqlite(tmp_path))
+    study = place.study("a study")
+    study.enqueue_trial({"attention.0": True}, user_attrs={"warm start": "nothing"})
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        unborn, alive = study.ask(), study.ask()
+    place.storage.record_heartbeat(alive._trial_id)
+    place.give_up_unborn(study)
+    assert set(kept(sqlite(tmp_path), "RUNNING")) == {unborn.number, alive.number}, "both have just begun"
+    an_hour_later(sqlite(tmp_path))
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        young = study.ask()
+    place.give_up_unborn(study)
+    place.give_up_unborn(study)
+    assert set(kept(sqlite(tmp_path), "FAIL")) == {unborn.number}
+    assert set(kept(sqlite(tmp_path), "RUNNING")) == {alive.number, young.number}
+    [again] = [trial for trial in study.trials if trial.state is optuna.trial.TrialState.WAITING]
+    assert again.system_attrs["fixed_params"] == {"attention.0": True}
+    assert again.user_attrs == {"warm start": "nothing"}
 
 
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
@@ -170,30 +217,54 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     searched(url, trials=1)
     both = [child(url, 0.2, 14, seed) for seed in (1, 2)]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
-    assert 14 <= len(complete(url)) <= 15  # the other may be about to end one
+    assert 14 <= len(kept(url)) <= 15  # the other may be about to end one
 
 
-def hurried(folder: Path, seconds: float, trial: float) -> Search:
+class HurriedTeacher(FakeTeacher):
+    """A trial's ten passes take so many seconds of a clock of its own; between them it asks for the time."""
+
+    def __init__(self, trial: float) -> None:
+        super().__init__()
+        self.trial, self.now = trial, 0.0
+        self.deadline = Deadline(None)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def rounds(self, plan: Any) -> Rounds:
+        for _ in range(10):
+            self.deadline.check()
+            self.now += self.trial / 10
+        return super().rounds(plan)
+
+
+def hurried(folder: Path, seconds: float, trial: float, monkeypatch: pytest.MonkeyPatch) -> Search:
     """A search with so many seconds left, whose trials take so long."""
-    teacher = FakeTeacher(trial)
+    teacher = HurriedTeacher(trial)
+    monkeypatch.setattr(search_module, "time", teacher)
+    teacher.deadline = Deadline.after(seconds)
     made = Search(
         StudyPlace(sqlite(folder)), "a study", Options(trials=500, sampler="random", timeout=seconds),
-        teacher, lambda: COSTS, Deadline(None),
+        teacher, lambda: COSTS, teacher.deadline,
     )  # fmt: skip
     made.begin()
-    made.deadline = Deadline.after(seconds)
-    teacher.check = made.deadline.check
     return made
 
 
-def test_time_that_is_up_ends_a_search_and_keeps_what_ended(tmp_path: Path) -> None:
-    made = hurried(tmp_path, 3.0, 0.1)
+def test_time_that_is_up_ends_a_search_and_keeps_what_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hurried(tmp_path, 3.05, 0.4, monkeypatch)
     made.run(silent)
-    assert 1 <= len(made.trials()) < 40
+    ended = {trial.skips for trial in made.trials()}
+    assert len(ended) == 7, "3.05 seconds, at 0.4 for a plan"
+    assert len(kept(sqlite(tmp_path), "FAIL")) == 1, "the eighth was given up"
 
 
-def test_time_that_is_up_before_a_trial_ended_is_a_mistake(tmp_path: Path) -> None:
-    made = hurried(tmp_path, 0.05, 60.0)
+def test_time_that_is_up_before_a_trial_ended_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hurried(tmp_path, 0.05, 60.0, monkeypatch)
     with pytest.raises(ConfigError, match="timeout is 0.05, in which not one trial ended; give more seconds"):
         made.run(silent)
     origins = {trial.origin for trial in searched(sqlite(tmp_path), trials=3).trials()}

@@ -83,7 +83,7 @@ class Search:
     ) -> None:
         self.options, self.teacher, self.deadline = options, teacher, deadline
         self.layers = teacher.runner.decoder.spec.layers
-        self.study = place.study(name)
+        self.place, self.study = place, place.study(name)
         self._propose_by = ""
         told = self.study.user_attrs.get("costs")
         self.costs = measure() if told is None else _costs(told)
@@ -125,6 +125,7 @@ class Search:
                 self._choose_sampler(ended)
                 if ended >= total:
                     study.stop()
+            self.place.give_up_unborn(study)
             if self.deadline.passed:
                 study.stop()
 
@@ -140,6 +141,7 @@ class Search:
 
     def begin(self) -> None:
         """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
+        self.place.give_up_unborn(self.study)
         told = self.study.user_attrs.get("begin with")
         if told is None:
             plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}

@@ -1,8 +1,8 @@
 """Studies: where trials are kept, so that a search can be broken off, gone on with, and shared.
 
 Contract: a finished trial is in the storage before the next one begins. A trial whose process died is given
-up once its heartbeats have stopped for a while, and tried once more. Only here and in `search` is Optuna
-known.
+up once its heartbeats have stopped for a while, or the first one never came, and tried once more. Only here
+and in `search` is Optuna known.
 
 Raises ConfigError, when it is imported, where optuna is not installed.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 import warnings
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ optuna = module("optuna", "the search")
 sqlalchemy = module("sqlalchemy", "the search")
 
 HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until there have been none for too long
+FIRST = 1.0  # seconds in which a trial that lives has given its first sign
 EARLY = 80  # trials until which a Gaussian process is worth its time
 SQLITE = "sqlite:///"
 
@@ -54,6 +57,36 @@ class StudyPlace:
             )
         except sqlalchemy.exc.SQLAlchemyError as error:
             raise _unusable(self.shown, error) from error
+
+    def give_up_unborn(self, study: Any) -> None:
+        """Give up trials that died before their first heartbeat, as Optuna does those that died later: it
+        looks for old heartbeats, and would take these for running ones for ever."""
+        dead = self._unborn(study)
+        if not dead:
+            return
+        time.sleep(FIRST)  # another machine's clock may be hours behind ours, and its trial a moment old
+        for number in dead & self._unborn(study):
+            try:
+                trial = study.tell(number, state=optuna.trial.TrialState.FAIL)
+            except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+                continue  # another process gave it up
+            self.storage.get_heartbeat_stale_trial_callback()(study, trial)
+
+    def _unborn(self, study: Any) -> set[int]:
+        """Numbers of the trials that run, began long ago, and have given no sign of life."""
+        if not isinstance(self.storage, optuna.storages.RDBStorage):
+            return set()
+        running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        began = datetime.now() - timedelta(seconds=GRACE)
+        old = {trial._trial_id: trial.number for trial in running if trial.datetime_start < began}
+        if not old:
+            return set()
+        beats = sqlalchemy.text("SELECT trial_id FROM trial_heartbeats WHERE trial_id IN :old")
+        with self.storage.engine.connect() as connection:
+            found = connection.execute(
+                beats.bindparams(sqlalchemy.bindparam("old", list(old), expanding=True))
+            )
+            return set(old.values()) - {old[id] for (id,) in found}
 
 
 def sampler_for(done: int) -> SamplerName:
