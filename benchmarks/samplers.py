@@ -1,11 +1,13 @@
-"""Which sampler is worth its time: TPE, Gaussian process and random search at 32 to 160 switches.
+"""Which sampler is worth its time: TPE, Gaussian process, flips and random search at 32 to 160 switches.
 
 Two objectives. A synthetic one: each sub-layer that a draft leaves out lowers the chance of its tokens by a
 factor of its own, two neighbours by one more, and saves its cost; what is sought is the predicted speed-up.
 And the demo target's own, by the search's trials (--demo). Nobody is told where to begin, unless --warm. For
 each sampler and seed: the best speed-up after so many trials, and the seconds a trial that the sampler took.
 
-    python benchmarks/samplers.py --switches 32,64,160 --trials 200 --seeds 3 --demo
+    python benchmarks/samplers.py --switches 32,64,160 --trials 200 --gp-trials 60 --seeds 3 --demo
+
+A Gaussian process takes longer with each trial and switch, so it may have fewer trials.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from foredraft.tune.study import StudyPlace
 
 DEVICE = torch.device("cpu")
 LONGEST = 8
-MARKS = (25, 50, 100, 200, 400)  # trials after which the best is told
+MARKS = (25, 50, 60, 100, 200, 400)  # trials after which the best is told
 
 
 class Shape:
@@ -115,7 +117,8 @@ def compared(objective: Any, given: argparse.Namespace, warm: bool) -> dict[str,
     """By sampler: over the seeds."""
     found: dict[str, Any] = {}
     for sampler in given.samplers.split(","):
-        runs = [run(objective, sampler, given.trials, seed, warm) for seed in range(given.seeds)]
+        trials = given.gp_trials if sampler == "gp" else given.trials
+        runs = [run(objective, sampler, trials, seed, warm) for seed in range(given.seeds)]
         found[sampler] = {
             "best": {mark: spread([one["best"][mark] for one in runs]) for mark in runs[0]["best"]},
             "seconds_a_trial": spread([one["own"] for one in runs]),
@@ -128,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--switches", default="32,64,96,160", help="2 L of the synthetic models")
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--gp-trials", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--demo", action="store_true", help="also by the demo target's own trials")
     parser.add_argument("--tokens", type=int, default=1024, help="of the demo's trials")

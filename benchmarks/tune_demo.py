@@ -64,7 +64,7 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
 
 def predicted(report: Report, teacher: Teacher, skips: Skips) -> float:
     plan = skips.plan(report.layers)
-    return float(report.costs.speedups(plan, teacher.rounds(plan).taus).max())
+    return float(report.costs.speedups(skips, teacher.rounds(plan).taus).max())
 
 
 def without_search(report: Report, teacher: Teacher, count: int) -> dict[str, Any]:

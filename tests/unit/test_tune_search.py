@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
 from foredraft.tune import study as study_module
 from foredraft.tune.costs import PlanCosts
+from foredraft.tune.exits import ExitCosts
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.rounds import Rounds
 from foredraft.tune.search import Deadline, Search, best_of
@@ -64,13 +66,13 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     return None
 
 
-def searched(url: str | None, teacher: Any = None, **options: Any) -> Search:
+def searched(url: str | None, teacher: Any = None, costs: PlanCosts = COSTS, **options: Any) -> Search:
     made = Search(
         StudyPlace(url),
         "a study",
         Options(**{"trials": 12, "sampler": "random", **options}),
         teacher or FakeTeacher(),
-        lambda: COSTS,
+        lambda: costs,
         Deadline(None),
     )
     made.begin()
@@ -99,6 +101,33 @@ def test_the_objective_is_the_predicted_speedup_at_its_best_draft_length(tmp_pat
         gains = [tau / (k * c + COSTS.verifying[k - 1]) for k, tau in enumerate(trial.taus, start=1)]
         assert trial.predicted == pytest.approx(max(gains))
         assert trial.draft == 1 + int(np.argmax(gains))
+
+
+EXITS = replace(COSTS, exit=ExitCosts((0.05, 0.1), ((1.0, -0.1), (1.02, -0.1), (1.04, -0.1))))
+SLOW = replace(COSTS, exit=ExitCosts((9.0, 0.0), ((9.0, 0.0),) * 3))
+
+
+@pytest.mark.parametrize(
+    ("costs", "way"), [(EXITS, "exit:2"), (SLOW, "skip:attn=2-3/mlp=2-3"), (COSTS, "skip:attn=2-3/mlp=2-3")]
+)
+def test_a_plan_without_its_last_layers_runs_as_an_exit_where_that_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: PlanCosts, way: str
+) -> None:
+    warm = {"nothing": Skips(), "exit 2": Skips(exit=2)}
+    monkeypatch.setattr(search_module, "warm_starts", lambda teacher: warm)
+    found = searched(sqlite(tmp_path), costs=costs, trials=3)
+    trial = {trial.origin: trial for trial in found.trials()}["exit 2"]
+    assert trial.skips == way
+    assert trial.predicted == pytest.approx(costs.speedups(Skips.spelled(way), np.array(trial.taus)).max())
+    again = searched(sqlite(tmp_path), trials=3)
+    assert again.costs == costs
+    assert not kept(sqlite(tmp_path), "WAITING"), "it was tried, by whatever name"
+
+
+def test_plans_that_are_exits() -> None:
+    assert Skips((2, 3), (2, 3)).as_exit(4) == Skips(exit=2)
+    for skips in (Skips(), Skips((2, 3), (3,)), Skips((1, 2), (1, 2)), Skips((0, 1, 2, 3), (0, 1, 2, 3))):
+        assert skips.as_exit(4) is None
 
 
 def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -332,7 +361,7 @@ def test_the_default_is_a_file_in_the_cache_folder_or_memory(
         ({"trials": 0}, "trials is 0; give 1 or more"),
         ({"timeout": 0.0}, "timeout is 0.0; give seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
-        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, random"),
+        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, flips, random"),
         ({"temperature": -1.0}, "temperature is -1.0; give 0 or more"),
         ({"max_draft": 0}, "max_draft is 0; give 1 or more"),
         ({"new_tokens": 1}, "new_tokens is 1; give 2 or more"),

@@ -10,7 +10,7 @@ from foredraft.errors import ConfigError
 
 __all__ = ["SAMPLERS", "Options", "SamplerName"]
 
-SamplerName = Literal["tpe", "gp", "random"]
+SamplerName = Literal["tpe", "gp", "flips", "random"]
 SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 
 

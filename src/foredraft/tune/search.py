@@ -18,10 +18,12 @@ import numpy as np
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
+from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.options import Options
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Progress, Trial
+from foredraft.tune.rounds import Floats
 from foredraft.tune.study import StudyPlace, make_sampler, optuna, sampler_for
 from foredraft.tune.teacher import Teacher
 
@@ -56,7 +58,7 @@ class Deadline:
 
 
 def warm_starts(teacher: Teacher) -> dict[str, Skips]:
-    """Different plans to begin with, by what they are."""
+    """Different plans to begin with, by what they are; early exits come last."""
     layers = teacher.runner.decoder.spec.layers
     found = {"nothing": Skips(), "every other layer": every_other(layers)}
     ranked, programmed = greedy(teacher), clasp(teacher, 2 * layers - 1)
@@ -65,7 +67,7 @@ def warm_starts(teacher: Teacher) -> dict[str, Skips]:
         for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
             if (skips := skips_of(sub_layers)) not in found.values():
                 found[f"{kind} {size}"] = skips
-    return found
+    return found | {f"exit {layer}": Skips(exit=layer) for layer in range(1, layers)}
 
 
 class Search:
@@ -86,10 +88,10 @@ class Search:
         self.place, self.study = place, place.study(name)
         self._propose_by = ""
         told = self.study.user_attrs.get("costs")
-        self.costs = measure() if told is None else _costs(told)
+        self.costs = measure() if told is None else PlanCosts.told(told)
         if told is None:
             self.study.set_user_attr("costs", json.dumps(asdict(self.costs)))
-        self._taus = {trial.skips: trial.taus for trial in self.trials()}
+        self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
 
     def trials(self) -> list[Trial]:
         """Those that ended, in their order."""
@@ -151,13 +153,12 @@ class Search:
         open_ = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
         begun = {trial.user_attrs.get(WARM) for trial in open_}
         for origin, spelled in json.loads(told).items():
-            if spelled not in self._taus and origin not in begun:
-                skips = Skips.spelled(spelled)
-                left_out = {"attention": skips.attention, "mlp": skips.mlp}
+            plan = self._plan(spelled)
+            if plan not in self._taus and origin not in begun:
                 params = {
-                    f"{kind}.{layer}": layer in layers
-                    for kind, layers in left_out.items()
-                    for layer in range(self.layers)
+                    f"{kind}.{layer}": not runs
+                    for kind in ("attention", "mlp")
+                    for layer, runs in enumerate(getattr(plan, kind))
                 }
                 self.study.enqueue_trial(params, user_attrs={WARM: origin})
 
@@ -191,15 +192,25 @@ class Search:
                     layers.append(layer)
         skips = Skips(tuple(left_out["attention"]), tuple(left_out["mlp"]))
         plan = skips.plan(self.layers)
-        taus = self._taus.get(str(skips))
+        taus = self._taus.get(plan)
         if taus is None:
             taus = tuple(map(float, self.teacher.rounds(plan).taus))
-            self._taus[str(skips)] = taus
-        speedups = self.costs.speedups(plan, np.array(taus))
-        best = int(speedups.argmax())
-        for name, value in (("skips", str(skips)), ("taus", list(taus)), ("draft", best + 1)):
+            self._taus[plan] = taus
+        best, speedups = self._faster(skips, np.array(taus))
+        draft = int(speedups.argmax())
+        for name, value in (("skips", str(best)), ("taus", list(taus)), ("draft", draft + 1)):
             trial.set_user_attr(name, value)
-        return float(speedups[best])
+        return float(speedups[draft])
+
+    def _faster(self, skips: Skips, taus: Floats) -> tuple[Skips, Floats]:
+        """The faster way to run a plan, which may be an early exit, and its speed-ups [K]."""
+        exit = skips.as_exit(self.layers)
+        ways = [skips] if exit is None or self.costs.exit is None else [skips, exit]
+        rated = [(way, self.costs.speedups(way, taus)) for way in ways]
+        return max(rated, key=lambda each: each[1].max())
+
+    def _plan(self, spelled: str) -> Plan:
+        return Skips.spelled(spelled).plan(self.layers)
 
 
 def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
@@ -208,10 +219,3 @@ def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
     for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):
         found.setdefault(trial.skips, trial)
     return list(found.values())[:count]
-
-
-def _costs(told: str) -> PlanCosts:
-    found: dict[str, Any] = json.loads(told)
-    for name in ("attention", "verifying"):
-        found[name] = tuple(found[name])
-    return PlanCosts(**found)

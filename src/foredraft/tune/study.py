@@ -20,6 +20,7 @@ from typing import Any
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError
 from foredraft.kernels.machine import cache_folder
+from foredraft.tune.flips import FlipSampler
 from foredraft.tune.options import SamplerName
 
 __all__ = ["StudyPlace", "make_sampler", "optuna", "sampler_for"]
@@ -102,6 +103,8 @@ def make_sampler(name: SamplerName, seed: int) -> Any:
                 return optuna.samplers.TPESampler(seed=seed)
             case "gp":
                 return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
+            case "flips":
+                return FlipSampler(seed)
             case "random":
                 return optuna.samplers.RandomSampler(seed=seed)
 
