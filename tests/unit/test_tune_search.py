@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from datetime import datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sqlalchemy
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
@@ -27,61 +22,24 @@ from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.rounds import Rounds
 from foredraft.tune.search import Deadline, Search, best_of
 from foredraft.tune.study import StudyPlace, optuna
-from running import ROOT
-
-LAYERS = 4
-COSTS = PlanCosts(1e-3, 0.05, (0.1,) * LAYERS, 0.13, (1.0, 1.02, 1.04))
-
-
-class FakeTeacher:
-    """Each sub-layer that is left out costs its share of the drafts' chances; layer 0's cost most."""
-
-    class runner:
-        class decoder:
-            class spec:
-                layers = LAYERS
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.trials = seconds, 0
-
-    def rounds(self, plan: Any) -> Rounds:
-        self.trials += 1
-        time.sleep(self.seconds)
-        chance = 0.97
-        for layer in range(LAYERS):
-            chance *= 1.0 if plan.attention[layer] else (0.3 if layer == 0 else 0.96)
-            chance *= 1.0 if plan.mlp[layer] else (0.3 if layer == 0 else 0.9)
-        return Rounds.of(np.full((1, 60, 3), chance), np.array([60]))
-
-
-WARM = {"nothing": Skips(), "every other layer": Skips((1, 3), (1, 3))}
+from searching import (
+    COSTS,
+    LAYERS,
+    MOMENTS,
+    WARM,
+    FakeTeacher,
+    child,
+    days_later,
+    kept,
+    searched,
+    silent,
+    sqlite,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "warm_starts", lambda teacher: dict(WARM))
-
-
-def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    return None
-
-
-def searched(url: str | None, teacher: Any = None, costs: PlanCosts = COSTS, **options: Any) -> Search:
-    made = Search(
-        StudyPlace(url),
-        "a study",
-        Options(**{"trials": 12, "sampler": "random", **options}),
-        teacher or FakeTeacher(),
-        lambda: costs,
-        Deadline(None),
-    )
-    made.begin()
-    made.run(silent)
-    return made
-
-
-def sqlite(folder: Path) -> str:
-    return f"sqlite:///{folder / 'study.db'}"
 
 
 def test_a_search_begins_with_the_plans_it_is_given_and_tries_as_many_as_asked(tmp_path: Path) -> None:
@@ -148,68 +106,13 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(other.trials()) == 9
 
 
-CHILD = f"""
-import os, signal, sys
-sys.path[:0] = ["{ROOT}/tests", "{ROOT}/tests/unit"]
-import test_tune_search as t
-t.search_module.warm_starts = lambda teacher: dict(t.WARM)
-url, seconds, trials, seed, moment = sys.argv[1:]
-if moment:
-    t.dies_at(moment, 4)
-t.searched(url, t.FakeTeacher(float(seconds)), trials=int(trials), seed=int(seed))
-"""
-MOMENTS = {
-    "within a trial": (FakeTeacher, "rounds"),
-    "before its first heartbeat": (optuna.storages.RDBStorage, "record_heartbeat"),
-    "as it is kept": (optuna.storages.RDBStorage, "set_trial_state_values"),
-    "between two": (Search, "_choose_sampler"),
-}
-
-
-def dies_at(moment: str, call: int) -> None:
-    """This process is killed as it enters the method for the n-th time."""
-    owner, name = MOMENTS[moment]
-    method, calls = getattr(owner, name), iter(range(1, call + 1))
-
-    def deadly(*given: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return method(*given, **options)
-
-    setattr(owner, name, deadly)
-
-
-def child(
-    url: str, seconds: float = 0.0, trials: int = 1000, seed: int = 0, moment: str = ""
-) -> subprocess.Popen[bytes]:
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    words = [url, str(seconds), str(trials), str(seed), moment]
-    return subprocess.Popen([sys.executable, "-c", CHILD, *words], env=env)
-
-
-def kept(url: str, state: str = "COMPLETE") -> dict[int, float | None]:
-    """Values of a study's trials in that state, by number."""
-    trials = optuna.load_study(study_name="a study", storage=url).trials
-    return {trial.number: trial.value for trial in trials if trial.state.name == state}
-
-
-def an_hour_later(url: str) -> None:
-    """For the trials that run."""
-    with optuna.storages.RDBStorage(url).engine.begin() as connection:
-        running = "(SELECT trial_id FROM trials WHERE state = 'RUNNING')"
-        for table, column in (("trials", "datetime_start"), ("trial_heartbeats", "heartbeat")):
-            change = f"UPDATE {table} SET {column} = :then WHERE trial_id IN {running}"
-            then = datetime.now() - timedelta(hours=30)  # whatever the time zone
-            connection.execute(sqlalchemy.text(change), {"then": then})
-
-
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, moment: str) -> None:
     url = sqlite(tmp_path)
     assert child(url, moment=moment).wait(timeout=100) == -signal.SIGKILL
     before = kept(url)
     assert before and len(kept(url, "RUNNING")) == (moment != "between two")
-    an_hour_later(url)
+    days_later(url)
     found = searched(url, trials=len(before) + 4)
     after = kept(url)
     assert after.items() >= before.items() and len(after) == len(before) + 4
@@ -229,7 +132,7 @@ def test_a_trial_that_died_before_its_first_heartbeat_is_tried_again(
     place.storage.record_heartbeat(alive._trial_id)
     place.give_up_unborn(study)
     assert set(kept(sqlite(tmp_path), "RUNNING")) == {unborn.number, alive.number}, "both have just begun"
-    an_hour_later(sqlite(tmp_path))
+    days_later(sqlite(tmp_path))
     with pytest.warns(UserWarning, match="Heartbeat"):
         young = study.ask()
     place.give_up_unborn(study)
@@ -317,13 +220,18 @@ def test_importance_finds_the_layer_that_must_stay(monkeypatch: pytest.MonkeyPat
     assert len({trial.skips for trial in best_of(found.trials(), 5)}) == 5
 
 
+POSTGRES = (
+    "refused" if find_spec("psycopg") else "driver is not installed; run `pip install 'foredraft[postgres]'`"
+)
+
+
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
         ("sqlite:////no/such/folder/study.db", "unable to open database file"),
         ("nonsense", "which is no URL; give one like sqlite:///FILE"),
         ("nonsense://host/db", "nonsense"),
-        ("postgresql://me:hush@127.0.0.1:9/db", "Please install"),
+        ("postgresql://me:hush@127.0.0.1:9/db", POSTGRES),
     ],
 )
 def test_a_storage_that_cannot_be_used_is_told(url: str, complaint: str) -> None:

@@ -88,9 +88,13 @@ class Search:
         self.place, self.study = place, place.study(name)
         self._propose_by = ""
         told = self.study.user_attrs.get("costs")
-        self.costs = measure() if told is None else PlanCosts.told(told)
         if told is None:
-            self.study.set_user_attr("costs", json.dumps(asdict(self.costs)))
+            measured = json.dumps(asdict(measure()))
+            told = self.study.user_attrs.get("costs")  # another process may have been faster
+            if told is None:
+                told = measured
+                self.study.set_user_attr("costs", told)
+        self.costs = PlanCosts.told(told)
         self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
 
     def trials(self) -> list[Trial]:

@@ -29,6 +29,7 @@ optuna = module("optuna", "the search")
 sqlalchemy = module("sqlalchemy", "the search")
 
 HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until there have been none for too long
+TRIES = 5  # to open a database whose tables another process is making
 FIRST = 1.0  # seconds in which a trial that lives has given its first sign
 EARLY = 80  # trials until which a Gaussian process is worth its time
 SQLITE = "sqlite:///"
@@ -48,7 +49,9 @@ class StudyPlace:
         self.shown = "memory" if url is None and own is None else _without_password(url or f"{SQLITE}{own}")
         self.storage: Any = optuna.storages.InMemoryStorage()
         if url is not None or own is not None:
-            self.storage = _opened(url or f"{SQLITE}{own}", self.shown, ours=own is not None)
+            self.storage = _opened(url or f"{SQLITE}{own}", self.shown)
+            if own is not None:
+                _quicken(self.storage)
 
     def study(self, name: str) -> Any:
         """The study of this name, begun or gone on with."""
@@ -122,24 +125,33 @@ def _own_file() -> Path | None:
     return folder / "studies" / "studies.db"
 
 
-def _opened(url: str, shown: str, *, ours: bool) -> Any:
+def _opened(url: str, shown: str) -> Any:
+    for tried in range(1, TRIES + 1):
+        try:
+            return _storage(url)
+        except ImportError as error:
+            raise ConfigError(
+                f"storage is {shown!r}, whose driver is not installed; run `pip install"
+                " 'foredraft[postgres]'`, or what another database needs"
+            ) from error
+        except (sqlalchemy.exc.SQLAlchemyError, OSError, RuntimeError, ValueError) as error:
+            if tried == TRIES or "already exists" not in str(error):
+                raise _unusable(shown, error) from error
+            time.sleep(tried / 10)
+    raise AssertionError
+
+
+def _storage(url: str) -> Any:
     storages = optuna.storages
-    sqlite = url.startswith("sqlite")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        try:
-            storage = storages.RDBStorage(
-                url,
-                engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None,
-                heartbeat_interval=HEARTBEAT,
-                grace_period=GRACE,
-                heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
-            )
-        except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as error:
-            raise _unusable(shown, error) from error
-    if ours:
-        _quicken(storage)
-    return storage
+        return storages.RDBStorage(
+            url,
+            engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
+            heartbeat_interval=HEARTBEAT,
+            grace_period=GRACE,
+            heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
+        )
 
 
 def _quicken(storage: Any) -> None:
