@@ -90,7 +90,7 @@ MOMENTS = {
     "within a trial": (FakeTeacher, "rounds"),
     "before its first heartbeat": (optuna.storages.RDBStorage, "record_heartbeat"),
     "as it is kept": (optuna.storages.RDBStorage, "set_trial_state_values"),
-    "between two": (Search, "_choose_sampler"),
+    "between two": (StudyPlace, "give_up_unborn"),
 }
 
 

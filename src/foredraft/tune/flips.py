@@ -7,6 +7,7 @@ and so on. Which, is drawn, so that several processes that search one study seld
 from __future__ import annotations
 
 import random
+from itertools import combinations
 from math import comb
 from typing import Any
 
@@ -15,7 +16,8 @@ from foredraft.bench.optional import module
 __all__ = ["FlipSampler"]
 
 optuna = module("optuna", "the search")
-DRAWS = 64  # at each distance, before the next one
+MANY = 20_000  # sets that are not all looked at
+DRAWS = 64  # of those
 
 Sampler: Any = optuna.samplers.BaseSampler
 
@@ -39,17 +41,23 @@ class FlipSampler(Sampler):  # type: ignore[misc]
         names = list(search_space)
         best = study.best_trial.params
         tried = {
-            tuple(other.params[name] for name in names)
+            frozenset(name for name in names if other.params[name] != best[name])
             for other in study.get_trials(deepcopy=False)
             if search_space.keys() <= other.params.keys()
         }
         for distance in range(1, len(names) + 1):
-            for _ in range(min(DRAWS, 4 * comb(len(names), distance))):
-                flipped = set(self._random.sample(names, distance))
-                plan = {name: best[name] != (name in flipped) for name in names}
-                if tuple(plan.values()) not in tried:
-                    return plan
-        return {}  # nearly all was tried
+            if untried := self._flips(names, distance, tried):
+                flipped = self._random.choice(untried)
+                return {name: best[name] != (name in flipped) for name in names}
+        return {}  # all was tried
+
+    def _flips(self, names: list[str], distance: int, tried: set[frozenset[str]]) -> list[frozenset[str]]:
+        """So many of the names, in sets that were not tried: all such sets, or some where they are many."""
+        if comb(len(names), distance) <= MANY:
+            sets = map(frozenset, combinations(names, distance))
+        else:
+            sets = (frozenset(self._random.sample(names, distance)) for _ in range(DRAWS))
+        return [each for each in sets if each not in tried]
 
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         return self._first.sample_independent(study, trial, name, distribution)

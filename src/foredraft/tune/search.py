@@ -24,7 +24,7 @@ from foredraft.tune.options import Options
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Progress, Trial
 from foredraft.tune.rounds import Floats
-from foredraft.tune.study import StudyPlace, make_sampler, optuna, sampler_for
+from foredraft.tune.study import StudyPlace, make_sampler, optuna
 from foredraft.tune.teacher import Teacher
 
 __all__ = ["Deadline", "OutOfTime", "Search", "best_of", "warm_starts"]
@@ -86,7 +86,6 @@ class Search:
         self.options, self.teacher, self.deadline = options, teacher, deadline
         self.layers = teacher.runner.decoder.spec.layers
         self.place, self.study = place, place.study(name)
-        self._propose_by = ""
         told = self.study.user_attrs.get("costs")
         if told is None:
             measured = json.dumps(asdict(measure()))
@@ -119,7 +118,8 @@ class Search:
         best = max((trial.predicted for trial in self.trials()), default=0.0)
         total = self.options.trials
         progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
-        self._choose_sampler(done)
+        # whoever goes on must not propose again what was proposed at the beginning
+        self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
 
         def after(study: Any, trial: Any) -> None:
             nonlocal done, best
@@ -128,7 +128,6 @@ class Search:
                 best = max(best, trial.value)
                 progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
                 ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
-                self._choose_sampler(ended)
                 if ended >= total:
                     study.stop()
             self.place.give_up_unborn(study)
@@ -179,14 +178,6 @@ class Search:
         except (ValueError, RuntimeError, UserWarning):  # too few trials, or all alike
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
-
-    def _choose_sampler(self, done: int) -> None:
-        """Who proposes the next plan, after so many trials."""
-        name = self.options.sampler or sampler_for(done)
-        if name != self._propose_by:
-            # whoever goes on must not propose again what was proposed at the beginning
-            self.study.sampler = make_sampler(name, self.options.seed + len(self.study.trials))
-            self._propose_by = name
 
     def _try(self, trial: Any) -> float:
         left_out: dict[str, list[int]] = {"attention": [], "mlp": []}

@@ -23,7 +23,7 @@ from foredraft.kernels.machine import cache_folder
 from foredraft.tune.flips import FlipSampler
 from foredraft.tune.options import SamplerName
 
-__all__ = ["StudyPlace", "make_sampler", "optuna", "sampler_for"]
+__all__ = ["StudyPlace", "make_sampler", "optuna"]
 
 optuna = module("optuna", "the search")
 sqlalchemy = module("sqlalchemy", "the search")
@@ -31,7 +31,6 @@ sqlalchemy = module("sqlalchemy", "the search")
 HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until there have been none for too long
 TRIES = 5  # to open a database whose tables another process is making
 FIRST = 1.0  # seconds in which a trial that lives has given its first sign
-EARLY = 80  # trials until which a Gaussian process is worth its time
 SQLITE = "sqlite:///"
 
 optuna.logging.get_logger("optuna").setLevel(logging.ERROR)  # a trial that is given up is no news
@@ -91,11 +90,6 @@ class StudyPlace:
                 beats.bindparams(sqlalchemy.bindparam("old", list(old), expanding=True))
             )
             return set(old.values()) - {old[id] for (id,) in found}
-
-
-def sampler_for(done: int) -> SamplerName:
-    """A Gaussian process learns more from each trial, and takes longer with each."""
-    return "gp" if done < EARLY else "tpe"
 
 
 def make_sampler(name: SamplerName, seed: int) -> Any:
