@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-draft", type=int, default=8)
-    parser.add_argument("--sampler", choices=SAMPLERS)
+    parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", default="tune_demo")
     given = parser.parse_args(arguments)

@@ -7,6 +7,7 @@ and so on. Which, is drawn, so that several processes that search one study seld
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import combinations
 from math import comb
 from typing import Any
@@ -54,7 +55,7 @@ class FlipSampler(Sampler):  # type: ignore[misc]
     def _flips(self, names: list[str], distance: int, tried: set[frozenset[str]]) -> list[frozenset[str]]:
         """So many of the names, in sets that were not tried: all such sets, or some where they are many."""
         if comb(len(names), distance) <= MANY:
-            sets = map(frozenset, combinations(names, distance))
+            sets: Iterator[frozenset[str]] = map(frozenset, combinations(names, distance))
         else:
             sets = (frozenset(self._random.sample(names, distance)) for _ in range(DRAWS))
         return [each for each in sets if each not in tried]

@@ -1,8 +1,8 @@
 """Studies: where trials are kept, so that a search can be broken off, gone on with, and shared.
 
 Contract: a finished trial is in the storage before the next one begins. A trial whose process died is given
-up once its heartbeats have stopped for a while, or the first one never came, and tried once more. Only here
-and in `search` is Optuna known.
+up once its heartbeats have stopped for a while, or the first one never came, and tried once more. Only here,
+in `search` and in `flips` is Optuna known.
 
 Raises ConfigError, when it is imported, where optuna is not installed.
 """
