@@ -89,8 +89,12 @@ def test_an_early_exit_that_wins_is_kept_and_used(
 ) -> None:  # fmt: skip
     """On a machine where nothing is as cheap."""
     measure = run_module.measure_plan_costs
-    cheap = ExitCosts((0.01, 0.01), ((0.1, 0.0),) * 3)
-    monkeypatch.setattr(run_module, "measure_plan_costs", lambda *given: replace(measure(*given), exit=cheap))
+    cheap = ExitCosts((0.01, 0.01), ((1.0, 0.0),) * 3)
+    monkeypatch.setattr(
+        run_module,
+        "measure_plan_costs",
+        lambda *given: replace(measure(*given), verifying=(9.0,) * 3, exit=cheap),
+    )
     out, html = tmp_path / "plan.json", tmp_path / "report.html"
     assert main(given(command, "--out", str(out), "--html", str(html))) == 0
     told = document(capsys)

@@ -26,7 +26,7 @@ from foredraft.tune import costs as costs_module
 from foredraft.tune import exits as exits_module
 from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import PlanCosts, measure_plan_costs
-from foredraft.tune.exits import measure_exit_costs
+from foredraft.tune.exits import ExitCosts, measure_exit_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
@@ -166,7 +166,7 @@ def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
 
 def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def c(exit: int) -> float:
-        return 0.1 + 0.2 * exit
+        return 0.2 + 0.2 * exit
 
     def v(exit: int, rows: int) -> float:
         return 1 + 0.1 * rows - 0.02 * exit * rows
@@ -188,6 +188,9 @@ def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.Monkey
     taus = np.array([1.8, 2.5, 3.0])
     expected = [tau / (k * c(2) + v(2, k + 1)) for k, tau in enumerate(taus, start=1)]
     assert costs.speedups(Skips(exit=2), taus) == pytest.approx(expected)
+    cheap = replace(costs, exit=ExitCosts((0.0, 0.0), ((0.1, 0.0),) * 3))
+    bounds = [tau / (k * (0.05 + 0.46) + 1) for k, tau in enumerate(taus, start=1)]
+    assert cheap.speedups(Skips(exit=2), taus) == pytest.approx(bounds), "whatever a clock said"
     skipped = [tau / (k * (0.05 + 0.46) + costs.verifying[k - 1]) for k, tau in enumerate(taus, start=1)]
     assert costs.speedups(Skips((2,), (2,)), taus) == pytest.approx(skipped)
 

@@ -61,7 +61,7 @@ def test_the_objective_is_the_predicted_speedup_at_its_best_draft_length(tmp_pat
         assert trial.draft == 1 + int(np.argmax(gains))
 
 
-EXITS = replace(COSTS, exit=ExitCosts((0.05, 0.1), ((1.0, -0.1), (1.02, -0.1), (1.04, -0.1))))
+EXITS = replace(COSTS, verifying=(1.2, 1.22, 1.24), exit=ExitCosts((0.05, 0.2), ((1.0, 0.0),) * 3))
 SLOW = replace(COSTS, exit=ExitCosts((9.0, 0.0), ((9.0, 0.0),) * 3))
 
 

@@ -57,11 +57,11 @@ class PlanCosts:
 
     def speedups(self, skips: Skips, taus: Floats) -> Floats:
         """S = tau / (k c + v(k + 1)) at draft lengths k from 1 on -> [K]."""
-        if skips.exit is None:
-            c, verifying = self.step(skips.plan(len(self.attention))), list(self.verifying)
-        else:
+        c, verifying = self.step(skips.plan(len(self.attention))), list(self.verifying)
+        if skips.exit is not None:
             assert self.exit is not None
-            c, verifying = self.exit.at(skips.exit)
+            one_by_one, verifying = self.exit.at(skips.exit)
+            c = max(c, one_by_one)  # the same layers, and never in one call
         lengths = np.arange(1, len(taus) + 1)
         found: Floats = taus / (lengths * c + np.array(verifying[: len(taus)]))
         return found
@@ -106,7 +106,7 @@ def measure_plan_costs(
     return PlanCosts(
         step, fixed, tuple(by_window[window] for window in spec.windows), mlp,
         tuple(verifying[rows] for rows in range(2, longest + 2)),
-        measure_exit_costs(llm, context, longest, max(1, repeats // 3)),
+        measure_exit_costs(llm, context, longest, max(1, repeats // 2)),
     )  # fmt: skip
 
 

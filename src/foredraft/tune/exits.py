@@ -35,8 +35,8 @@ class ExitCosts:
     verifying: tuple[Line, ...]
 
     def at(self, exit: int) -> tuple[float, list[float]]:
-        """c, and v(2), v(3), ..."""
-        return _on(self.step, exit), [_on(line, exit) for line in self.verifying]
+        """c, and v(2), v(3), ...: 1 at least, since the last drafted token goes through all layers."""
+        return _on(self.step, exit), [max(1.0, _on(line, exit)) for line in self.verifying]
 
 
 def measure_exit_costs(llm: LLM, context: int, longest: int, repeats: int) -> ExitCosts | None:
@@ -46,16 +46,18 @@ def measure_exit_costs(llm: LLM, context: int, longest: int, repeats: int) -> Ex
         return None
     exits = sorted({1, layers - 1})
     seconds = _timed(llm, exits, context, longest, repeats)
-    step = median(seconds["step"])
-    last = longest + 1
+    step, last = median(seconds["step"]), longest + 1
+
+    def v(exit: int, rows: int) -> float:
+        """The median of the ratios within the repeats, as a machine that slows down burdens both sides."""
+        pairs = zip(seconds["verify", exit, rows], seconds["step"], strict=True)
+        return median(own / plain for own, plain in pairs)
+
     drafts = [
         draft_seconds(seconds["round", exit], seconds["verify", exit, last]) / longest / step
         for exit in exits
     ]
-    verifying = [
-        _line(exits, [median(seconds["verify", exit, rows]) / step for exit in exits])
-        for rows in range(2, last + 1)
-    ]
+    verifying = [_line(exits, [v(exit, rows) for exit in exits]) for rows in range(2, last + 1)]
     return ExitCosts(_line(exits, drafts), tuple(verifying))
 
 
@@ -99,4 +101,4 @@ def _line(exits: list[int], costs: list[float]) -> Line:
 
 
 def _on(line: Line, exit: int) -> float:
-    return max(0.0, line[0] + line[1] * exit)
+    return line[0] + line[1] * exit
