@@ -5,7 +5,7 @@ factor of its own, two neighbours by one more, and saves its cost; what is sough
 And the demo target's own, by the search's trials (--demo). Nobody is told where to begin, unless --warm:
 then searches begin with ranked plans, the synthetic ones by what each sub-layer loses when it is left out
 alone. For each sampler and seed: the best speed-up after so many trials, and the seconds a trial that the
-sampler took.
+sampler took. A result is added to those that the file of results holds, so that they may come in pieces.
 
     python benchmarks/samplers.py --switches 32,64,160 --trials 200 --gp-trials 60 --seeds 3 --demo
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from timing import spread, timed
 from tune_demo import silent, teacher_again
-from workload import machine, write
+from workload import HERE, machine, write
 
 from foredraft.cli.tune import prompts_of
 from foredraft.model.decoder import Plan
@@ -157,7 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result["synthetic"][switches] = compared(Synthetic(switches // 2), given)
     if given.demo:
         result["demo"] = compared(Demo(given.tokens), given)
-    write(given.name, result)
+    kept = HERE / "results" / f"{given.name}.json"
+    earlier = json.loads(kept.read_text())["pieces"] if kept.exists() else []
+    write(given.name, {"pieces": [*earlier, result]})
 
 
 if __name__ == "__main__":
