@@ -1,16 +1,21 @@
-"""Which sampler is worth its time: TPE, Gaussian process and random search at 32 to 160 switches.
+"""Which sampler is worth its time: TPE, Gaussian process, flips and random search at 32 to 160 switches.
 
 Two objectives. A synthetic one: each sub-layer that a draft leaves out lowers the chance of its tokens by a
 factor of its own, two neighbours by one more, and saves its cost; what is sought is the predicted speed-up.
-And the demo target's own, by the search's trials (--demo). Nobody is told where to begin, unless --warm. For
-each sampler and seed: the best speed-up after so many trials, and the seconds a trial that the sampler took.
+And the demo target's own, by the search's trials (--demo). Nobody is told where to begin, unless --warm:
+then searches begin with ranked plans, the synthetic ones by what each sub-layer loses when it is left out
+alone. For each sampler and seed: the best speed-up after so many trials, and the seconds a trial that the
+sampler took. A result is added to those that the file of results holds, so that they may come in pieces.
 
-    python benchmarks/samplers.py --switches 32,64,160 --trials 200 --seeds 3 --demo
+    python benchmarks/samplers.py --switches 32,64,160 --trials 200 --gp-trials 60 --seeds 3 --demo
+
+A Gaussian process takes longer with each trial and switch, so it may have fewer trials.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,19 +25,20 @@ import numpy as np
 import torch
 from timing import spread, timed
 from tune_demo import silent, teacher_again
-from workload import machine, write
+from workload import HERE, machine, write
 
 from foredraft.cli.tune import prompts_of
 from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.options import SAMPLERS, Options
+from foredraft.tune.ranking import skips_of
 from foredraft.tune.rounds import Rounds
-from foredraft.tune.search import Deadline, Search
+from foredraft.tune.search import SIZES, Deadline, Search, warm_starts
 from foredraft.tune.study import StudyPlace
 
 DEVICE = torch.device("cpu")
 LONGEST = 8
-MARKS = (25, 50, 100, 200, 400)  # trials after which the best is told
+MARKS = (25, 50, 60, 100, 200, 400)  # trials after which the best is told
 
 
 class Shape:
@@ -57,6 +63,11 @@ class Synthetic:
         loss = (self.alone * left_out).sum() + (self.together * (left_out & np.roll(left_out, 1))).sum()
         return Rounds.of(np.full((1, 4 * LONGEST, LONGEST), np.exp(-loss)), np.array([4 * LONGEST]))
 
+    def warm_starts(self) -> dict[str, str]:
+        ranked = [int(number) for number in self.alone.argsort()]
+        sizes = [round(len(ranked) * eighth / SIZES) for eighth in range(SIZES)]
+        return {f"greedy {size}": str(skips_of(ranked[:size])) for size in sizes}
+
     @property
     def costs(self) -> PlanCosts:
         share = 0.94 / self.layers
@@ -77,12 +88,15 @@ class Demo:
             self.seen[plan] = self.teacher.rounds(plan)
         return self.seen[plan]
 
+    def warm_starts(self) -> dict[str, str]:
+        return {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
+
     costs = PlanCosts(
         1.0, 0.06, (0.031,) * 16, 0.026, tuple(1 + 0.02 * rows for rows in range(1, LONGEST + 1))
     )
 
 
-def run(objective: Any, sampler: str, trials: int, seed: int, warm: bool) -> dict[str, Any]:
+def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, str]) -> dict[str, Any]:
     clock = 0.0
     rounds = objective.rounds
 
@@ -99,10 +113,8 @@ def run(objective: Any, sampler: str, trials: int, seed: int, warm: bool) -> dic
     options = Options(trials=trials, sampler=sampler, seed=seed)
     name = f"{id(objective)} {sampler} {seed}"
     search = Search(StudyPlace(None), name, options, Watched(), lambda: objective.costs, Deadline(None))
-    if warm:
-        search.teacher = objective.teacher
-        search.begin()
-        search.teacher = Watched()
+    search.study.set_user_attr("begin with", json.dumps(plans))
+    search.begin()
     seconds, _ = timed(lambda: search.run(silent), DEVICE)
     best = list(accumulate((trial.predicted for trial in search.trials()), max))
     return {
@@ -111,11 +123,13 @@ def run(objective: Any, sampler: str, trials: int, seed: int, warm: bool) -> dic
     }
 
 
-def compared(objective: Any, given: argparse.Namespace, warm: bool) -> dict[str, Any]:
+def compared(objective: Any, given: argparse.Namespace) -> dict[str, Any]:
     """By sampler: over the seeds."""
     found: dict[str, Any] = {}
+    plans = objective.warm_starts() if given.warm else {}
     for sampler in given.samplers.split(","):
-        runs = [run(objective, sampler, given.trials, seed, warm) for seed in range(given.seeds)]
+        trials = given.gp_trials if sampler == "gp" else given.trials
+        runs = [run(objective, sampler, trials, seed, plans) for seed in range(given.seeds)]
         found[sampler] = {
             "best": {mark: spread([one["best"][mark] for one in runs]) for mark in runs[0]["best"]},
             "seconds_a_trial": spread([one["own"] for one in runs]),
@@ -128,19 +142,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--switches", default="32,64,96,160", help="2 L of the synthetic models")
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--gp-trials", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--demo", action="store_true", help="also by the demo target's own trials")
     parser.add_argument("--tokens", type=int, default=1024, help="of the demo's trials")
-    parser.add_argument("--warm", action="store_true", help="the demo's searches begin with ranked plans")
+    parser.add_argument(
+        "--warm", action="store_true", help="searches begin with ranked plans, as those of tune do"
+    )
     parser.add_argument("--name", default="samplers")
     given = parser.parse_args(arguments)
     os.environ["FOREDRAFT_CACHE"] = ""  # studies in memory
     result: dict[str, Any] = {"what": vars(given), "machine": machine(), "synthetic": {}}
     for switches in map(int, filter(None, given.switches.split(","))):
-        result["synthetic"][switches] = compared(Synthetic(switches // 2), given, warm=False)
+        result["synthetic"][switches] = compared(Synthetic(switches // 2), given)
     if given.demo:
-        result["demo"] = compared(Demo(given.tokens), given, warm=given.warm)
-    write(given.name, result)
+        result["demo"] = compared(Demo(given.tokens), given)
+    kept = HERE / "results" / f"{given.name}.json"
+    earlier = json.loads(kept.read_text())["pieces"] if kept.exists() else []
+    write(given.name, {"pieces": [*earlier, result]})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """What a search finds, and what it costs: `foredraft tune` against plans without search.
 
 Runs the whole command's work on the demo target (or another model), then holds its best plan against those
-of the greedy ranking and of the dynamic programme, at all their sizes, and against random plans of its own
-size, by the same texts and the same costs. Beside it: each stage's seconds; a trial's, by those of a bare
-forward of the same columns with nothing left out; predicted and decoded tau; speed-ups with their exactness
-flag.
+of the greedy ranking and of the dynamic programme, at all their sizes, against random plans of its own size,
+and against all that differ from it in one sub-layer or two, by the same texts and the same costs. Beside it:
+each stage's seconds; a trial's, by those of a bare forward of the same columns with nothing left out;
+predicted and decoded tau; speed-ups with their exactness flag.
 
-    python benchmarks/tune_demo.py --trials 200 --random 1000
+The demo target was grown from four of its layers, which any ranking finds. --scaled makes another model of
+it, whose sub-layers add more or less than they did, each by a random factor of its own.
+
+    python benchmarks/tune_demo.py --trials 200 --random 1000 --neighbours
+    python benchmarks/tune_demo.py --trials 200 --random 1000 --scaled 1 --name tune_scaled
 """
 
 from __future__ import annotations
@@ -17,12 +21,15 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
+from shutil import copytree
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from timing import spread, timed
 from workload import machine, write
 
@@ -33,11 +40,13 @@ from foredraft.drafters.skips import Skips
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
-from foredraft.tune.options import Options
+from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.ranking import clasp, greedy, skips_of
 from foredraft.tune.records import Report
 from foredraft.tune.run import tune
 from foredraft.tune.teacher import Teacher
+
+SPREAD = 0.5  # of the logarithms of --scaled's factors
 
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
@@ -64,21 +73,32 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
 
 def predicted(report: Report, teacher: Teacher, skips: Skips) -> float:
     plan = skips.plan(report.layers)
-    return float(report.costs.speedups(plan, teacher.rounds(plan).taus).max())
+    return float(report.costs.speedups(skips, teacher.rounds(plan).taus).max())
 
 
-def without_search(report: Report, teacher: Teacher, count: int) -> dict[str, Any]:
+def left_out(report: Report) -> frozenset[int]:
+    """The best plan's sub-layers, numbered as `ranking` does."""
+    plan = Skips.spelled(report.best.skips).plan(report.layers)
+    order = [runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair]
+    return frozenset(number for number, runs in enumerate(order) if not runs)
+
+
+def without_search(report: Report, teacher: Teacher, count: int, neighbours: bool) -> dict[str, Any]:
     """The best of each kind, by the objective of the search."""
     everything = 2 * report.layers
     ranked, programmed = greedy(teacher), clasp(teacher, everything - 1)
-    best = Skips.spelled(report.best.skips)
-    size = len(best.attention) + len(best.mlp)
+    best = left_out(report)
+    size = len(best)
     draw = random.Random(0)
-    kinds = {
+    kinds: dict[str, list[Skips]] = {
         "greedy": [skips_of(ranked[:count]) for count in range(everything)],
         "clasp": [skips_of(chosen) for chosen in programmed],
         "random of its size": [skips_of(draw.sample(range(everything), size)) for _ in range(count)],
     }
+    for flips in (1, 2) if neighbours else ():
+        kinds[f"{flips} flipped"] = [
+            skips_of(best.symmetric_difference(some)) for some in combinations(range(everything), flips)
+        ]
     found: dict[str, Any] = {"search": {"predicted": report.best.predicted, "skips": report.best.skips}}
     for kind, plans in kinds.items():
         gains = [predicted(report, teacher, skips) for skips in plans]
@@ -89,6 +109,20 @@ def without_search(report: Report, teacher: Teacher, count: int) -> dict[str, An
             "plans": len(plans),
         }
     return found
+
+
+def scaled(seed: int, out: Path) -> str:
+    """The demo target with what each sub-layer adds scaled by a log-normal factor, in a folder."""
+    copytree(demo.target_path(), out)
+    random = torch.Generator().manual_seed(seed)
+    [file] = out.glob("*.safetensors")
+    weights = load_file(file)
+    for name in sorted(weights):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            factor = torch.exp(SPREAD * torch.randn((), generator=random))
+            weights[name] = (weights[name].float() * factor).to(weights[name].dtype)
+    save_file(weights, file, {"format": "pt"})
+    return str(out)
 
 
 @torch.inference_mode()
@@ -114,10 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", help="a file, as of `foredraft tune`")
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--random", type=int, default=1000, help="random plans of the best one's size")
+    parser.add_argument("--neighbours", action="store_true", help="also all plans one or two flips away")
+    parser.add_argument("--scaled", type=int, metavar="SEED", help="the demo target, its sub-layers scaled")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-draft", type=int, default=8)
-    parser.add_argument("--sampler", choices=["tpe", "gp", "random"])
+    parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", default="tune_demo")
     given = parser.parse_args(arguments)
@@ -128,9 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = prompts_of(given.prompts, given.model)
     with tempfile.TemporaryDirectory() as folder:  # a study of its own
         os.environ["FOREDRAFT_CACHE"] = folder
-        seconds, report = timed(lambda: tune(prompts, options, model=given.model), torch.device("cpu"))
-        assert not list(Path(folder).glob("*.html"))
-    teacher = teacher_again(given.model, prompts, options)
+        model = given.model if given.scaled is None else scaled(given.scaled, Path(folder) / "scaled")
+        seconds, report = timed(lambda: tune(prompts, options, model=model), torch.device("cpu"))
+        teacher = teacher_again(model, prompts, options)
     assert teacher.tokens == report.tokens
     full = Plan.full(report.layers)
     device = torch.device("cpu")
@@ -153,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "best_plan_over_forward": median(own) / median(forwards),
             "search_over_forwards": report.seconds["search"] / len(report.trials) / median(forwards),
         },
-        "plans": without_search(report, teacher, given.random),
+        "plans": without_search(report, teacher, given.random, given.neighbours),
         "finalists": [
             asdict(one) | {"predicted_over_decoded_tau": one.predicted_tau / one.tau}
             for one in report.finalists

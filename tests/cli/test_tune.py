@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from checkpoints import save_pair
 from foredraft.cli import main
 from foredraft.drafters.plans import find_plan, model_hash, read_plan
 from foredraft.tune import run as run_module
+from foredraft.tune.exits import ExitCosts
 from foredraft.tune.records import Finalist
 
 QUICK = (
@@ -81,6 +83,35 @@ def test_a_plan_that_wins_is_kept_where_generate_finds_it(
     assert "The best plans in real decoding" in page and page.count("<svg") == 3
 
 
+def test_an_early_exit_that_wins_is_kept_and_used(
+    command: list[str], big: str, tmp_path: Path, wins: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """On a machine where nothing is as cheap."""
+    measure = run_module.measure_plan_costs
+    cheap = ExitCosts((0.01, 0.01), ((1.0, 0.0),) * 3)
+    monkeypatch.setattr(
+        run_module,
+        "measure_plan_costs",
+        lambda *given: replace(measure(*given), verifying=(9.0,) * 3, exit=cheap),
+    )
+    out, html = tmp_path / "plan.json", tmp_path / "report.html"
+    assert main(given(command, "--out", str(out), "--html", str(html))) == 0
+    told = document(capsys)
+    assert {trial["origin"] for trial in told["trials"]} >= {"exit 1", "exit 2"}
+    won = told["finalists"][0]
+    assert won["identical"] is True and won["tau"] == pytest.approx(won["predicted_tau"], rel=1e-9)
+    plan = read_plan(out)
+    assert str(plan.skips) == won["skips"] == f"exit:{plan.exit}" and plan.exit in (1, 2)
+    assert main(["generate", "def accept", "--model", big, "--drafter", "layer-skip", "--policy", "fixed",
+                 "--no-kernels", "--max-new-tokens", "8", "--temperature", "0", "--json"]) == 0  # fmt: skip
+    assert document(capsys)["stats"]["drafted"] > 0
+    assert (
+        foredraft.load(big, drafter="layer-skip", kernels=False).engine.drafters["layer-skip"].skips
+        == plan.skips
+    )
+
+
 def test_there_is_room_for_what_is_written(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,11 +134,11 @@ def test_nothing_is_written_where_plain_decoding_wins(
     assert not (tmp_path / "plan.json").exists() and not (tmp_path / "cache" / "plans").exists()
 
 
-def finalist(speedup: float, identical: bool | None) -> Finalist:
+def finalist(speedup: float, identical: bool | None, tau: float = 2.0, error: float = 0.0) -> Finalist:
     from foredraft.bench.records import Spread
 
     spread = Spread(speedup, speedup, speedup, 1)
-    return Finalist("skip:none", 2, 1.2, 2.0, 2.0, 0.9, 0.5, spread, identical, 1, spread)
+    return Finalist("skip:none", 2, 1.2, 2.0, tau, 0.9, 0.5, spread, identical, 1, spread, error)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +148,14 @@ def finalist(speedup: float, identical: bool | None) -> Finalist:
         ([(1.1, True), (1.3, False)], 0),  # faster, and wrong
         ([(1.1, None)], 0),
         ([(0.99, True), (1.0, True)], None),
+        ([(1.1, None), (1.3, None, 2.07), (1.2, None, 1.93)], 0),  # faster, and not as predicted
+        ([(1.1, None), (1.3, None, 2.05, 0.015)], 1),
+        ([(1.1, None), (1.3, None, 2.0, 0.016)], 0),  # nobody could tell
         ([], None),
     ],
 )
-def test_the_fastest_wins_if_it_is_faster_and_right(
-    several: list[tuple[float, bool | None]], winner: int | None
+def test_the_fastest_wins_if_it_is_faster_and_right_and_as_predicted(
+    several: list[tuple[Any, ...]], winner: int | None
 ) -> None:
     assert run_module._winner([finalist(*one) for one in several]) == winner
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -21,8 +23,10 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune import costs as costs_module
+from foredraft.tune import exits as exits_module
 from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import PlanCosts, measure_plan_costs
+from foredraft.tune.exits import ExitCosts, measure_exit_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
@@ -142,6 +146,7 @@ def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         return [2.0, *map(seconds, plans)]
 
     monkeypatch.setattr(costs_module, "_timed", timed)
+    monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
     monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, ROWS, {}, None))
     found = measure_plan_costs(llm, 20, 3, 0.0)
     assert found.step_seconds == 2.0 and found.verifying == (1.2, 1.3, 1.4)
@@ -155,6 +160,61 @@ def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
     found = measure_plan_costs(llm, 20, 3, temperature, repeats=2)
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) > 0
+    assert found.exit is not None and len(found.exit.verifying) == 3
+    assert PlanCosts.told(json.dumps(asdict(found))) == found
+
+
+def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def c(exit: int) -> float:
+        return 0.2 + 0.2 * exit
+
+    def v(exit: int, rows: int) -> float:
+        return 1 + 0.1 * rows - 0.02 * exit * rows
+
+    def timed(llm: LLM, exits: list[int], context: int, longest: int, repeats: int) -> dict[Any, list[float]]:
+        assert exits == [1, 2] and longest == 3
+        verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in exits for rows in (2, 3, 4)}
+        rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in exits}
+        return {"step": [2.0] * 3, **verify, **rounds}
+
+    monkeypatch.setattr(exits_module, "_timed", timed)
+    found = measure_exit_costs(llm, 20, 3, 3)
+    assert found is not None
+    for exit in (1, 2, 5):
+        step, verifying = found.at(exit)
+        assert step == pytest.approx(c(exit))
+        assert verifying == pytest.approx([v(exit, rows) for rows in (2, 3, 4)])
+    costs = PlanCosts(1.0, 0.05, (0.1,) * 3, 0.13, (1.2, 1.3, 1.4), found)
+    taus = np.array([1.8, 2.5, 3.0])
+    expected = [tau / (k * c(2) + v(2, k + 1)) for k, tau in enumerate(taus, start=1)]
+    assert costs.speedups(Skips(exit=2), taus) == pytest.approx(expected)
+    cheap = replace(costs, exit=ExitCosts((0.0, 0.0), ((0.1, 0.0),) * 3))
+    bounds = [tau / (k * (0.05 + 0.46) + 1) for k, tau in enumerate(taus, start=1)]
+    assert cheap.speedups(Skips(exit=2), taus) == pytest.approx(bounds), "whatever a clock said"
+    skipped = [tau / (k * (0.05 + 0.46) + costs.verifying[k - 1]) for k, tau in enumerate(taus, start=1)]
+    assert costs.speedups(Skips((2,), (2,)), taus) == pytest.approx(skipped)
+
+
+@pytest.mark.parametrize("exit", [1, 2])
+def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps one by one at exact shapes through its layers alone; a verifying pass that resumes there, which
+    knows all columns but the last."""
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    forward, calls = runner.forward, []
+
+    def seen(cache: Any, tokens: Any, starts: Any, *, resume: Any = None, **options: Any) -> Any:
+        known = None if resume is None else (resume.depth, resume.known, resume.hidden.shape[1])
+        calls.append((tokens.shape[1], known, options.get("plan"), options.get("exact", True)))
+        return forward(cache, tokens, starts, resume=resume, **options)
+
+    monkeypatch.setattr(runner, "forward", seen)
+    works: dict[Any, Any] = {}
+    monkeypatch.setattr(exits_module, "interleaved", lambda given, *_, **__: works.update(given))
+    exits_module._timed(llm, [exit], 20, 2, 1)
+    works["round", exit]()
+    plan = Skips(exit=exit).plan(3)
+    assert calls == [(1, None, plan, True), (1, None, plan, True), (3, (exit, [2], 3), None, True)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -181,6 +241,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     monkeypatch.setattr(runner, "draft", draft)
     monkeypatch.setattr(runner, "forward", stepped)
     monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, ROWS, {}, None))
+    monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
     measure_plan_costs(llm, 20, 3, temperature, repeats=2)
     assert calls and all(call == ([3], temperature > 0) for call in calls)
     assert steps == (0 if at_once else 3 * len(calls))
@@ -221,7 +282,9 @@ def test_the_page_says_what_was_found_and_loads_nothing() -> None:
 
 
 def test_the_page_tells_bad_news_first() -> None:
-    assert "No plan is faster than plain decoding here" in page(report(winner=None))
+    slow = replace(report().finalists[0], speedup=Spread(0.9, 0.8, 1.0, 8))
+    told = page(report(winner=None, finalists=(slow,)))
+    assert "No plan was kept. skip:attn=0,2/mlp=1: it is not faster than plain decoding." in told
     none = page(report(winner=None, finalists=(), importance={}, finished=False))
     assert "No plan was timed." in none and "Interrupted" in none
     assert re.findall(r'<h2 id="(\w+)"', none) == ["history", "layers"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,68 +17,29 @@ from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
 from foredraft.tune import study as study_module
 from foredraft.tune.costs import PlanCosts
+from foredraft.tune.exits import ExitCosts
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.rounds import Rounds
 from foredraft.tune.search import Deadline, Search, best_of
 from foredraft.tune.study import StudyPlace, optuna
-from running import ROOT
-
-LAYERS = 4
-COSTS = PlanCosts(1e-3, 0.05, (0.1,) * LAYERS, 0.13, (1.0, 1.02, 1.04))
-
-
-class FakeTeacher:
-    """Each sub-layer that is left out costs its share of the drafts' chances; layer 0's cost most."""
-
-    class runner:
-        class decoder:
-            class spec:
-                layers = LAYERS
-
-    def __init__(self, seconds: float = 0.0, check: Any = lambda: None) -> None:
-        self.seconds, self.check, self.trials = seconds, check, 0
-
-    def rounds(self, plan: Any) -> Rounds:
-        self.trials += 1
-        until = time.monotonic() + self.seconds
-        while time.monotonic() < until:
-            self.check()
-            time.sleep(0.005)
-        chance = 0.97
-        for layer in range(LAYERS):
-            chance *= 1.0 if plan.attention[layer] else (0.3 if layer == 0 else 0.96)
-            chance *= 1.0 if plan.mlp[layer] else (0.3 if layer == 0 else 0.9)
-        return Rounds.of(np.full((1, 60, 3), chance), np.array([60]))
-
-
-WARM = {"nothing": Skips(), "every other layer": Skips((1, 3), (1, 3))}
+from searching import (
+    COSTS,
+    LAYERS,
+    MOMENTS,
+    WARM,
+    FakeTeacher,
+    child,
+    days_later,
+    kept,
+    searched,
+    silent,
+    sqlite,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "warm_starts", lambda teacher: dict(WARM))
-
-
-def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    return None
-
-
-def searched(url: str | None, teacher: Any = None, **options: Any) -> Search:
-    made = Search(
-        StudyPlace(url),
-        "a study",
-        Options(**{"trials": 12, "sampler": "random", **options}),
-        teacher or FakeTeacher(),
-        lambda: COSTS,
-        Deadline(None),
-    )
-    made.begin()
-    made.run(silent)
-    return made
-
-
-def sqlite(folder: Path) -> str:
-    return f"sqlite:///{folder / 'study.db'}"
 
 
 def test_a_search_begins_with_the_plans_it_is_given_and_tries_as_many_as_asked(tmp_path: Path) -> None:
@@ -102,6 +61,33 @@ def test_the_objective_is_the_predicted_speedup_at_its_best_draft_length(tmp_pat
         assert trial.draft == 1 + int(np.argmax(gains))
 
 
+EXITS = replace(COSTS, verifying=(1.2, 1.22, 1.24), exit=ExitCosts((0.05, 0.2), ((1.0, 0.0),) * 3))
+SLOW = replace(COSTS, exit=ExitCosts((9.0, 0.0), ((9.0, 0.0),) * 3))
+
+
+@pytest.mark.parametrize(
+    ("costs", "way"), [(EXITS, "exit:2"), (SLOW, "skip:attn=2-3/mlp=2-3"), (COSTS, "skip:attn=2-3/mlp=2-3")]
+)
+def test_a_plan_without_its_last_layers_runs_as_an_exit_where_that_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: PlanCosts, way: str
+) -> None:
+    warm = {"nothing": Skips(), "exit 2": Skips(exit=2)}
+    monkeypatch.setattr(search_module, "warm_starts", lambda teacher: warm)
+    found = searched(sqlite(tmp_path), costs=costs, trials=3)
+    trial = {trial.origin: trial for trial in found.trials()}["exit 2"]
+    assert trial.skips == way
+    assert trial.predicted == pytest.approx(costs.speedups(Skips.spelled(way), np.array(trial.taus)).max())
+    again = searched(sqlite(tmp_path), trials=3)
+    assert again.costs == costs
+    assert not kept(sqlite(tmp_path), "WAITING"), "it was tried, by whatever name"
+
+
+def test_plans_that_are_exits() -> None:
+    assert Skips((2, 3), (2, 3)).as_exit(4) == Skips(exit=2)
+    for skips in (Skips(), Skips((2, 3), (3,)), Skips((1, 2), (1, 2)), Skips((0, 1, 2, 3), (0, 1, 2, 3))):
+        assert skips.as_exit(4) is None
+
+
 def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     first = searched(sqlite(tmp_path), trials=5).trials()
     costs = PlanCosts(2e-3, 0.5, (0.5,) * LAYERS, 0.5, (1.0, 1.1, 1.2))
@@ -120,49 +106,42 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(other.trials()) == 9
 
 
-CHILD = f"""
-import sys
-sys.path[:0] = ["{ROOT}/tests", "{ROOT}/tests/unit"]
-import test_tune_search as t
-t.search_module.warm_starts = lambda teacher: dict(t.WARM)
-t.study_module.HEARTBEAT, t.study_module.GRACE = 1, 2
-t.searched(sys.argv[1], t.FakeTeacher(float(sys.argv[2])), trials=int(sys.argv[3]), seed=int(sys.argv[4]))
-"""
-
-
-def child(url: str, seconds: float, trials: int, seed: int = 0) -> subprocess.Popen[bytes]:
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", CHILD, url, str(seconds), str(trials), str(seed)], env=env)
-
-
-def complete(url: str) -> list[Any]:
-    try:
-        study = optuna.load_study(study_name="a study", storage=url)
-    except Exception:  # it is not there yet, or about to be
-        return []
-    return [trial for trial in study.trials if trial.state is optuna.trial.TrialState.COMPLETE]
-
-
-def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, moment: str) -> None:
     url = sqlite(tmp_path)
-    process = child(url, 0.3, 1000)
-    deadline = time.monotonic() + 60
-    while len(complete(url)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    kept = {trial.number: trial.value for trial in complete(url)}
-    assert len(kept) >= 3
-    states = optuna.trial.TrialState
-    study = optuna.load_study(study_name="a study", storage=url)
-    assert [trial for trial in study.trials if trial.state is states.RUNNING]  # the one that it died in
-    monkeypatch.setattr(study_module, "HEARTBEAT", 1)
-    monkeypatch.setattr(study_module, "GRACE", 2)
-    time.sleep(2.5)
-    found = searched(url, trials=len(kept) + 4)
-    assert {trial.number: trial.predicted for trial in found.trials()}.items() >= kept.items()
-    assert len(found.trials()) == len(kept) + 4
-    assert not [trial for trial in found.study.trials if trial.state is states.RUNNING]
+    assert child(url, moment=moment).wait(timeout=100) == -signal.SIGKILL
+    before = kept(url)
+    assert before and len(kept(url, "RUNNING")) == (moment != "between two")
+    days_later(url)
+    found = searched(url, trials=len(before) + 4)
+    after = kept(url)
+    assert after.items() >= before.items() and len(after) == len(before) + 4
+    assert not kept(url, "RUNNING")
+    assert {trial.origin for trial in found.trials()} >= set(WARM)
+
+
+def test_a_trial_that_died_before_its_first_heartbeat_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_module, "FIRST", 0.0)
+    place = StudyPlace(sqlite(tmp_path))
+    study = place.study("a study")
+    study.enqueue_trial({"attention.0": True}, user_attrs={"warm start": "nothing"})
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        unborn, alive = study.ask(), study.ask()
+    place.storage.record_heartbeat(alive._trial_id)
+    place.give_up_unborn(study)
+    assert set(kept(sqlite(tmp_path), "RUNNING")) == {unborn.number, alive.number}, "both have just begun"
+    days_later(sqlite(tmp_path))
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        young = study.ask()
+    place.give_up_unborn(study)
+    place.give_up_unborn(study)
+    assert set(kept(sqlite(tmp_path), "FAIL")) == {unborn.number}
+    assert set(kept(sqlite(tmp_path), "RUNNING")) == {alive.number, young.number}
+    [again] = [trial for trial in study.trials if trial.state is optuna.trial.TrialState.WAITING]
+    assert again.system_attrs["fixed_params"] == {"attention.0": True}
+    assert again.user_attrs == {"warm start": "nothing"}
 
 
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
@@ -170,30 +149,54 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     searched(url, trials=1)
     both = [child(url, 0.2, 14, seed) for seed in (1, 2)]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
-    assert 14 <= len(complete(url)) <= 15  # the other may be about to end one
+    assert 14 <= len(kept(url)) <= 15  # the other may be about to end one
 
 
-def hurried(folder: Path, seconds: float, trial: float) -> Search:
+class HurriedTeacher(FakeTeacher):
+    """A trial's ten passes take so many seconds of a clock of its own; between them it asks for the time."""
+
+    def __init__(self, trial: float) -> None:
+        super().__init__()
+        self.trial, self.now = trial, 0.0
+        self.deadline = Deadline(None)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def rounds(self, plan: Any) -> Rounds:
+        for _ in range(10):
+            self.deadline.check()
+            self.now += self.trial / 10
+        return super().rounds(plan)
+
+
+def hurried(folder: Path, seconds: float, trial: float, monkeypatch: pytest.MonkeyPatch) -> Search:
     """A search with so many seconds left, whose trials take so long."""
-    teacher = FakeTeacher(trial)
+    teacher = HurriedTeacher(trial)
+    monkeypatch.setattr(search_module, "time", teacher)
+    teacher.deadline = Deadline.after(seconds)
     made = Search(
         StudyPlace(sqlite(folder)), "a study", Options(trials=500, sampler="random", timeout=seconds),
-        teacher, lambda: COSTS, Deadline(None),
+        teacher, lambda: COSTS, teacher.deadline,
     )  # fmt: skip
     made.begin()
-    made.deadline = Deadline.after(seconds)
-    teacher.check = made.deadline.check
     return made
 
 
-def test_time_that_is_up_ends_a_search_and_keeps_what_ended(tmp_path: Path) -> None:
-    made = hurried(tmp_path, 3.0, 0.1)
+def test_time_that_is_up_ends_a_search_and_keeps_what_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hurried(tmp_path, 3.05, 0.4, monkeypatch)
     made.run(silent)
-    assert 1 <= len(made.trials()) < 40
+    ended = {trial.skips for trial in made.trials()}
+    assert len(ended) == 7, "3.05 seconds, at 0.4 for a plan"
+    assert len(kept(sqlite(tmp_path), "FAIL")) == 1, "the eighth was given up"
 
 
-def test_time_that_is_up_before_a_trial_ended_is_a_mistake(tmp_path: Path) -> None:
-    made = hurried(tmp_path, 0.05, 60.0)
+def test_time_that_is_up_before_a_trial_ended_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hurried(tmp_path, 0.05, 60.0, monkeypatch)
     with pytest.raises(ConfigError, match="timeout is 0.05, in which not one trial ended; give more seconds"):
         made.run(silent)
     origins = {trial.origin for trial in searched(sqlite(tmp_path), trials=3).trials()}
@@ -217,13 +220,18 @@ def test_importance_finds_the_layer_that_must_stay(monkeypatch: pytest.MonkeyPat
     assert len({trial.skips for trial in best_of(found.trials(), 5)}) == 5
 
 
+POSTGRES = (
+    "refused" if find_spec("psycopg") else "driver is not installed; run `pip install 'foredraft[postgres]'`"
+)
+
+
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
         ("sqlite:////no/such/folder/study.db", "unable to open database file"),
         ("nonsense", "which is no URL; give one like sqlite:///FILE"),
         ("nonsense://host/db", "nonsense"),
-        ("postgresql://me:hush@127.0.0.1:9/db", "Please install"),
+        ("postgresql://me:hush@127.0.0.1:9/db", POSTGRES),
     ],
 )
 def test_a_storage_that_cannot_be_used_is_told(url: str, complaint: str) -> None:
@@ -261,7 +269,7 @@ def test_the_default_is_a_file_in_the_cache_folder_or_memory(
         ({"trials": 0}, "trials is 0; give 1 or more"),
         ({"timeout": 0.0}, "timeout is 0.0; give seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
-        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, random"),
+        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, flips, random"),
         ({"temperature": -1.0}, "temperature is -1.0; give 0 or more"),
         ({"max_draft": 0}, "max_draft is 0; give 1 or more"),
         ({"new_tokens": 1}, "new_tokens is 1; give 2 or more"),

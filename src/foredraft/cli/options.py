@@ -295,8 +295,9 @@ class TuneOptions:
     storage: str | None = None
     """Where trials are kept: an Optuna URL, as sqlite:///FILE or that of a PostgreSQL database, which several
     machines may share. Without it, a file in the cache folder."""
-    sampler: SamplerName | None = None
-    """Who proposes plans. Without it, gp at first, and tpe from the 80th trial on."""
+    sampler: SamplerName = TUNE.sampler
+    """Who proposes plans after those that a search begins with: flips of the best one's switches, a Gaussian
+    process, TPE, or chance."""
     temperature: float = TUNE.temperature
     """Of the texts, and of the law that drafts are held against; 0 is greedy."""
     max_draft: int = TUNE.max_draft

@@ -133,9 +133,9 @@ def lines(report: Report) -> list[str]:
 
 def verdict(report: Report) -> str:
     if not report.finished:
-        return "Interrupted before any plan was timed; nothing was written."
+        return "Interrupted before the best plans were timed to the end; nothing was written."
     if report.winner is None:
-        return "No plan is faster than plain decoding here; nothing was written."
+        return f"No plan was kept, and nothing was written. {report.objections}"
     won = report.finalists[report.winner]
     return (
         f"{won.skips} wins: {won.speedup.median:.2f} x plain decoding on {won.prompts} held-out prompts;"

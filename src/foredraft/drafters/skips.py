@@ -67,6 +67,13 @@ class Skips:
             return plan.without(left_out, left_out)
         return plan.without(self.attention, self.mlp)
 
+    def as_exit(self, layers: int) -> Skips | None:
+        """The early exit of the same plan; None where it is not one."""
+        last = tuple(range(layers - len(self.attention), layers))
+        if not self.attention == self.mlp == last or not 0 < len(last) < layers:
+            return None
+        return Skips(exit=last[0])
+
     @classmethod
     def spelled(cls, text: str) -> Skips:
         """Raises ConfigError where nobody could know what is meant."""

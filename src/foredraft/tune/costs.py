@@ -8,10 +8,12 @@ draw. All other host work of a round is missing, as in every prediction (docs/ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +24,11 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
+from foredraft.tune.exits import ExitCosts, measure_exit_costs
 from foredraft.tune.rounds import Floats
 
 __all__ = ["PlanCosts", "measure_plan_costs"]
@@ -36,24 +40,42 @@ Action = Callable[[], object]
 @dataclass(frozen=True, slots=True)
 class PlanCosts:
     """step_seconds: of a plain step, the unit of all others. fixed: of a draft step that leaves all layers
-    out. attention: by layer. mlp: of any layer. verifying: v(2), v(3), ..."""
+    out. attention: by layer. mlp: of any layer. verifying: v(2), v(3), ... exit: of early exits, None where
+    there is none."""
 
     step_seconds: float
     fixed: float
     attention: tuple[float, ...]
     mlp: float
     verifying: tuple[float, ...]
+    exit: ExitCosts | None = None
 
     def step(self, plan: Plan) -> float:
-        """c of a draft of this plan."""
+        """c of a draft that leaves sub-layers out."""
         attention = sum(cost for cost, runs in zip(self.attention, plan.attention, strict=True) if runs)
         return self.fixed + attention + self.mlp * sum(plan.mlp)
 
-    def speedups(self, plan: Plan, taus: Floats) -> Floats:
+    def speedups(self, skips: Skips, taus: Floats) -> Floats:
         """S = tau / (k c + v(k + 1)) at draft lengths k from 1 on -> [K]."""
+        c, verifying = self.step(skips.plan(len(self.attention))), list(self.verifying)
+        if skips.exit is not None:
+            assert self.exit is not None
+            one_by_one, verifying = self.exit.at(skips.exit)
+            c = max(c, one_by_one)  # the same layers, and never in one call
         lengths = np.arange(1, len(taus) + 1)
-        found: Floats = taus / (lengths * self.step(plan) + np.array(self.verifying[: len(taus)]))
+        found: Floats = taus / (lengths * c + np.array(verifying[: len(taus)]))
         return found
+
+    @classmethod
+    def told(cls, words: str) -> PlanCosts:
+        """From the JSON of its fields."""
+        found: dict[str, Any] = json.loads(words)
+        for name in ("attention", "verifying"):
+            found[name] = tuple(found[name])
+        if (exit := found["exit"]) is not None:
+            lines = [(start, slope) for start, slope in exit["verifying"]]
+            found["exit"] = ExitCosts((exit["step"][0], exit["step"][1]), tuple(lines))
+        return cls(**found)
 
 
 def measure_plan_costs(
@@ -84,6 +106,7 @@ def measure_plan_costs(
     return PlanCosts(
         step, fixed, tuple(by_window[window] for window in spec.windows), mlp,
         tuple(verifying[rows] for rows in range(2, longest + 2)),
+        measure_exit_costs(llm, context, longest, max(1, repeats // 2)),
     )  # fmt: skip
 
 

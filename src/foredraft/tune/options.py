@@ -10,17 +10,17 @@ from foredraft.errors import ConfigError
 
 __all__ = ["SAMPLERS", "Options", "SamplerName"]
 
-SamplerName = Literal["tpe", "gp", "random"]
+SamplerName = Literal["tpe", "gp", "flips", "random"]
 SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """trials: of the study, those that it holds already included. timeout: seconds until no trial begins any
-    more. storage: an Optuna URL; None: a file in the user's cache folder. sampler: who proposes plans; None:
-    "gp" at first, and "tpe" from the 80th trial on. max_draft: the longest draft that is considered.
-    tokens: that a trial is held against. finalists: plans that are timed in real decoding. new_tokens: of
-    each held-out prompt then. repeats: of every such run. seed: of the sampler.
+    more. storage: an Optuna URL; None: a file in the user's cache folder. sampler: who proposes plans after
+    those that a search begins with; "flips" finds the best ones (docs/log.md). max_draft: the longest draft
+    that is considered. tokens: that a trial is held against. finalists: plans that are timed in real
+    decoding. new_tokens: of each held-out prompt then. repeats: of every such run. seed: of the sampler.
 
     Raises ConfigError that names a value out of range.
     """
@@ -28,7 +28,7 @@ class Options:
     trials: int = 200
     timeout: float | None = None
     storage: str | None = None
-    sampler: SamplerName | None = None
+    sampler: SamplerName = "flips"
     temperature: float = 0.0
     max_draft: int = 8
     tokens: int = 4096
@@ -45,7 +45,7 @@ class Options:
             raise ConfigError(f"new_tokens is {self.new_tokens}; give 2 or more")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise ConfigError(f"timeout is {self.timeout}; give seconds, more than 0")
-        if self.sampler is not None and self.sampler not in SAMPLERS:
+        if self.sampler not in SAMPLERS:
             raise ConfigError(f"sampler is {self.sampler!r}; give one of {', '.join(SAMPLERS)}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature is {self.temperature}; give 0 or more")

@@ -57,11 +57,9 @@ def _layers(report: Report) -> Plot:
     shown = [one.skips for one in report.finalists] or [report.best.skips]
     figure, panels_ = panels(0.6 + 0.75 * len(shown), len(shown))
     for axes, spelled in zip(panels_, shown, strict=True):
-        skips = Skips.spelled(spelled)
+        plan = Skips.spelled(spelled).plan(report.layers)
         for row, kind in enumerate(KINDS):
-            left_out = getattr(skips, kind)
-            for layer in range(report.layers):
-                kept = layer not in left_out
+            for layer, kept in enumerate(getattr(plan, kind)):
                 colour = look(row)["color"] if kept else PAPER
                 axes.barh(row, 0.86, left=layer - 0.43, height=0.8, color=colour, edgecolor=LINE)
                 if not kept:  # told by more than colour

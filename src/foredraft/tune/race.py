@@ -2,7 +2,8 @@
 
 Contract: plans are told apart by measurement alone. Every contender decodes each prompt in each repeat; a
 speed-up is the median of the ratios within a prompt's repeats, then over the prompts, and stands beside the
-flag that says whether all tokens were plain decoding's.
+flag that says whether all tokens were plain decoding's. Where drafts are drawn, a plan decodes on, by itself
+and untimed, until its tau is known well enough to be held against the predicted one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
-from foredraft.tune.calibration import Calibration, Text
+from foredraft.tune.agreement import Agreement
+from foredraft.tune.calibration import Text
 from foredraft.tune.options import Options
-from foredraft.tune.records import Finalist, Progress, Trial
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.records import AGREEMENT, Finalist, Progress, Trial
 
 __all__ = ["race"]
 
 PROMPTS = 16  # that are decoded, at most
+TURNS = 24  # over the prompts, at most, to know a tau
 PLAIN = "none"
 
 
@@ -44,7 +46,7 @@ def race(
     assert isinstance(runner, Runner)
     temperature = options.temperature
     plain = Ours(PLAIN, llm, PLAIN, temperature=temperature, decides=Fixed(0))
-    texts = _texts(plain, prompts, options)
+    chosen = _varied(plain, prompts, options)
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
     timings: dict[str, list[list[Timing]]] = {name: [] for name in (PLAIN, *names)}
     with _drafting(llm, {name: Skips.spelled(trial.skips) for name, trial in names.items()}):
@@ -52,34 +54,35 @@ def race(
         for name, trial in names.items():
             fixed = Fixed(trial.draft)
             contenders.append(Ours(name, llm, name, temperature=temperature, decides=fixed))
-        for done, text in enumerate(texts):
+        for done, prompt in enumerate(chosen):
             for several in timings.values():
                 several.append([])
             for repeat in range(-1 if done == 0 else 0, options.repeats):  # the first turn warms up
                 for contender in turns(contenders, repeat):
-                    timing = contender.run([list(text.ids[: text.start])], options.new_tokens)
+                    timing = contender.run([prompt], options.new_tokens)
                     if repeat >= 0:
                         timings[contender.name][-1].append(timing)
-            progress("decode", done + 1, len(texts))
-        context = int(median(text.start for text in texts)) + options.new_tokens // 2
+            progress("decode", done + 1, len(chosen))
+        context = int(median(map(len, chosen))) + options.new_tokens // 2
         longest = max(trial.draft for trial in trials)
         costs = measure_costs(llm, 1, context, longest).drafting
-    teacher = Teacher(runner, Calibration(tuple(texts), temperature), longest)
+        agreements = {
+            name: _agreement(runner, trial, contender, chosen, timings[name], options)
+            for (name, trial), contender in zip(names.items(), contenders[1:], strict=True)
+        }
     return [
-        _finalist(trial, timings[PLAIN], timings[name], costs[name], _tau(teacher, trial), temperature)
+        _finalist(trial, timings[PLAIN], timings[name], costs[name], agreements[name], temperature)
         for name, trial in names.items()
     ]
 
 
-def _texts(plain: Ours, prompts: Sequence[list[int]], options: Options) -> list[Text]:
-    """What plain decoding makes of the prompts; those first that repeat little."""
-    made = []
-    for prompt in prompts:
-        tokens = plain.run([prompt], options.new_tokens).tokens[0]
-        made.append((repeated(tokens) >= MAX_REPEATED, Text((*prompt, *tokens), len(prompt))))
-    if any(not loops for loops, _ in made):
-        made = [(loops, text) for loops, text in made if not loops]
-    return [text for _, text in made][:PROMPTS]
+def _varied(plain: Ours, prompts: Sequence[list[int]], options: Options) -> list[list[int]]:
+    """Prompts after which plain decoding repeats itself little, where there are any."""
+    loops = [
+        repeated(plain.run([prompt], options.new_tokens).tokens[0]) >= MAX_REPEATED for prompt in prompts
+    ]
+    varied = [prompt for prompt, looping in zip(prompts, loops, strict=True) if not looping]
+    return (varied or list(prompts))[:PROMPTS]
 
 
 @contextmanager
@@ -94,11 +97,28 @@ def _drafting(llm: LLM, plans: dict[str, Skips]) -> Iterator[None]:
         yield
 
 
-def _tau(teacher: Teacher, trial: Trial) -> float:
-    """Of the texts as they were decoded, their ends included."""
-    plan = Skips.spelled(trial.skips).plan(teacher.runner.decoder.spec.layers)
-    rounds = teacher.rounds(plan, every_start=True)
-    return float(teacher.tokens / rounds.counts[trial.draft - 1])
+def _agreement(
+    runner: Runner,
+    trial: Trial,
+    contender: Ours,
+    prompts: list[list[int]],
+    timings: list[list[Timing]],
+    options: Options,
+) -> Agreement:
+    """Over the texts of the race, and over more where they are too few."""
+    found = Agreement(runner, Skips.spelled(trial.skips), trial.draft, options.temperature)
+    for turn in range(TURNS):
+        if turn < options.repeats:
+            made = [several[turn] for several in timings]
+        else:
+            made = [contender.run([prompt], options.new_tokens) for prompt in prompts]
+        found.add(
+            [Text((*prompt, *own.tokens[0]), len(prompt)) for prompt, own in zip(prompts, made, strict=True)],
+            [own.stats.rounds for own in made if own.stats is not None],
+        )
+        if found.error <= AGREEMENT / 2:
+            break
+    return found
 
 
 def _finalist(
@@ -106,7 +126,7 @@ def _finalist(
     plain: list[list[Timing]],
     own: list[list[Timing]],
     c: float,
-    predicted_tau: float,
+    agreement: Agreement,
     temperature: float,
 ) -> Finalist:
     ratios = [
@@ -121,17 +141,18 @@ def _finalist(
     )
     speedup = Spread.of(ratios)
     loops = Spread.of(repeated(several[0].tokens[0]) for several in own)
-    assert speedup is not None and loops is not None and stats.mean_accepted_length is not None
+    assert speedup is not None and loops is not None
     return Finalist(
         skips=trial.skips,
         draft=trial.draft,
         predicted=trial.predicted,
-        predicted_tau=predicted_tau,
-        tau=stats.mean_accepted_length,
+        predicted_tau=agreement.predicted_tau,
+        tau=agreement.tau,
         alpha=stats.alpha or 0.0,
         c=c,
         speedup=speedup,
         identical=identical if temperature == 0 else None,
         prompts=len(own),
         repeated=loops,
+        tau_error=agreement.error,
     )

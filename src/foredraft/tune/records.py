@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from foredraft.bench.records import Spread
 from foredraft.tune.costs import PlanCosts
 
-__all__ = ["Finalist", "Progress", "Report", "Trial"]
+__all__ = ["AGREEMENT", "Finalist", "Progress", "Report", "Trial"]
+
+AGREEMENT = 0.03  # of predicted and decoded tau, in a plan that is kept
 
 
 class Progress(Protocol):
@@ -43,6 +45,7 @@ class Finalist:
         predicted: The speed-up that its trial predicted.
         predicted_tau: Of the very texts that were decoded, by a trial of every start.
         tau, alpha: Of the decoding.
+        tau_error: The standard error of tau, by tau; 0 where nothing is drawn.
         c: Of a bare draft step.
         speedup: Over own plain decoding: medians within a prompt's repeats, over the prompts.
         identical: All tokens were plain decoding's, in every run; None where draws need not be the same.
@@ -61,6 +64,23 @@ class Finalist:
     identical: bool | None
     prompts: int
     repeated: Spread
+    tau_error: float = 0.0
+
+    @property
+    def objection(self) -> str | None:
+        """Why it is not to be kept, in words."""
+        if self.identical is False:
+            return "its tokens are not plain decoding's"
+        if self.speedup.median <= 1:
+            return "it is not faster than plain decoding"
+        if abs(self.predicted_tau / self.tau - 1) > AGREEMENT:
+            return f"it decodes at a tau of {self.tau:.2f}, where trials say {self.predicted_tau:.2f}"
+        if self.tau_error > AGREEMENT / 2:
+            return (
+                f"so few tokens tell its tau to {2 * self.tau_error:.0%} only; more prompts, or more new"
+                " tokens of each, would"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,12 @@ class Report:
         """By its predicted speed-up."""
         return max(self.trials, key=lambda trial: (trial.predicted, -trial.number))
 
+    @property
+    def objections(self) -> str:
+        """What spoke against each finalist."""
+        return " ".join(f"{one.skips}: {one.objection}." for one in self.finalists if one.objection)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; holds no NaN."""
-        return asdict(self)
+        told = [asdict(one) | {"objection": one.objection} for one in self.finalists]
+        return asdict(self) | {"finalists": told}

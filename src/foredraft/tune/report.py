@@ -41,7 +41,7 @@ def page(report: Report) -> str:
 def _verdict(report: Report) -> Verdict:
     if report.winner is None:
         if report.finalists:
-            return Verdict("bad", "No plan is faster than plain decoding here, so none was kept.")
+            return Verdict("bad", f"No plan was kept. {report.objections}")
         return Verdict("none", "No plan was timed.")
     won = report.finalists[report.winner]
     same = {

@@ -33,6 +33,7 @@ from foredraft.tune.teacher import Teacher
 __all__ = ["tune"]
 
 ROWS = 8  # texts that are written side by side
+FORMAT = 2  # of what a study holds; no other's is gone on with
 
 
 def _silent(stage: str, done: int, total: int, note: str = "", /) -> None:
@@ -152,7 +153,8 @@ def _finalists(
 
 def _study_name(hash: str, llm: LLM, calibration: Calibration, longest: int) -> str:
     """Trials of one study are held against the same texts, by one model at one temperature."""
-    return f"{hash[:16]} {_dtype(llm)} T={calibration.temperature:g} K={longest} {calibration.digest[:16]}"
+    draws = f"T={calibration.temperature:g} K={longest}"
+    return f"{FORMAT}. {hash[:16]} {_dtype(llm)} {draws} {calibration.digest[:16]}"
 
 
 def _dtype(llm: LLM) -> str:
@@ -160,10 +162,9 @@ def _dtype(llm: LLM) -> str:
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:
-    """The fastest that is faster than plain decoding, and gave its tokens."""
-    sound = [place for place, one in enumerate(finalists) if one.identical is not False]
-    best = max(sound, key=lambda place: finalists[place].speedup.median, default=None)
-    return None if best is None or finalists[best].speedup.median <= 1 else best
+    """The fastest that nothing speaks against."""
+    sound = [place for place, one in enumerate(finalists) if one.objection is None]
+    return max(sound, key=lambda place: finalists[place].speedup.median, default=None)
 
 
 def _plan_file(won: Finalist, model: str, hash: str, llm: LLM) -> PlanFile:
@@ -174,6 +175,7 @@ def _plan_file(won: Finalist, model: str, hash: str, llm: LLM) -> PlanFile:
         layers=llm.spec.layers,
         skip_attention=skips.attention,
         skip_mlp=skips.mlp,
+        exit=skips.exit,
         device=llm.engine.device.type,
         dtype=_dtype(llm),
         max_draft=won.draft,

@@ -18,11 +18,13 @@ import numpy as np
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
+from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.options import Options
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Progress, Trial
-from foredraft.tune.study import StudyPlace, make_sampler, optuna, sampler_for
+from foredraft.tune.rounds import Floats
+from foredraft.tune.study import StudyPlace, make_sampler, optuna
 from foredraft.tune.teacher import Teacher
 
 __all__ = ["Deadline", "OutOfTime", "Search", "best_of", "warm_starts"]
@@ -56,7 +58,7 @@ class Deadline:
 
 
 def warm_starts(teacher: Teacher) -> dict[str, Skips]:
-    """Different plans to begin with, by what they are."""
+    """Different plans to begin with, by what they are; early exits come last."""
     layers = teacher.runner.decoder.spec.layers
     found = {"nothing": Skips(), "every other layer": every_other(layers)}
     ranked, programmed = greedy(teacher), clasp(teacher, 2 * layers - 1)
@@ -65,7 +67,7 @@ def warm_starts(teacher: Teacher) -> dict[str, Skips]:
         for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
             if (skips := skips_of(sub_layers)) not in found.values():
                 found[f"{kind} {size}"] = skips
-    return found
+    return found | {f"exit {layer}": Skips(exit=layer) for layer in range(1, layers)}
 
 
 class Search:
@@ -83,13 +85,16 @@ class Search:
     ) -> None:
         self.options, self.teacher, self.deadline = options, teacher, deadline
         self.layers = teacher.runner.decoder.spec.layers
-        self.study = place.study(name)
-        self._propose_by = ""
+        self.place, self.study = place, place.study(name)
         told = self.study.user_attrs.get("costs")
-        self.costs = measure() if told is None else _costs(told)
         if told is None:
-            self.study.set_user_attr("costs", json.dumps(asdict(self.costs)))
-        self._taus = {trial.skips: trial.taus for trial in self.trials()}
+            measured = json.dumps(asdict(measure()))
+            told = self.study.user_attrs.get("costs")  # another process may have been faster
+            if told is None:
+                told = measured
+                self.study.set_user_attr("costs", told)
+        self.costs = PlanCosts.told(told)
+        self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
 
     def trials(self) -> list[Trial]:
         """Those that ended, in their order."""
@@ -113,7 +118,8 @@ class Search:
         best = max((trial.predicted for trial in self.trials()), default=0.0)
         total = self.options.trials
         progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
-        self._choose_sampler(done)
+        # whoever goes on must not propose again what was proposed at the beginning
+        self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
 
         def after(study: Any, trial: Any) -> None:
             nonlocal done, best
@@ -122,9 +128,9 @@ class Search:
                 best = max(best, trial.value)
                 progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
                 ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
-                self._choose_sampler(ended)
                 if ended >= total:
                     study.stop()
+            self.place.give_up_unborn(study)
             if self.deadline.passed:
                 study.stop()
 
@@ -140,6 +146,7 @@ class Search:
 
     def begin(self) -> None:
         """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
+        self.place.give_up_unborn(self.study)
         told = self.study.user_attrs.get("begin with")
         if told is None:
             plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
@@ -149,13 +156,12 @@ class Search:
         open_ = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
         begun = {trial.user_attrs.get(WARM) for trial in open_}
         for origin, spelled in json.loads(told).items():
-            if spelled not in self._taus and origin not in begun:
-                skips = Skips.spelled(spelled)
-                left_out = {"attention": skips.attention, "mlp": skips.mlp}
+            plan = self._plan(spelled)
+            if plan not in self._taus and origin not in begun:
                 params = {
-                    f"{kind}.{layer}": layer in layers
-                    for kind, layers in left_out.items()
-                    for layer in range(self.layers)
+                    f"{kind}.{layer}": not runs
+                    for kind in ("attention", "mlp")
+                    for layer, runs in enumerate(getattr(plan, kind))
                 }
                 self.study.enqueue_trial(params, user_attrs={WARM: origin})
 
@@ -173,14 +179,6 @@ class Search:
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
 
-    def _choose_sampler(self, done: int) -> None:
-        """Who proposes the next plan, after so many trials."""
-        name = self.options.sampler or sampler_for(done)
-        if name != self._propose_by:
-            # whoever goes on must not propose again what was proposed at the beginning
-            self.study.sampler = make_sampler(name, self.options.seed + len(self.study.trials))
-            self._propose_by = name
-
     def _try(self, trial: Any) -> float:
         left_out: dict[str, list[int]] = {"attention": [], "mlp": []}
         for kind, layers in left_out.items():
@@ -189,15 +187,25 @@ class Search:
                     layers.append(layer)
         skips = Skips(tuple(left_out["attention"]), tuple(left_out["mlp"]))
         plan = skips.plan(self.layers)
-        taus = self._taus.get(str(skips))
+        taus = self._taus.get(plan)
         if taus is None:
             taus = tuple(map(float, self.teacher.rounds(plan).taus))
-            self._taus[str(skips)] = taus
-        speedups = self.costs.speedups(plan, np.array(taus))
-        best = int(speedups.argmax())
-        for name, value in (("skips", str(skips)), ("taus", list(taus)), ("draft", best + 1)):
+            self._taus[plan] = taus
+        best, speedups = self._faster(skips, np.array(taus))
+        draft = int(speedups.argmax())
+        for name, value in (("skips", str(best)), ("taus", list(taus)), ("draft", draft + 1)):
             trial.set_user_attr(name, value)
-        return float(speedups[best])
+        return float(speedups[draft])
+
+    def _faster(self, skips: Skips, taus: Floats) -> tuple[Skips, Floats]:
+        """The faster way to run a plan, which may be an early exit, and its speed-ups [K]."""
+        exit = skips.as_exit(self.layers)
+        ways = [skips] if exit is None or self.costs.exit is None else [skips, exit]
+        rated = [(way, self.costs.speedups(way, taus)) for way in ways]
+        return max(rated, key=lambda each: each[1].max())
+
+    def _plan(self, spelled: str) -> Plan:
+        return Skips.spelled(spelled).plan(self.layers)
 
 
 def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
@@ -206,10 +214,3 @@ def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
     for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):
         found.setdefault(trial.skips, trial)
     return list(found.values())[:count]
-
-
-def _costs(told: str) -> PlanCosts:
-    found: dict[str, Any] = json.loads(told)
-    for name in ("attention", "verifying"):
-        found[name] = tuple(found[name])
-    return PlanCosts(**found)

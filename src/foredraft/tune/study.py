@@ -1,8 +1,8 @@
 """Studies: where trials are kept, so that a search can be broken off, gone on with, and shared.
 
 Contract: a finished trial is in the storage before the next one begins. A trial whose process died is given
-up once its heartbeats have stopped for a while, and tried once more. Only here and in `search` is Optuna
-known.
+up once its heartbeats have stopped for a while, or the first one never came, and tried once more. Only here,
+in `search` and in `flips` is Optuna known.
 
 Raises ConfigError, when it is imported, where optuna is not installed.
 """
@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 import warnings
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError
 from foredraft.kernels.machine import cache_folder
+from foredraft.tune.flips import FlipSampler
 from foredraft.tune.options import SamplerName
 
-__all__ = ["StudyPlace", "make_sampler", "optuna", "sampler_for"]
+__all__ = ["StudyPlace", "make_sampler", "optuna"]
 
 optuna = module("optuna", "the search")
 sqlalchemy = module("sqlalchemy", "the search")
 
 HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until there have been none for too long
-EARLY = 80  # trials until which a Gaussian process is worth its time
+TRIES = 5  # to open a database whose tables another process is making
+FIRST = 1.0  # seconds in which a trial that lives has given its first sign
 SQLITE = "sqlite:///"
 
 optuna.logging.get_logger("optuna").setLevel(logging.ERROR)  # a trial that is given up is no news
@@ -44,7 +48,9 @@ class StudyPlace:
         self.shown = "memory" if url is None and own is None else _without_password(url or f"{SQLITE}{own}")
         self.storage: Any = optuna.storages.InMemoryStorage()
         if url is not None or own is not None:
-            self.storage = _opened(url or f"{SQLITE}{own}", self.shown, ours=own is not None)
+            self.storage = _opened(url or f"{SQLITE}{own}", self.shown)
+            if own is not None:
+                _quicken(self.storage)
 
     def study(self, name: str) -> Any:
         """The study of this name, begun or gone on with."""
@@ -55,10 +61,35 @@ class StudyPlace:
         except sqlalchemy.exc.SQLAlchemyError as error:
             raise _unusable(self.shown, error) from error
 
+    def give_up_unborn(self, study: Any) -> None:
+        """Give up trials that died before their first heartbeat, as Optuna does those that died later: it
+        looks for old heartbeats, and would take these for running ones for ever."""
+        dead = self._unborn(study)
+        if not dead:
+            return
+        time.sleep(FIRST)  # another machine's clock may be hours behind ours, and its trial a moment old
+        for number in dead & self._unborn(study):
+            try:
+                trial = study.tell(number, state=optuna.trial.TrialState.FAIL)
+            except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+                continue  # another process gave it up
+            self.storage.get_heartbeat_stale_trial_callback()(study, trial)
 
-def sampler_for(done: int) -> SamplerName:
-    """A Gaussian process learns more from each trial, and takes longer with each."""
-    return "gp" if done < EARLY else "tpe"
+    def _unborn(self, study: Any) -> set[int]:
+        """Numbers of the trials that run, began long ago, and have given no sign of life."""
+        if not isinstance(self.storage, optuna.storages.RDBStorage):
+            return set()
+        running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        began = datetime.now() - timedelta(seconds=GRACE)
+        old = {trial._trial_id: trial.number for trial in running if trial.datetime_start < began}
+        if not old:
+            return set()
+        beats = sqlalchemy.text("SELECT trial_id FROM trial_heartbeats WHERE trial_id IN :old")
+        with self.storage.engine.connect() as connection:
+            found = connection.execute(
+                beats.bindparams(sqlalchemy.bindparam("old", list(old), expanding=True))
+            )
+            return set(old.values()) - {old[id] for (id,) in found}
 
 
 def make_sampler(name: SamplerName, seed: int) -> Any:
@@ -69,6 +100,8 @@ def make_sampler(name: SamplerName, seed: int) -> Any:
                 return optuna.samplers.TPESampler(seed=seed)
             case "gp":
                 return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
+            case "flips":
+                return FlipSampler(seed)
             case "random":
                 return optuna.samplers.RandomSampler(seed=seed)
 
@@ -86,24 +119,33 @@ def _own_file() -> Path | None:
     return folder / "studies" / "studies.db"
 
 
-def _opened(url: str, shown: str, *, ours: bool) -> Any:
+def _opened(url: str, shown: str) -> Any:
+    for tried in range(1, TRIES + 1):
+        try:
+            return _storage(url)
+        except ImportError as error:
+            raise ConfigError(
+                f"storage is {shown!r}, whose driver is not installed; run `pip install"
+                " 'foredraft[postgres]'`, or what another database needs"
+            ) from error
+        except (sqlalchemy.exc.SQLAlchemyError, OSError, RuntimeError, ValueError) as error:
+            if tried == TRIES or "already exists" not in str(error):
+                raise _unusable(shown, error) from error
+            time.sleep(tried / 10)
+    raise AssertionError
+
+
+def _storage(url: str) -> Any:
     storages = optuna.storages
-    sqlite = url.startswith("sqlite")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        try:
-            storage = storages.RDBStorage(
-                url,
-                engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None,
-                heartbeat_interval=HEARTBEAT,
-                grace_period=GRACE,
-                heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
-            )
-        except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as error:
-            raise _unusable(shown, error) from error
-    if ours:
-        _quicken(storage)
-    return storage
+        return storages.RDBStorage(
+            url,
+            engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
+            heartbeat_interval=HEARTBEAT,
+            grace_period=GRACE,
+            heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
+        )
 
 
 def _quicken(storage: Any) -> None:

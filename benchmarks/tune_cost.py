@@ -1,0 +1,120 @@
+"""What a search costs at a 32-layer shape, in forwards over the same tokens.
+
+A random Llama of 32 layers writes its texts; then a whole search runs, its ranking, sampler and storage (a
+file) included, and stops after every few trials for one bare forward over the same columns with all layers,
+norm and head: the unit. What a random model leaves out means nothing, and a plan that leaves out much is
+cheap to try, so the dearest trial is told too: nothing left out, in turns with bare forwards, and with all
+that a search does around a trial.
+
+    python benchmarks/tune_cost.py --trials 200 --every 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from shape import random_checkpoint
+from timing import spread, timed
+from tune_demo import bare, silent
+from workload import machine, write
+
+import foredraft
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Runner
+from foredraft.tune.calibration import calibrate, new_tokens
+from foredraft.tune.costs import measure_plan_costs
+from foredraft.tune.options import SAMPLERS, Options
+from foredraft.tune.rounds import Rounds
+from foredraft.tune.search import Deadline, Search
+from foredraft.tune.study import StudyPlace
+from foredraft.tune.teacher import Teacher
+
+LAYERS, PROMPTS, LENGTH, CONTEXT = 32, 64, 48, 128
+DEVICE = torch.device("cpu")
+
+
+class Watched(Teacher):
+    """Sums the seconds that trials spend in their forwards and in the arithmetic of rounds."""
+
+    seconds = 0.0
+
+    def rounds(self, plan: Plan, *, every_start: bool = False) -> Rounds:
+        seconds, found = timed(lambda: super(Watched, self).rounds(plan, every_start=every_start), DEVICE)
+        self.seconds += seconds
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--every", type=int, default=5, help="trials after which a bare forward is timed")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
+    parser.add_argument("--repeats", type=int, default=3, help="of the dearest trial")
+    parser.add_argument("--name", default="tune_cost")
+    given = parser.parse_args(arguments)
+    options = Options(
+        trials=given.trials, tokens=given.tokens, temperature=1.0, sampler=given.sampler, max_draft=8
+    )
+    shape = {
+        "num_hidden_layers": LAYERS, "hidden_size": given.hidden, "intermediate_size": 8 * given.hidden // 3,
+        "num_attention_heads": given.hidden // 64, "num_key_value_heads": given.hidden // 64,
+        "vocab_size": 2048,
+    }  # fmt: skip
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2048) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_checkpoint(Path(folder) / "model", shape)
+        room = LENGTH + new_tokens(given.tokens, PROMPTS)
+        llm = foredraft.load(model, drafter="none", max_batch=8, max_length=room)
+        runner = llm.engine.target
+        assert isinstance(runner, Runner)
+        calibration = calibrate(llm, prompts, given.tokens, options.temperature, silent)
+        teacher = Watched(runner, calibration, options.max_draft)
+        costs = measure_plan_costs(llm, CONTEXT, options.max_draft, options.temperature, repeats=5)
+        place = StudyPlace(f"sqlite:///{folder}/study.db")
+        search = Search(place, "a study", options, teacher, lambda: costs, Deadline(None))
+        forwards: list[float] = []
+
+        def between(stage: str, done: int, total: int, note: str = "", /) -> None:
+            if done % given.every == 0:
+                forwards.append(timed(lambda: bare(teacher), DEVICE)[0])
+
+        bare(teacher)  # warms up
+        start = time.perf_counter()
+        search.begin()
+        search.run(between)
+        whole = time.perf_counter() - start - sum(forwards)
+        in_trials = teacher.seconds
+        full = Plan.full(LAYERS)
+        dearest = [
+            timed(lambda: teacher.rounds(full), DEVICE)[0] / timed(lambda: bare(teacher), DEVICE)[0]
+            for _ in range(given.repeats)
+        ]
+    unit, trials = median(forwards), len(search.trials())
+    around = (whole - in_trials) / trials / unit
+    result = {
+        "what": vars(given) | {"shape": shape},
+        "machine": machine(),
+        "tokens": calibration.tokens,
+        "trials": trials,
+        "forward_seconds": spread(forwards),
+        "search_seconds": whole,
+        "search_over_forwards": whole / trials / unit,
+        "around_a_trial_over_forward": around,
+        "nothing_left_out_over_forward": spread(dearest),
+        "dearest_over_forward": median(dearest) + around,
+    }
+    write(given.name, result)
+
+
+if __name__ == "__main__":
+    main()
