@@ -35,7 +35,7 @@ from foredraft import LLM, Output, SamplingParams
 from foredraft.decode.policy import Auto, Fixed, Policy
 from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.model.runner import Drafted, Drawing
+from foredraft.model.runner import Drafted, Drawing, Stops
 from foredraft.ngrams import repeated
 
 POSITIONS = 1024
@@ -78,7 +78,12 @@ class Ventriloquist(DraftModel):
         return logits
 
     def draft(
-        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None,
+        stops: Stops | None = None,
     ) -> Drafted | None:
         """One by one, since each step's words are put into its mouth."""
         return None

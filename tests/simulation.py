@@ -57,9 +57,14 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
     clock = clock or table
     sequences: list[Any] = [
         SimpleNamespace(
-            prompt=[0] * row.prompt, tokens=[0] * row.prompt, policy_state=policy.start(), read={}
+            id=index,
+            prompt=[0] * row.prompt,
+            tokens=[0] * row.prompt,
+            params=SimpleNamespace(temperature=0),
+            policy_state=policy.start(),
+            read={},
         )
-        for row in rows
+        for index, row in enumerate(rows)
     ]
     total, plain, rounds = 0.0, 0.0, []
     for step in range(max(row.tokens for row in rows)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.decode.law import Law
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers, Signal
-from foredraft.decode.policy.survival import Track
+from foredraft.decode.policy.ledger import Ledger
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
@@ -416,23 +416,29 @@ class Whims(Alone):
         sequence.policy_state[0] = 0.5 if sure is None else sure
 
 
-class Deaf(Track):
-    """Of other requests, whose outcomes would make a policy's choices depend on them."""
+class Apart(dict[tuple[str, bool], Any]):
+    """What is known of all requests, to each of them alone."""
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        return None
+    def __contains__(self, kind: object) -> bool:
+        return False
+
+
+class Unmoved(Ledger):
+    """No request gains for another."""
+
+    gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
 
 
 def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
     """The cost model, for which drafts cost little, so that it makes them; it hears of one request alone."""
     table = CostTable({1: {1: 1.0, 8: 1.1}}, {name: {1: (0.05, 0.02)} for name in drafters})
     policy = Auto(max_draft, table)
-    policy._shared = {name: Deaf(max_draft, 1.0) for name in drafters}
+    policy._shared, policy.ledger = Apart(), Unmoved()
     return policy
 
 
 __all__ = [
-    "Deaf",
+    "Apart",
     "Fickle",
     "LateBan",
     "NoRepeat",
@@ -448,5 +454,6 @@ __all__ = [
     "layer_skip",
     "mapped",
     "retokenize",
+    "Unmoved",
     "solitary",
 ]

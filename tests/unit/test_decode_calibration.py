@@ -16,7 +16,7 @@ from foredraft import SamplingParams
 from foredraft.decode import calibration
 from foredraft.decode.calibration import FRESH, measure
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable
-from foredraft.decode.policy.auto import SHARE
+from foredraft.decode.policy.ledger import SHARE
 from foredraft.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -205,10 +205,10 @@ def test_a_request_without_drafts_is_not_held_up_by_others(folders: tuple[Path, 
     policy.choose = watched  # type: ignore[method-assign]
     plain = llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, speculation="none")
     outputs = llm.generate([[5, 6, 7], [8, 9, 10]], [GREEDY, plain])
-    state = held_up[-1].policy_state
+    account = held_up[-1].policy_state.account
     assert outputs[0].stats.drafted > outputs[0].stats.accepted * 0.9 > 0
-    assert state.spent > 39
-    assert state.lost <= SHARE * state.spent + 2 * state.largest
+    assert account.spent > 39
+    assert account.lost <= SHARE * account.spent + 2 * account.largest
 
 
 def test_the_trace_tells_who_drafted(folders: tuple[Path, Path]) -> None:

@@ -29,7 +29,8 @@ class Reading:
     """One row of it. p, q: what the laws gave the drafted tokens, p by those that judged them; next_p: the
     next one. None unless traced.
 
-    sure: how sure the target was of the next token, None unless a policy wants it.
+    sure: how sure the target was of the next token, None unless a policy wants it. draft_sure: how sure the
+    drafter was at every step that it took, if a policy stops by that.
     """
 
     accepted: int
@@ -43,6 +44,7 @@ class Reading:
     q: list[float]
     next_p: float
     sure: float | None = None
+    draft_sure: tuple[float, ...] = ()
 
     @property
     def new(self) -> list[int]:
@@ -85,6 +87,8 @@ def read(
     if signal is not None:
         last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
         tensors.append(bits(certainty(last, verdict.next_token, signal)))
+    if draft.sure is not None:
+        tensors.append(bits(draft.sure))
     verdicts, *more = _read(tensors)
     rows_read = verdicts.tolist()
     if draft.sick is None:
@@ -92,12 +96,16 @@ def read(
     scores = dict(zip(asking, more.pop(0), strict=True)) if asking else {}
     chances: list[list[float]] = numbers(more.pop(0)).tolist() if traced else [[]] * batch
     sure = [None] * batch if signal is None else numbers(more.pop(0)).tolist()
-    return [
+    readings = [
         _reading(
             row, sequence, scores.get(index), top, chances[index] if sequence.traced else [], sure[index]
         )
         for index, (row, sequence) in enumerate(zip(rows_read, sequences, strict=True))
     ]
+    if draft.sure is not None:
+        for reading, steps in zip(readings, numbers(more.pop(0)).tolist(), strict=True):
+            reading.draft_sure = tuple(step for step in steps if step != -1.0)
+    return readings
 
 
 def _reading(

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from foredraft.kernels.loading import loaded
 
-__all__ = ["best", "law", "noise_keys", "race", "residual", "units"]
+__all__ = ["best", "law", "noise_keys", "race", "residual", "surest", "units"]
 
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "best": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "law": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
     "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
     "race": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "surest": (c_void_p, c_int64, c_int64, c_void_p, c_int),
     "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
     "units": (c_void_p, c_int64, c_void_p),
 }
@@ -61,6 +62,18 @@ def law(
     outs = probs.data_ptr(), finite.data_ptr()
     run(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
     return probs, finite
+
+
+def surest(x: Tensor) -> Tensor | None:
+    """The probability of every row's likeliest token [..., V] -> [...], by softmax as it is; NaN where it is
+    not finite."""
+    run = _serving("surest", x)
+    if run is None:
+        return None
+    x = x.contiguous()
+    out = x.new_empty(x.shape[:-1])
+    run(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), torch.get_num_threads())
+    return out
 
 
 def residual(p: Tensor, q: Tensor, where: Tensor) -> Tensor | None:

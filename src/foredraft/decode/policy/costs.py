@@ -62,8 +62,8 @@ class CostTable:
             found = self._verifying[batch, columns] = _on_line(self.passes[near], near + columns - batch)
         return found
 
-    def drafting(self, drafter: str, batch: int, depth: int) -> float:
-        """Of `depth` steps of a drafter for any of the rows."""
+    def drafting(self, drafter: str, batch: int, depth: float) -> float:
+        """Of `depth` steps of a drafter for any of the rows, which may be a mean."""
         if depth == 0:
             return 0.0
         steps = self._steps.get((drafter, batch))
@@ -71,7 +71,7 @@ class CostTable:
             by = self.drafts.get(drafter)
             assumed = ASSUMED * self.verifying(batch, batch)
             steps = self._steps[drafter, batch] = by[_nearest(by, batch)] if by else (assumed, assumed)
-        return steps[0] + (depth - 1) * steps[1]
+        return steps[0] * min(depth, 1) + max(depth - 1, 0) * steps[1]
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Of a text that the drafter has to read before its first step. Where that was not measured: a pass

@@ -16,6 +16,7 @@ from foredraft.decode.law import Law
 from foredraft.decode.policy.protocol import Alone
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
+from foredraft.kernels import rows
 from foredraft.model.device import upload
 
 __all__ = ["AdaptiveExit", "Confidence", "surest"]
@@ -23,7 +24,8 @@ __all__ = ["AdaptiveExit", "Confidence", "surest"]
 
 def surest(logits: Tensor) -> Tensor:
     """The likeliest token's probability [B], of logits [B, 1, V]; NaN where they are not finite."""
-    return logits[:, 0].softmax(-1).amax(-1)
+    found = rows.surest(logits[:, 0])
+    return logits[:, 0].softmax(-1).amax(-1) if found is None else found
 
 
 @dataclass(frozen=True)
