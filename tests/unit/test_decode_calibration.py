@@ -126,6 +126,33 @@ def test_what_takes_long_is_measured_seldom(
     assert sum(4.0 for _ in made) <= clock[0] / 100
 
 
+def test_a_large_model_is_not_held_up_by_its_table(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the count of its passes, each of which takes two seconds; what was not measured is assumed."""
+    llm = loaded(folders, plan="skip:attn=0")
+    clock, target = [0.0], llm.engine.target
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    for name, seconds in (("forward", 2.0), ("draft", 9.0)):
+        whole = getattr(target, name)
+
+        def slow(*args: Any, whole: Any = whole, seconds: float = seconds, **more: Any) -> Any:
+            clock[0] += seconds
+            return whole(*args, **more)
+
+        monkeypatch.setattr(target, name, slow)
+    table = measure(llm.engine, 1, 10)
+    assert table is not None
+    longest_round = 9.0 + 2.0
+    assert clock[0] <= 2.0 * calibration.ROUNDS + longest_round + 2.0, "and the prompt"
+    assert [columns for columns, _ in table.passes[1]][-1] == 11
+    assert table.drafting("layer-skip", 1, 1) > 1000 * table.drafting("lookup", 1, 1) == 0
+    clock[0] = 0.0
+    monkeypatch.setattr(calibration, "ROUNDS", 1e9)
+    measure(llm.engine, 1, 10)
+    assert clock[0] > 2.0 * 8 + longest_round + 2.0, "else nothing was shown"
+
+
 @pytest.mark.parametrize("drafter", ["auto", "draft-model"])
 def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter: str) -> None:
     llm = loaded(folders, drafter=drafter, max_batch=3)
