@@ -16,6 +16,8 @@ from torch import Tensor
 from foredraft.decode.law import Law
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers, Signal
 from foredraft.decode.policy.ledger import Ledger
+from foredraft.decode.policy.reliability import EDGES
+from foredraft.decode.policy.stopping import Ends, stops_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
@@ -23,7 +25,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.vocabulary import VocabularyMap
-from foredraft.model.runner import Resume
+from foredraft.model.runner import Resume, Stops
 from foredraft.model.tokenizer import Tokenizer
 
 # --- drafters ---------------------------------------------------------------------------------------
@@ -416,6 +418,31 @@ class Whims(Alone):
         sequence.policy_state[0] = 0.5 if sure is None else sure
 
 
+class Halts(Alone):
+    """Stops anywhere by how sure the drafter is: chances and thresholds are dice's, by the text and the round."""
+
+    name = "halts"
+
+    def __init__(self, max_draft: int, seed: int = 0) -> None:
+        self.max_draft, self.seed = max_draft, seed
+
+    def budget(self, sequence: Sequence) -> int:
+        return self.max_draft
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
+        most = max(budgets)
+        rows = [
+            self._ends(s, budget) if budget else None for s, budget in zip(sequences, budgets, strict=True)
+        ]
+        return stops_of(rows, most, device)
+
+    def _ends(self, sequence: Sequence, most: int) -> Ends:
+        dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count}")
+        chances = [dice.choice((0.3, 0.6, 0.9, 1.0)) for _ in range(len(EDGES) + 1)]
+        keep, more = ([dice.choice((0.0, 0.2, 0.5, 0.7)) for _ in range(most)] for _ in range(2))
+        return Ends(chances, keep, more)
+
+
 class Apart(dict[tuple[str, bool], Any]):
     """What is known of all requests, to each of them alone."""
 
@@ -440,6 +467,7 @@ def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
 __all__ = [
     "Apart",
     "Fickle",
+    "Halts",
     "LateBan",
     "NoRepeat",
     "RandomBudgets",
@@ -447,6 +475,7 @@ __all__ = [
     "StepByStep",
     "StopUnsure",
     "TappingStepper",
+    "Unmoved",
     "Whims",
     "arbitrary",
     "draft_model",
@@ -454,6 +483,5 @@ __all__ = [
     "layer_skip",
     "mapped",
     "retokenize",
-    "Unmoved",
     "solitary",
 ]

@@ -120,7 +120,8 @@ class _Bench:
     def least(self, trials: list[Trial], readers: Iterable[str]) -> dict[Trial, float]:
         """Of each, the least ms; the first time is not counted if there is time for more. Between the first
         and the second, these drafters' readings of a text are timed. What there is no time for at all is
-        left out, but for the first two: a table takes about as long as `ROUNDS` of them, whatever the model."""
+        left out, but for the first two: a table takes about as long as `ROUNDS` plain ones, whatever the
+        model."""
         started = time.perf_counter()
         best: dict[Trial, float] = {}
         try:

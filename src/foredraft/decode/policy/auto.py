@@ -37,7 +37,8 @@ KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
 @dataclass(slots=True)
 class _Candidate:
-    """A drafter, as one request knows it, or all (`shared`). waited: rounds since it drafted, of `patience`."""
+    """A drafter, as one request knows it, or all (`shared`). waited: rounds since it drafted, of
+    `patience`."""
 
     record: Record
     shared: _Candidate | None = None
@@ -66,7 +67,8 @@ class _Candidate:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A request's. trial: it is a drafter's turn that was not chosen; silent: nobody would draft otherwise."""
+    """A request's. trial: it is a drafter's turn that was not chosen; silent: nobody would draft
+    otherwise."""
 
     candidates: dict[str, _Candidate] = field(default_factory=dict)
     prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
@@ -302,8 +304,8 @@ class Auto(Alone):
         return state.prospects[key]
 
     def _length(self, row: Offers, name: str, batch: int) -> tuple[float, int]:
-        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the longest of
-        one that stops by itself."""
+        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the longest
+        of one that stops by itself."""
         state: _State = row.sequence.policy_state
         key = name, min(row.most[name], self.max_draft), batch
         if key not in state.best:

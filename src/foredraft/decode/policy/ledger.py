@@ -38,8 +38,8 @@ class Account:
 
 @dataclass(slots=True)
 class _Open:
-    """The round that is running. first, again: ms that drafters read before it, of texts that were new to them
-    and of what they missed; depths: of each drafter, the most steps that it took."""
+    """The round that is running. first, again: ms that drafters read before it, of texts that were new to
+    them and of what they missed; depths: of each drafter, the most steps that it took."""
 
     table: CostTable
     accounts: Seq[Account]

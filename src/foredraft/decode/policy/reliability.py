@@ -14,8 +14,8 @@ WEIGHTS = 2.0, 4.0  # tokens of a bin that what is assumed counts for, and what 
 
 
 class Reliability:
-    """kept, tried: of each bin, the tokens that the target looked at, and of these the kept ones; both fade by
-    `fade` with each. A bin's chance is shrunk towards that of `prior`, which knows more, or halfway
+    """kept, tried: of each bin, the tokens that the target looked at, and of these the kept ones; both fade
+    by `fade` with each. A bin's chance is shrunk towards that of `prior`, which knows more, or halfway
     between its own middle and what is assumed.
     """
 

@@ -192,7 +192,7 @@ class NativePasses:
         rows: int,
     ) -> Drafted:
         """Tokens [N] of the columns, then most[g] tokens of each group g's own, one after the other. rows: of
-        the batch, whose first the columns' first cache row is. drawing: None for the likeliest. stops: or None."""
+        the batch, whose first the columns' first cache row is. drawing: None for the likeliest."""
         spec, groups, steps = self.decoder.spec, len(columns), max(most)
         pass_ = pass_over(cache, columns, self._rotary)
         given = array("q", (*tokens, *(row for row, _, _ in columns), *most))
