@@ -76,6 +76,11 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     const int64_t top_k[4] = {0, 1, 44, 100};
     const Drawing ways[2] = {{0}, {temperature, top_k, top_p, min_p, cut}};
     uint8_t *finite = room_for(4 * 4, 1);
+    const float edges[2] = {0.03f, 0.3f}, chances[4 * 3] = {1, 1, 1, 0.5f, 0.6f, 1, 1, 1, 1, 0.2f, 1, 1};
+    const float keep[4 * 4] = {0, 0, 0.3f}, more[4 * 4] = {0, 0.4f};
+    float *sure = room_for(4 * 4, sizeof(float));
+    int64_t counts[4];
+    const Stops stops = {3, edges, chances, keep, more, sure};
     float *probs = room_for(4 * 4 * 45, sizeof(float)), *own = room_for(GROUPS * 45, sizeof(float));
     void *wide_room = elements(columns * (2 * hidden + a + b), word);
     const uint8_t plans[3][2] = {{1, 1}, {0, 1}, {0, 0}};
@@ -85,12 +90,14 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
                 foredraft_forward_float32(&m, &p, plan ? NULL : tokens, x, columns, plans[plan], plans[2 - plan], 0, 2,
                                           room, logits, threads);
                 foredraft_draft_float32(&m, &p, tokens, columns, plans[plan], plans[2 - plan], 2, slot, most, 4,
-                                        ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
+                                        ways + plan % 2, keys, wide_room, own, drawn, finite, probs, plan ? &stops : NULL,
+                                        counts, threads);
             } else {
                 foredraft_forward_bfloat16(&m, &p, plan ? NULL : tokens, x, columns, plans[plan], plans[2 - plan], 0, 2,
                                            room, logits, threads);
                 foredraft_draft_bfloat16(&m, &p, tokens, columns, plans[plan], plans[2 - plan], 2, slot, most, 4,
-                                         ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
+                                         ways + plan % 2, keys, wide_room, own, drawn, finite, probs, plan ? &stops : NULL,
+                                        counts, threads);
             }
         }
     for (int64_t i = 0; i < columns * 45; i++)
@@ -103,7 +110,7 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     }
     free((void *)m.norm.weight), drop(m.head);
     free(table), free(cache), free(x), free(room), free(logits), free(embedding);
-    free(finite), free(probs), free(own), free(wide_room);
+    free(finite), free(sure), free(probs), free(own), free(wide_room);
 }
 
 static void rows(int64_t count, int64_t n) {
@@ -117,6 +124,7 @@ static void rows(int64_t count, int64_t n) {
     double *units = room_for(count, sizeof(double));
     float *left = room_for(count * n, sizeof(float));
     foredraft_best(x, count, n, ids, finite, 2);
+    foredraft_surest(x, count, n, tops, 2);
     foredraft_residual(x, NULL, ids, cut, count, n, left);
     foredraft_residual(left, x, NULL, cut, count, n, left);
     foredraft_law(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
@@ -132,7 +140,7 @@ static void rows(int64_t count, int64_t n) {
     foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_race(probs, keys, count, n, ids, 2);
-    free(finite), free(units), free(left);
+    free(finite), free(sure), free(units), free(left);
     free(x), free(probs), free(tops), free(temperature), free(mass), free(ids), free(keys), free(cut);
 }
 

@@ -50,7 +50,7 @@ class Stops:
 
     def survival(self, sure: Tensor, before: Tensor) -> Tensor:
         """Of the next place, all [B]; NaN where `sure` is."""
-        bins = torch.bucketize(sure, self.edges, right=True)
+        bins = torch.bucketize(sure.contiguous(), self.edges, right=True)
         chance = self.chances.gather(1, bins[:, None])[:, 0]
         return (before * chance).where(sure == sure, sure)
 
