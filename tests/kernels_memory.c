@@ -140,7 +140,7 @@ static void rows(int64_t count, int64_t n) {
     foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_race(probs, keys, count, n, ids, 2);
-    free(finite), free(sure), free(units), free(left);
+    free(finite), free(units), free(left);
     free(x), free(probs), free(tops), free(temperature), free(mass), free(ids), free(keys), free(cut);
 }
 
