@@ -4,9 +4,9 @@ The demo target decodes held-out prompts. Drafters that misbehave are the demo's
 with other words put into its mouth: it takes its time, and is then right or wrong as the case says. All take
 turns, warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
 earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
-and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, its mean
-accepted length, and the share of repeated 4-grams. Above temperature 0, requests have a seed, so that all
-contenders write the same text.
+and quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its mean
+draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests have a
+seed, so that all contenders write the same text.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
@@ -221,6 +221,7 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
             {
                 "name": name,
                 "speedup": spread([one / other for one, other in zip(runs["plain"], own, strict=True)]),
+                "overall": sum(runs["plain"]) / sum(own),
                 "seconds": spread(own),
                 "identical_to_plain": same[name],
                 "mean_draft_length": sum(o.stats.drafted for o in found[name])

@@ -94,7 +94,8 @@ class Auto(Alone):
         self._offered: list[tuple[object, ...]] = []
         self._choices: list[Choice] = []
         self._rate = 0.0  # tokens per ms that they promise
-        self._stops: dict[tuple[object, ...], Stops] = {}
+        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate,
+        self._age = 0  # for so many rounds
 
     def start(self) -> _State:
         return _State()
@@ -102,6 +103,7 @@ class Auto(Alone):
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
         accounts = [row.sequence.policy_state.account for row in rows]
+        self._age += 1
         if self._rounds and offered == self._offered:  # nothing new enough to weigh it all again
             self._rounds -= 1
             self.ledger.begin(self.table, accounts, 0.0, 0.0)
@@ -112,9 +114,12 @@ class Auto(Alone):
         first, again = self._readings(rows, choices)
         self.ledger.begin(self.table, accounts, first, again)
         self._rounds = 0 if turn or first or again else STANDS[drafts]
+        changed = turn or (offered, choices) != (self._offered, self._choices)
         self._offered, self._choices = offered, choices
-        self._rate = self._promised(rows, choices) if drafts else 0.0
-        self._stops.clear()
+        if changed or self._age > STANDS[1]:  # what is learned meanwhile moves them little
+            self._rate = self._promised(rows, choices) if drafts else 0.0
+            self._stops.clear()
+            self._age = STANDS[1] if turn else 0
         return choices
 
     def _weighed(self, rows: Seq[Offers]) -> list[Choice]:

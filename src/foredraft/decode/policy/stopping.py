@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+from torch import Tensor
 
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.reliability import EDGES
@@ -68,7 +70,12 @@ def stops_of(rows: Seq[Ends | None], most: int, device: torch.device) -> Stops:
     several = [nothing if row is None else row for row in rows]
     padded = [[*row.chances, *_padded(row.keep, most), *_padded(row.more, most)] for row in several]
     chances, keep, more = upload(padded, device, torch.float32).split([bins, most, most], 1)
-    return Stops(upload(EDGES, device, torch.float32), *(x.contiguous() for x in (chances, keep, more)))
+    return Stops(_edges(device), *(x.contiguous() for x in (chances, keep, more)))
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    return upload(EDGES, device, torch.float32)
 
 
 def _padded(values: list[float], most: int) -> list[float]:
