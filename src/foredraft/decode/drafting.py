@@ -156,8 +156,8 @@ def _step_through(
     lengths = (reached & torch.cat(possible, 1)).sum(1)
     sick = (reached & ~torch.cat(sound, 1)).any(1)
     drafted = torch.cat(drawn, 1).where(columns[: len(drawn)] < lengths[:, None], 0)
-    sure = torch.cat(sures, 1) if sures else None
-    return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick, sure, known)
+    told = torch.cat(sures, 1) if sures else None
+    return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick, told, known)
 
 
 def _still(wanted: Tensor, going: list[Tensor], steps: int) -> Tensor:

@@ -116,10 +116,10 @@ class Auto(Alone):
         self._rounds = 0 if turn or first or again else STANDS[drafts]
         changed = turn or (offered, choices) != (self._offered, self._choices)
         self._offered, self._choices = offered, choices
-        if changed or self._age > STANDS[1]:  # what is learned meanwhile moves them little
+        if changed or self._age > STANDS[0]:  # what is learned meanwhile moves them little
             self._rate = self._promised(rows, choices) if drafts else 0.0
             self._stops.clear()
-            self._age = STANDS[1] if turn else 0
+            self._age = STANDS[0] if turn else 0
         return choices
 
     def _weighed(self, rows: Seq[Offers]) -> list[Choice]:

@@ -98,6 +98,6 @@ class Ledger:
             account.read += running.first
             account.lost += ms - running.plain * tokens
             account.largest = max(account.largest, ms)
-        tokens = sum(tokens for _, tokens in running.rows) / len(running.rows)
-        gained = self.gained + running.plain * tokens - ms - running.first + SHARE * (ms + running.first)
+        mean = sum(tokens for _, tokens in running.rows) / len(running.rows)
+        gained = self.gained + running.plain * mean - ms - running.first + SHARE * (ms + running.first)
         self.gained = min(max(gained, -KEPT * running.plain), KEPT * running.plain)

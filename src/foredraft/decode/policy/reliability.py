@@ -25,10 +25,11 @@ class Reliability:
 
     def learn(self, sure: Seq[float], drafted: int, accepted: int) -> None:
         """Of a draft whose first `accepted` tokens were kept; sure: of each token."""
-        for position, certain in enumerate(sure[: min(accepted + 1, drafted)]):
-            at = bisect_right(EDGES, certain)
-            self.tried[at] = self.fade * self.tried[at] + 1
-            self.kept[at] = self.fade * self.kept[at] + (position < accepted)
+        kept, tried, fade = self.kept, self.tried, self.fade
+        for position in range(min(accepted + 1, drafted)):
+            at = bisect_right(EDGES, sure[position])
+            tried[at] = fade * tried[at] + 1
+            kept[at] = fade * kept[at] + (position < accepted)
 
     def chances(self) -> list[float]:
         """P(a drafted token is kept | those before it in its draft were), of every bin."""

@@ -5,10 +5,10 @@ the reliability curve gives P, whatever the position, and f_i = r_i / alpha how 
 tokens are kept at the i-th position. With a round that gives `rate` tokens per ms on average,
 
     token j is worth its column         iff  s_j > rate dv_j
-    one more step and its column pay    iff  s_j r_{j+1} > rate (c_{j+1} + dv_{j+1})
+    one more step and its column pay    iff  s_j r_{j+1} > rate (c + dv_{j+1})
 
-dv and c: ms of a column of the verifying pass, and of a step. The first is decided before the token is
-drawn, when its step is paid already.
+dv and c: ms of a column of the verifying pass, and of a further step. The first is decided before the token
+is drawn, when its step is paid already.
 """
 
 from __future__ import annotations
@@ -52,15 +52,13 @@ def ends(
     """Of a row that drafts `most` tokens at most, in a batch that gives `rate` tokens per ms; sharing: rows
     that share the drafter's steps."""
     rates, alpha = record.track.rates(most), record.track.alpha
-    columns = [table.verifying(batch, batch * (1 + j)) / batch for j in range(most + 1)]
-    steps = [table.drafting(drafter, batch, j) / sharing for j in range(most + 1)]
+    columns, step = table.columns(batch, most), table.step(drafter, batch) / sharing
     keep, more, factors = [], [], 1.0
     for j in range(most):
         factors = max(factors * min(rates[j] / alpha, FACTOR), TINY)
-        keep.append(rate * (columns[j + 1] - columns[j]) / factors)
+        keep.append(rate * columns[j] / factors)
         if j + 1 < most:
-            cost = steps[j + 2] - steps[j + 1] + columns[j + 2] - columns[j + 1]
-            more.append(rate * cost / (factors * rates[j + 1]))
+            more.append(rate * (step + columns[j + 1]) / (factors * rates[j + 1]))
     return Ends(record.reliability.chances(), keep, [*more, 0.0])
 
 
@@ -69,8 +67,9 @@ def stops_of(rows: Seq[Ends | None], most: int, device: torch.device) -> Stops:
     nothing, bins = Ends.never(most), len(EDGES) + 1
     several = [nothing if row is None else row for row in rows]
     padded = [[*row.chances, *_padded(row.keep, most), *_padded(row.more, most)] for row in several]
-    chances, keep, more = upload(padded, device, torch.float32).split([bins, most, most], 1)
-    return Stops(_edges(device), *(x.contiguous() for x in (chances, keep, more)))
+    numbers = upload(padded, device, torch.float32)
+    parts = numbers[:, :bins], numbers[:, bins : bins + most], numbers[:, bins + most :]
+    return Stops(_edges(device), *(x.contiguous() for x in parts))
 
 
 @cache

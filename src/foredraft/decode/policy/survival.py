@@ -100,10 +100,10 @@ class Record:
     or of all of them: the `prior` of the first."""
 
     def __init__(self, most: int, prior: Record | None = None) -> None:
-        rounds, tokens = (FADES[prior is None], FADES_BY_TOKEN[prior is None])
-        self.track = Track(most, rounds, prior and prior.track)
-        self.reliability = Reliability(tokens, prior and prior.reliability)
-        self.pace = Pace(rounds, prior and prior.pace)
+        shared = prior is None
+        self.track = Track(most, FADES[shared], None if prior is None else prior.track)
+        self.reliability = Reliability(FADES_BY_TOKEN[shared], None if prior is None else prior.reliability)
+        self.pace = Pace(FADES[shared], None if prior is None else prior.pace)
 
     @property
     def seen(self) -> float:
