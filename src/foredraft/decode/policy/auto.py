@@ -30,7 +30,8 @@ from foredraft.model.runner import Stops
 __all__ = ["Auto"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-CONTENT = 6  # times as many, while another one pays
+CONTENT = 6  # times as many, while another one pays, and as many times again if it has to read first
+SURE = 1.05  # by how much more a drafter that has to read first must promise
 STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
@@ -194,7 +195,8 @@ class Auto(Alone):
         for name in row.most:
             rate, length = self._length(row, name, batch)
             gain = 1 - batch / (plain * rate)
-            rate = remaining / (remaining / rate + self._reading(row, name))  # as long as the text goes on
+            if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
+                rate = remaining / (remaining / rate + own) / SURE
             if length and rate > best and self._may_read(row, name, plain, reading, gain):
                 best, chosen = rate, name
         return chosen
@@ -236,12 +238,13 @@ class Auto(Alone):
         for name, most in row.most.items():
             candidate = self._candidate(row, name)
             met = choice.budget and self._known(row, name).seen > MET
-            patience = candidate.patience * (CONTENT if met else 1)
+            own = self._reading(row, name)
+            patience = candidate.patience * (1 if not met else CONTENT**2 if own else CONTENT)
             if name == choice.drafter or candidate.waited < patience:
                 continue
             perfect = Prospect(name, (1.0,) * min(most, self.max_draft))
             new = row.behind.get(name) == len(row.sequence.tokens) - 1
-            needed = 0.0 if new else self._reading(row, name)
+            needed = 0.0 if new else own
             if not state.account.allows(plain, state.account.read + reading + needed):
                 continue
             if best_length(self.table, 1, perfect)[1] and self._may_read(row, name, plain, reading):

@@ -101,9 +101,11 @@ class Record:
 
     def __init__(self, most: int, prior: Record | None = None) -> None:
         shared = prior is None
-        self.track = Track(most, FADES[shared], None if prior is None else prior.track)
-        self.reliability = Reliability(FADES_BY_TOKEN[shared], None if prior is None else prior.reliability)
-        self.pace = Pace(FADES[shared], None if prior is None else prior.pace)
+        self.track: Track = Track(most, FADES[shared], None if prior is None else prior.track)
+        self.reliability: Reliability = Reliability(
+            FADES_BY_TOKEN[shared], None if prior is None else prior.reliability
+        )
+        self.pace: Pace = Pace(FADES[shared], None if prior is None else prior.pace)
 
     @property
     def seen(self) -> float:
