@@ -1,8 +1,8 @@
 """What the cost model makes of good, bad and fickle drafters: `auto` beside plain decoding and fixed lengths.
 
 The demo target decodes held-out prompts. Drafters that misbehave are the demo's draft model with other
-words put into its mouth: it takes its time, and is then right or wrong as the case says. All take turns, warm,
-on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from earlier
+words put into its mouth: it takes its time, and is then right or wrong as the case says. All take turns,
+warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from earlier
 requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians and
 quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its mean
 draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests have

@@ -171,9 +171,10 @@ class Engine:
     def _budgets(self, sequences: list[Sequence], idle: list[bool]) -> list[int]:
         """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step."""
         budgets = [0] * len(sequences)
-        if not any(s.drafters for s in sequences):
+        running = [s for s, i in zip(sequences, idle, strict=True) if not i]
+        if not any(s.drafters for s in sequences) or self.policy.rests(running):
             return budgets
-        rows = [self._offers(s) for s, i in zip(sequences, idle, strict=True) if not i]
+        rows = [self._offers(s) for s in running]
         for row, choice in zip(rows, self.policy.choose(rows), strict=True):
             if choice.drafter in row.most and choice.budget > 0:
                 row.sequence.drafter = choice.drafter

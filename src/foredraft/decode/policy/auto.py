@@ -97,9 +97,18 @@ class Auto(Alone):
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate,
         self._age = 0  # for so many rounds
+        self._silent: list[Sequence] = []  # none of whom drafts
+        self._resting = False
 
     def start(self) -> _State:
         return _State()
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
+        weighed for it: one that had nothing to say may have in the next."""
+        self._resting = self._rounds > 0 and self._silent == sequences
+        self._rounds -= self._resting
+        return self._resting
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
@@ -117,6 +126,8 @@ class Auto(Alone):
         self._rounds = 0 if turn or first or again else STANDS[drafts]
         changed = turn or (offered, choices) != (self._offered, self._choices)
         self._offered, self._choices = offered, choices
+        weighed = all(len(row.most) == len(row.sequence.drafters) for row in rows)
+        self._silent = [row.sequence for row in rows] if weighed and not drafts else []
         if changed or self._age > STANDS[0]:  # what is learned meanwhile moves them little
             self._rate = self._promised(rows, choices) if drafts else 0.0
             self._stops.clear()
@@ -159,7 +170,10 @@ class Auto(Alone):
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         state: _State = sequence.policy_state
         name = state.choice.drafter
-        self.ledger.hear(state.account, name, outcome)
+        if self._resting:
+            self.ledger.rest(state.account)
+        else:
+            self.ledger.hear(state.account, name, outcome)
         for candidate in state.candidates.values():
             candidate.wait()
         if name is None:

@@ -57,11 +57,16 @@ class Ledger:
     def __init__(self) -> None:
         self.gained = 0.0
         self._open: _Open | None = None
+        self._plain = 0.0
+
+    def rest(self, account: Account) -> None:
+        """A round like the last one, in which nobody drafted either."""
+        account.spent += self._plain
 
     def begin(self, table: CostTable, accounts: Seq[Account], first: float, again: float) -> None:
         """A round of these requests."""
         self._settle()
-        plain = table.verifying(len(accounts), len(accounts))
+        plain = self._plain = table.verifying(len(accounts), len(accounts))
         self._open = _Open(table, accounts, plain, first, again)
 
     def hear(self, account: Account, drafter: str | None, outcome: Round) -> None:

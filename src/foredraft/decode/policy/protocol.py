@@ -47,7 +47,7 @@ class Offers:
 
 
 class Policy(Protocol):
-    """choose / draws / go_on / stops / learn.
+    """rests / choose / draws / go_on / stops / learn.
 
     looks: `draws` and `go_on` are asked at all. wants: what of the target's law `learn` is told; None spares
     its making.
@@ -74,6 +74,11 @@ class Policy(Protocol):
 
     def start(self) -> Any:
         """State of a new sequence, kept by the sequence."""
+        ...
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        """Whether nobody of those that decode drafts in this round, whatever is on offer: `choose` is not
+        asked then."""
         ...
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
@@ -116,6 +121,9 @@ class Alone:
     def budget(self, sequence: Sequence) -> int:
         """Tokens to draft at most."""
         raise NotImplementedError
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        return False
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         choices = []

@@ -15,6 +15,7 @@ BASE = 0.7  # P(a drafted token is accepted) of a drafter that nobody knows
 WEIGHTS = 2.0, 4.0  # rounds that what is assumed counts for: at first, and once others have seen as many
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
+SLOWLY = 0.2  # of that, as a power, where nothing was drafted
 MET = 2.0  # rounds after which a drafter is not new any more
 
 
@@ -22,7 +23,8 @@ class Track:
     """What became of one drafter's drafts, by position.
 
     For each position, the drafts that reached it and those whose token was kept there, both fading by `fade`
-    a round. The rate of a position is shrunk towards that of all positions, and this towards what is assumed:
+    a round, and slowly where nothing is drafted: why drafts end before it is not forgotten at once. The rate
+    of a position is shrunk towards that of all positions, and this towards what is assumed:
 
         alpha = (kept + w prior) / (tried + w),   r_j = (kept_j + w alpha) / (tried_j + w)
 
@@ -49,8 +51,9 @@ class Track:
         return WEIGHTS[0] if self.prior is None else min(max(self.prior.seen, WEIGHTS[0]), WEIGHTS[1])
 
     def learn(self, drafted: int, accepted: int) -> None:
-        self.tried = [self.fade * x for x in self.tried]
-        self.kept = [self.fade * x for x in self.kept]
+        fades = [self.fade] * drafted + [self.fade**SLOWLY] * (len(self.tried) - drafted)
+        self.tried = [fade * x for fade, x in zip(fades, self.tried, strict=False)]
+        self.kept = [fade * x for fade, x in zip(fades, self.kept, strict=False)]
         for position in range(min(accepted + 1, drafted, len(self.tried))):
             self.tried[position] += 1
             self.kept[position] += position < accepted
