@@ -2,11 +2,11 @@
 
 The demo target decodes held-out prompts. Drafters that misbehave are the demo's draft model with other
 words put into its mouth: it takes its time, and is then right or wrong as the case says. All take turns,
-warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from earlier
-requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians and
-quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its mean
-draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests have
-a seed, so that all contenders write the same text.
+warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
+earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
+and quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its
+mean draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests
+have a seed, so that all contenders write the same text.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow

@@ -16,7 +16,7 @@ from foredraft.decode.stats import Round
 __all__ = ["SHARE", "Account", "Ledger"]
 
 SHARE = 0.015  # of its time that a request may lose by drafting, one round aside
-READING = 5.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
+READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
 KEPT = 50.0  # plain steps of what was gained that are remembered
 
 
