@@ -171,6 +171,35 @@ def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter:
     ]
 
 
+def test_nobody_asks_a_policy_where_nobody_may_draft(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    policy = eager(llm)
+    asked: list[int] = []
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda rows: asked.append(len(rows)) or choose(rows))
+    plain = llm.params(temperature=0, max_new_tokens=8, ignore_eos=True, speculation="none")
+    llm.generate([[5, 6]], plain)
+    assert not asked
+    llm.generate([[5, 6], [7, 8]], [GREEDY, plain])
+    assert asked and asked[0] == 2, "rows that decode plainly take part in a batch's costs"
+
+
+def test_a_choice_not_to_draft_stands_without_being_asked_for(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    policy = eager(llm)
+    policy.table = CostTable({1: {1: 1.0, 2: 9.0}}, {})  # a draft cannot pay
+    asked: list[int] = []
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda rows: asked.append(len(rows)) or choose(rows))
+    (output,) = llm.generate([[5, 6]], GREEDY)
+    assert output.stats.rounds == 40
+    assert len(asked) == 40 / 8
+
+
 def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, Path]) -> None:
     llm = loaded(folders)
     policy = eager(llm)
