@@ -1,19 +1,25 @@
 """What the cost model makes of good, bad and fickle drafters: `auto` beside plain decoding and fixed lengths.
 
-The demo target decodes held-out prompts at temperature 0. Drafters that misbehave are the demo's draft model
-with other words put into its mouth: it takes its time, and is then right or wrong as the case says. All take
-turns, warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
+The demo target decodes held-out prompts. Drafters that misbehave are the demo's draft model with other
+words put into its mouth: it takes its time, and is then right or wrong as the case says. All take turns,
+warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
 earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
-and quartiles. Beside each stand whether its tokens are plain decoding's, its mean draft length, its mean
-accepted length, and the share of repeated 4-grams.
+and quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its
+mean draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests
+have a seed, so that all contenders write the same text.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
     thirty      right for 30 tokens, then never
     alternate   right at every other token
     bad-row     eight rows, one of which has a draft model that is never right
+
+and on prompts whose plain output repeats under 30 % of its 4-grams within 64 tokens:
+
     pays        the draft model as it is; the best fixed length is the best of all that are timed
-    choice      lookup or the draft model, beside each of them alone
+    choice      lookup, layer skip (a plan that `foredraft tune` found) or the draft model, beside each alone;
+                the last two also with drafts that end by their length alone
+    batch       the draft model for eight sequences together
 
     python benchmarks/auto.py --new-tokens 256 --repeats 5
 """
@@ -22,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -32,10 +39,12 @@ from workload import heldout, machine, write
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams
-from foredraft.decode.policy import Auto, Fixed, Policy
-from foredraft.decode.stats import Stats
+from foredraft.bench.workload import load_workloads
+from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
+from foredraft.decode.policy.stopping import stops_of
+from foredraft.decode.stats import Round, Stats
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.model.runner import Drafted, Drawing
+from foredraft.model.runner import Drafted, Drawing, Stops
 from foredraft.ngrams import repeated
 
 POSITIONS = 1024
@@ -50,7 +59,12 @@ CASES: dict[str, tuple[int, Right | None]] = {
     "bad-row": (8, lambda row, place: row > 0 and place % 5 > 0),
     "pays": (1, None),
     "choice": (1, None),
+    "batch": (8, None),
 }
+FLUENT = "pays", "choice", "batch"  # whose prompts lead to texts that repeat little
+LEAST, WITHIN = 0.3, 64  # of the 4-grams of so many tokens
+PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-3,5-7,9-11,13-15"
+MODELS = "layer-skip", "draft-model"
 
 
 class Ventriloquist(DraftModel):
@@ -78,10 +92,38 @@ class Ventriloquist(DraftModel):
         return logits
 
     def draft(
-        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None,
+        stops: Stops | None = None,
     ) -> Drafted | None:
         """One by one, since each step's words are put into its mouth."""
         return None
+
+
+class ByLength(Auto):
+    """It does not hear how sure a drafter is."""
+
+    def stops(self, sequences: Sequence[Any], budgets: Sequence[int], device: torch.device) -> Stops:
+        return stops_of([None for _ in sequences], max(budgets), device)
+
+    def learn(self, sequence: Any, outcome: Round, sure: float | None) -> None:
+        super().learn(sequence, replace(outcome, sure=()), sure)
+
+
+def fluent(llm: LLM, count: int) -> list[list[int]]:
+    """Prompts that the target does not answer in circles."""
+    prompts = llm.encode(load_workloads(("free",))[0].prompts)
+    kept = []
+    for prompt in prompts:
+        (output,) = request(llm, [prompt], "none", WITHIN, 0.0)[1]
+        if repeated(output.token_ids) < LEAST:
+            kept.append(prompt)
+        if len(kept) == count:
+            break
+    return kept
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
@@ -95,14 +137,24 @@ def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
 
 
 def request(
-    llm: LLM, prompts: list[list[int]], speculation: str, new_tokens: int
+    llm: LLM, prompts: list[list[int]], speculation: str, new_tokens: int, temperature: float
 ) -> tuple[float, list[Output]]:
     """Seconds of the decoding, from the first round of any to the end of all; outputs."""
     params = SamplingParams(
-        temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation=speculation
+        temperature=temperature,
+        max_new_tokens=new_tokens,
+        ignore_eos=True,
+        speculation=speculation,
+        seed=7 if temperature else None,
+        acceptance="coupled" if temperature else None,
     )
     seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.engine.device)
     return seconds, outputs
+
+
+def with_table(policy: Auto, table: CostTable) -> Auto:
+    policy.table = table
+    return policy
 
 
 def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -114,9 +166,11 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
         max_batch=batch,
         max_length=POSITIONS,
         max_draft=options.max_draft,
+        plan=PLAN if case == "choice" else None,
     )
     engine = llm.engine
-    prompts = llm.encode(heldout(options.prompts * batch))
+    count = options.prompts * batch
+    prompts = fluent(llm, count) if case in FLUENT else llm.encode(heldout(count))
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     drafter = engine.drafters["draft-model"] = drafter_of(case, llm, batch)
     engine.rows.caches = list({id(c): c for c in (engine.cache, *drafter.caches)}.values())
@@ -129,19 +183,22 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
         "auto": (lambda: known, "draft-model"),
     }
     if case == "choice":
+        by_length = ByLength(known.max_draft)
         contenders |= {
             "auto": (lambda: known, "auto"),
             "auto, first request": (lambda: Auto(known.max_draft, known.table), "auto"),
             "auto, lookup": (lambda: known, "lookup"),
-            "auto, draft-model": (lambda: known, "draft-model"),
         }
+        for name in MODELS:
+            contenders[f"auto, {name}"] = lambda: known, name
+            contenders[f"by length, {name}"] = lambda: with_table(by_length, known.table), name
     for gamma in map(int, options.lengths.split(",")):
         contenders[f"fixed {gamma}"] = (lambda gamma=gamma: Fixed(gamma), "draft-model")  # type: ignore[misc]
     runs: dict[str, list[float]] = {name: [] for name in contenders}
     found: dict[str, list[Output]] = {name: [] for name in contenders}
     same: dict[str, bool] = dict.fromkeys(contenders, True)
     for group in groups:
-        outputs = request(llm, group, "none", options.new_tokens)[1]
+        outputs = request(llm, group, "none", options.new_tokens, options.temperature)[1]
         plain = [output.token_ids for output in outputs]
         if isinstance(drafter, Ventriloquist):
             drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
@@ -149,7 +206,7 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
             for name in list(contenders)[:: 1 if turn % 2 else -1]:
                 make, speculation = contenders[name]
                 engine.policy = make()
-                seconds, outputs = request(llm, group, speculation, options.new_tokens)
+                seconds, outputs = request(llm, group, speculation, options.new_tokens, options.temperature)
                 engine.policy = known
                 same[name] &= [output.token_ids for output in outputs] == plain
                 if turn >= 0:
@@ -164,6 +221,7 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
             {
                 "name": name,
                 "speedup": spread([one / other for one, other in zip(runs["plain"], own, strict=True)]),
+                "overall": sum(runs["plain"]) / sum(own),
                 "seconds": spread(own),
                 "identical_to_plain": same[name],
                 "mean_draft_length": sum(o.stats.drafted for o in found[name])
@@ -182,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", default="1,2,3,4,5,6,8", help="fixed ones, joined by commas")
     parser.add_argument("--prompts", type=int, default=4, help="of each case, or batches of them")
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-draft", type=int)
     parser.add_argument("--dtype", default="bfloat16")

@@ -111,6 +111,11 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     const int64_t top_k[4] = {0, 1, 44, 100};
     const Drawing ways[2] = {{0}, {temperature, top_k, top_p, min_p, cut}};
     uint8_t *finite = room_for(4 * 4, 1);
+    const float edges[2] = {0.03f, 0.3f}, chances[4 * 3] = {1, 1, 1, 0.5f, 0.6f, 1, 1, 1, 1, 0.2f, 1, 1};
+    const float keep[4 * 4] = {0, 0, 0.3f}, more[4 * 4] = {0, 0.4f};
+    float *sure = room_for(4 * 4, sizeof(float));
+    int64_t counts[4];
+    const Stops stops = {3, edges, chances, keep, more, sure};
     float *probs = room_for(4 * 4 * 45, sizeof(float)), *own = room_for(GROUPS * 45, sizeof(float));
     void *wide_room = elements(columns * (2 * hidden + a + b), word);
     const uint8_t plans[3][2] = {{1, 1}, {0, 1}, {0, 0}};
@@ -120,12 +125,14 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
                 foredraft_forward_float32(&m, &p, plan ? NULL : tokens, x, columns, plans[plan], plans[2 - plan], 0, 2,
                                           room, logits, threads);
                 foredraft_draft_float32(&m, &p, tokens, columns, plans[plan], plans[2 - plan], 2, slot, most, 4,
-                                        ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
+                                        ways + plan % 2, keys, wide_room, own, drawn, finite, probs, plan ? &stops : NULL,
+                                        counts, threads);
             } else {
                 foredraft_forward_bfloat16(&m, &p, plan ? NULL : tokens, x, columns, plans[plan], plans[2 - plan], 0, 2,
                                            room, logits, threads);
                 foredraft_draft_bfloat16(&m, &p, tokens, columns, plans[plan], plans[2 - plan], 2, slot, most, 4,
-                                         ways + plan % 2, keys, wide_room, own, drawn, finite, probs, threads);
+                                         ways + plan % 2, keys, wide_room, own, drawn, finite, probs, plan ? &stops : NULL,
+                                        counts, threads);
             }
         }
     if (hidden == 2) {  // the smallest
@@ -146,7 +153,7 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     }
     free((void *)m.norm.weight), drop(m.head);
     free(table), free(cache), free(x), free(room), free(logits), free(embedding);
-    free(finite), free(probs), free(own), free(wide_room);
+    free(finite), free(sure), free(probs), free(own), free(wide_room);
 }
 
 static void rows(int64_t count, int64_t n) {
@@ -160,6 +167,7 @@ static void rows(int64_t count, int64_t n) {
     double *units = room_for(count, sizeof(double));
     float *left = room_for(count * n, sizeof(float));
     foredraft_best(x, count, n, ids, finite, 2);
+    foredraft_surest(x, count, n, tops, 2);
     foredraft_residual(x, NULL, ids, cut, count, n, left);
     foredraft_residual(left, x, NULL, cut, count, n, left);
     foredraft_law(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
@@ -195,6 +203,7 @@ static void short_of_memory(void) {
         expect(NEEDED(foredraft_best(x, ROWS, N, ids, finite, threads)), 1, "best");
         expect(NEEDED(foredraft_law(x, temperature, top_k, top_p, NULL, cut, 1, ROWS, N, probs, finite, threads)),
                1 + 2 + 1 + ROWS + 1, "law");
+        expect(NEEDED(foredraft_surest(x, ROWS, N, probs, threads)), 1, "surest");
         expect(NEEDED(foredraft_race(probs, keys, ROWS, N, ids, threads)), 1, "race");
         const Drawing how = {temperature, top_k, top_p, NULL, cut};
         expect(NEEDED(draw(&how, 0, x, N, keys, ids, finite, probs, threads)), 1 + 1 + 1 + 1 + 1 + 1, "draw");

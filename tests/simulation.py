@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from foredraft.decode.policy import CostTable, Offers, Policy
+from foredraft.decode.policy import PLAIN, CostTable, Offers, Policy
 from foredraft.decode.policy.budgets import round_ms
 from foredraft.decode.stats import Round
 
@@ -57,9 +57,15 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
     clock = clock or table
     sequences: list[Any] = [
         SimpleNamespace(
-            prompt=[0] * row.prompt, tokens=[0] * row.prompt, policy_state=policy.start(), read={}
+            id=index,
+            drafters=tuple(row.drafters),
+            prompt=[0] * row.prompt,
+            tokens=[0] * row.prompt,
+            params=SimpleNamespace(temperature=0),
+            policy_state=policy.start(),
+            read={},
         )
-        for row in rows
+        for index, row in enumerate(rows)
     ]
     total, plain, rounds = 0.0, 0.0, []
     for step in range(max(row.tokens for row in rows)):
@@ -88,7 +94,8 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
                 if name not in row.offered
             }
             offers.append(Offers(sequence, most, behind))
-        choices = policy.choose(offers)
+        rests = policy.rests([sequence for _, sequence, _ in running_rows])
+        choices = [PLAIN] * len(offers) if rests else policy.choose(offers)
         rounds.append([tuple(choice) for choice in choices])
         total += round_ms(clock, choices)
         for (row, sequence, done), offer, (name, budget) in zip(running_rows, offers, choices, strict=True):

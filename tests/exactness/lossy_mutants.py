@@ -162,8 +162,8 @@ MUTANTS = [
         (
             (
                 drafting._step_through,
-                "policy.draws(sequences, j, logits)",
-                "policy.draws(sequences, j, q.weights(3).log())",
+                "policy.draws(sequences, j, q, logits)",
+                "policy.draws(sequences, j, q, q.weights(3).log())",
             ),
         ),
         fallback_law,

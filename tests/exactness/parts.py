@@ -15,7 +15,9 @@ from torch import Tensor
 
 from foredraft.decode.law import Law
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers, Signal
-from foredraft.decode.policy.survival import Track
+from foredraft.decode.policy.ledger import Ledger
+from foredraft.decode.policy.reliability import EDGES
+from foredraft.decode.policy.stopping import Ends, stops_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
@@ -23,7 +25,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.vocabulary import VocabularyMap
-from foredraft.model.runner import Resume
+from foredraft.model.runner import Resume, Stops
 from foredraft.model.tokenizer import Tokenizer
 
 # --- drafters ---------------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ class Whims(Alone):
             choices.append(Choice(dice.choice(names), dice.randint(0, self.max_draft)))
         return choices
 
-    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor | None:
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
         if random.Random(f"{self.seed} draws {position}").random() < 0.5:
             return None
         rows = logits[:, 0].softmax(-1).tolist()
@@ -416,24 +418,56 @@ class Whims(Alone):
         sequence.policy_state[0] = 0.5 if sure is None else sure
 
 
-class Deaf(Track):
-    """Of other requests, whose outcomes would make a policy's choices depend on them."""
+class Halts(Alone):
+    """Stops anywhere by how sure the drafter is: chances and thresholds are dice's, by the text and the round."""
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        return None
+    name = "halts"
+
+    def __init__(self, max_draft: int, seed: int = 0) -> None:
+        self.max_draft, self.seed = max_draft, seed
+
+    def budget(self, sequence: Sequence) -> int:
+        return self.max_draft
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
+        most = max(budgets)
+        rows = [
+            self._ends(s, budget) if budget else None for s, budget in zip(sequences, budgets, strict=True)
+        ]
+        return stops_of(rows, most, device)
+
+    def _ends(self, sequence: Sequence, most: int) -> Ends:
+        dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count}")
+        chances = [dice.choice((0.3, 0.6, 0.9, 1.0)) for _ in range(len(EDGES) + 1)]
+        keep, more = ([dice.choice((0.0, 0.2, 0.5, 0.7)) for _ in range(most)] for _ in range(2))
+        return Ends(chances, keep, more)
+
+
+class Apart(dict[tuple[str, bool], Any]):
+    """What is known of all requests, to each of them alone."""
+
+    def __contains__(self, kind: object) -> bool:
+        return False
+
+
+class Unmoved(Ledger):
+    """No request gains for another."""
+
+    gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
 
 
 def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
     """The cost model, for which drafts cost little, so that it makes them; it hears of one request alone."""
     table = CostTable({1: {1: 1.0, 8: 1.1}}, {name: {1: (0.05, 0.02)} for name in drafters})
     policy = Auto(max_draft, table)
-    policy._shared = {name: Deaf(max_draft, 1.0) for name in drafters}
+    policy._shared, policy.ledger = Apart(), Unmoved()
     return policy
 
 
 __all__ = [
-    "Deaf",
+    "Apart",
     "Fickle",
+    "Halts",
     "LateBan",
     "NoRepeat",
     "RandomBudgets",
@@ -441,6 +475,7 @@ __all__ = [
     "StepByStep",
     "StopUnsure",
     "TappingStepper",
+    "Unmoved",
     "Whims",
     "arbitrary",
     "draft_model",

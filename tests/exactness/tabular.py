@@ -31,7 +31,7 @@ from foredraft.decode.operators import DEFINITION
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Drafted, Drawing, Forward, Resume
+from foredraft.model.runner import Drafted, Drawing, Forward, Resume, Stops
 
 CHECKSUMS = 3
 LEVELS = 3  # lower, upper, and one that nothing is read of but NaN
@@ -226,6 +226,7 @@ class Tabular:
         starts: list[int],
         most: list[int],
         drawing: Drawing | None = None,
+        stops: Stops | None = None,
         *,
         plan: Plan | None = None,
     ) -> Drafted | None:
@@ -236,11 +237,21 @@ class Tabular:
         drawn = torch.zeros(len(most), steps, dtype=torch.int64)
         finite = torch.zeros(len(most), steps, dtype=torch.bool)
         probs = None if drawing is None else torch.zeros(len(most), steps, self.vocabulary)
+        counts = list(most)
+        sure = torch.full((len(most), steps), -1.0)
         for row, (own, start, count) in enumerate(zip(tokens, starts, most, strict=True)):
+            survival = 1.0
             for step in range(count):
                 logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
                 assert logits is not None
                 at = logits[:, -1:]
+                if stops is not None:
+                    sure[row, step] = certain = at[0, 0].softmax(-1).max().item()
+                    chances = stops.chances[row].tolist()
+                    survival *= chances[sum(edge <= certain for edge in stops.edges.tolist())]
+                    if survival < stops.keep[row, step].item():
+                        counts[row] = step
+                        break
                 law, known = law_of(at, SamplingTable.of([_params(drawing, row)], at.device))
                 key = Raced(
                     torch.zeros(1, 1) if drawing is None else drawing.keys[row : row + 1, step : step + 1]
@@ -251,7 +262,10 @@ class Tabular:
                     assert law.probs is not None
                     probs[row, step] = law.probs[0, 0]
                 start, own = start + len(own), [token.item()]
-        return Drafted(drawn, finite, probs)
+                if stops is not None and not survival >= stops.more[row, step].item():
+                    counts[row] = step + 1
+                    break
+        return Drafted(drawn, finite, probs, counts, None if stops is None else sure)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -12,7 +12,7 @@ import pytest
 from forking import Case, Found, outputs_of
 from harness import DRAFTERS, make_engine
 from hypothesis import given, settings
-from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, solitary
+from parts import Fickle, Halts, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, solitary
 from tabular import Table
 
 from foredraft.decode.params import SamplingParams
@@ -38,6 +38,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "stop-unsure": lambda: StopUnsure(3),
     "random": lambda: RandomBudgets(3),
     "fickle": lambda: Fickle(2),
+    "halts": lambda: Halts(3),
     "confidence": lambda: Confidence(3, threshold=0.5),
     "adaptive-exit": lambda: AdaptiveExit(3, target=0.7, first=0.5, epsilon=0.9),
     "target-confidence": lambda: TargetConfidence(3, threshold=0.5),
@@ -164,6 +165,20 @@ def test_no_policy_changes_the_law(seed: int, wants: Any, weighs: bool, transfor
     enumerate_and_compare(cases, lambda: Whims(3, seed, wants, weighs))
 
 
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    transform=st.sampled_from(["as it is", "hot top-p", "top-k", "repetition"]),
+    greedy=st.booleans(),
+)
+def test_no_stop_by_confidence_changes_the_law(seed: int, transform: str, greedy: bool) -> None:
+    """Whatever chances it goes by, and wherever that leaves a place to the target."""
+    steppers = ("draft-model", "tapping", "early-exit", "mapped")
+    cases = [case(transform, drafter) for drafter in (*steppers, "script")]
+    cases += [case(transform, "draft-model", "late ban"), case("cold", "early-exit", "no repeat")]
+    enumerate_and_compare(cases, lambda: Halts(3, seed), greedy_drafts=greedy)
+
+
 @pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
 def test_greedy_drafts(policy: str) -> None:
     cases = [case(t, d) for t in ("as it is", "top-k") for d in ("draft-model", "tapping")]
@@ -214,7 +229,7 @@ def test_worlds(world: str, transform: str) -> None:
     enumerate_and_compare(cases, POLICIES["fixed-2"], world)
 
 
-@pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
+@pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random", "halts"])
 @pytest.mark.parametrize("constraint", ["no repeat", "late ban"])
 def test_constraints(policy: str, constraint: str) -> None:
     cases = [case("as it is", drafter, constraint) for drafter in DRAFTERS]

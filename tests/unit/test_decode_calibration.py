@@ -16,7 +16,7 @@ from foredraft import SamplingParams
 from foredraft.decode import calibration
 from foredraft.decode.calibration import FRESH, measure
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable
-from foredraft.decode.policy.auto import SHARE
+from foredraft.decode.policy.ledger import SHARE
 from foredraft.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -129,6 +129,33 @@ def test_what_takes_long_is_measured_seldom(
     assert sum(4.0 for _ in made) <= clock[0] / 100
 
 
+def test_a_large_model_is_not_held_up_by_its_table(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the count of its passes, each of which takes two seconds; what was not measured is assumed."""
+    llm = loaded(folders, plan="skip:attn=0")
+    clock, target = [0.0], llm.engine.target
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    for name, seconds in (("forward", 2.0), ("draft", 9.0)):
+        whole = getattr(target, name)
+
+        def slow(*args: Any, whole: Any = whole, seconds: float = seconds, **more: Any) -> Any:
+            clock[0] += seconds
+            return whole(*args, **more)
+
+        monkeypatch.setattr(target, name, slow)
+    table = measure(llm.engine, 1, 10)
+    assert table is not None
+    longest_round = 9.0 + 2.0
+    assert clock[0] <= 2.0 * calibration.ROUNDS + longest_round + 2.0, "and the prompt"
+    assert [columns for columns, _ in table.passes[1]][-1] == 11
+    assert table.drafting("layer-skip", 1, 1) > 1000 * table.drafting("lookup", 1, 1) == 0
+    clock[0] = 0.0
+    monkeypatch.setattr(calibration, "ROUNDS", 1e9)
+    measure(llm.engine, 1, 10)
+    assert clock[0] > 2.0 * 8 + longest_round + 2.0, "else nothing was shown"
+
+
 @pytest.mark.parametrize("drafter", ["auto", "draft-model"])
 def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter: str) -> None:
     llm = loaded(folders, drafter=drafter, max_batch=3)
@@ -145,6 +172,35 @@ def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter:
     assert [o.token_ids for o in llm.generate(prompts, seeded)] == [
         o.token_ids for o in llm.generate(prompts, without)
     ]
+
+
+def test_nobody_asks_a_policy_where_nobody_may_draft(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    policy = eager(llm)
+    asked: list[int] = []
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda rows: asked.append(len(rows)) or choose(rows))
+    plain = llm.params(temperature=0, max_new_tokens=8, ignore_eos=True, speculation="none")
+    llm.generate([[5, 6]], plain)
+    assert not asked
+    llm.generate([[5, 6], [7, 8]], [GREEDY, plain])
+    assert asked and asked[0] == 2, "rows that decode plainly take part in a batch's costs"
+
+
+def test_a_choice_not_to_draft_stands_without_being_asked_for(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    policy = eager(llm)
+    policy.table = CostTable({1: {1: 1.0, 2: 9.0}}, {})  # a draft cannot pay
+    asked: list[int] = []
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda rows: asked.append(len(rows)) or choose(rows))
+    (output,) = llm.generate([[5, 6]], GREEDY)
+    assert output.stats.rounds == 40
+    assert len(asked) == 40 / 8
 
 
 def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, Path]) -> None:
@@ -208,10 +264,10 @@ def test_a_request_without_drafts_is_not_held_up_by_others(folders: tuple[Path, 
     policy.choose = watched  # type: ignore[method-assign]
     plain = llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, speculation="none")
     outputs = llm.generate([[5, 6, 7], [8, 9, 10]], [GREEDY, plain])
-    state = held_up[-1].policy_state
+    account = held_up[-1].policy_state.account
     assert outputs[0].stats.drafted > outputs[0].stats.accepted * 0.9 > 0
-    assert state.spent > 39
-    assert state.lost <= SHARE * state.spent + 2 * state.largest
+    assert account.spent > 19  # rounds in which nobody may draft are in no account
+    assert account.lost <= SHARE * account.spent + 2 * account.largest
 
 
 def test_the_trace_tells_who_drafted(folders: tuple[Path, Path]) -> None:

@@ -20,7 +20,7 @@ from foredraft.decode.sampling import SamplingTable, law_of
 from foredraft.kernels.rows import RowKernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.runner import Drafted, Runner
+from foredraft.model.runner import Drafted, Runner, Stops
 from foredraft.model.weights import load_decoder
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
@@ -117,6 +117,107 @@ def test_a_plan_skips() -> None:
     same("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
 
 
+def stops(seed: int) -> Stops:
+    """Of every row's own."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def some(columns: int, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(len(READ), columns, generator=dice)
+
+    edges = torch.tensor([0.011, 0.012, 0.013, 0.02, 0.05, 0.3])
+    most = max(MOST)
+    return Stops(edges, some(len(edges) + 1, 0.4, 1.0), some(most, 0.0, 0.5), some(most, 0.0, 0.6))
+
+
+def stopping(sampled: bool, seeds: int = 12) -> None:
+    """The draft of before, cut where the definition says so, by what the tensors' own softmax gives."""
+    runner = Runner(decoder("llama", torch.float32))
+    table = SamplingTable.of(PARAMS, CPU)
+    drawing = table.drawing(noise().bits(DRAFT)) if sampled else None
+    whole, other = at_once(runner, filled(runner), sampled), filled(runner)
+    sures = [
+        [own.softmax(-1).amax() for own in by_logits(runner, other, row, whole)] for row in range(len(MOST))
+    ]
+    counts, steps = [], []
+    for seed in range(seeds):
+        ends = stops(seed)
+        drafted = runner.draft(filled(runner), READ, STARTS, MOST, drawing, ends)
+        assert drafted is not None and drafted.sure is not None
+        for row, most in enumerate(MOST):
+            survival, drawn, taken = torch.ones(len(MOST)), 0, 0
+            while drawn < most:
+                assert drafted.sure[row, taken] == pytest.approx(sures[row][taken].item(), rel=1e-5)
+                survival = ends.survival(sures[row][taken].expand(len(MOST)), survival)
+                taken += 1
+                if survival[row] < ends.keep[row, drawn]:
+                    break
+                drawn += 1
+                if not survival[row] >= ends.more[row, drawn - 1]:
+                    break
+            counts.append((drawn, most))
+            steps.append(taken)
+            assert (drafted.counts[row], drafted.steps(row)) == (drawn, taken)
+            assert (drafted.sure[row, taken:] == -1).all()
+            assert torch.equal(drafted.tokens[row, :drawn], whole.tokens[row, :drawn])
+            if drafted.probs is not None and whole.probs is not None:
+                assert torch.equal(drafted.probs[row, :drawn], whole.probs[row, :drawn])
+    assert any(taken > drawn > 0 for (drawn, _), taken in zip(counts, steps, strict=True)), "a place left"
+    assert any(taken == drawn < most for (drawn, most), taken in zip(counts, steps, strict=True)), "no step"
+    assert any(drawn == most > 2 for drawn, most in counts), "nothing"
+
+
+def by_logits(runner: Runner, cache: KVCache, row: int, whole: Drafted) -> list[Tensor]:
+    """Of each step of a row's draft, a step at a time."""
+    own, start, found = READ[row], STARTS[row], []
+    for step in range(MOST[row]):
+        logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row).logits
+        assert logits is not None
+        found.append(logits[0, -1])
+        start, own = start + len(own), [int(whole.tokens[row, step])]
+    return found
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_it_stops_where_the_tensors_would(sampled: bool) -> None:
+    stopping(sampled)
+
+
+def test_stops_that_never_stop_change_nothing() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    none = torch.zeros(len(MOST), max(MOST))
+    never = Stops(torch.tensor([0.5]), torch.ones(len(MOST), 2), none, none.clone())
+    drafted = runner.draft(filled(runner), READ, STARTS, MOST, None, never)
+    whole = at_once(runner, filled(runner), False)
+    assert drafted is not None
+    assert torch.equal(drafted.tokens, whole.tokens)
+    assert drafted.counts == whole.counts == MOST
+
+
+def test_what_is_not_finite_ends_a_draft_that_may_stop() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache, none = filled(runner), torch.zeros(len(MOST), max(MOST))
+    cache.memory[0, 1, 2, 0, 1] = float("nan")
+    never = Stops(torch.tensor([0.5]), torch.ones(len(MOST), 2), none + 2, none)
+    drafted = runner.draft(cache, READ, STARTS, MOST, None, never)
+    assert drafted is not None and drafted.sure is not None
+    assert drafted.counts == [0, 0, 1, 0, 0], "it is drawn, so that it is seen"
+    assert not drafted.finite[2, 0]
+    assert drafted.sure[2, 0].isnan()
+
+
+@pytest.mark.parametrize("size", [3, 97, 5000, 40000])
+def test_how_sure_a_row_is(size: int) -> None:
+    x = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * torch.arange(1, 7)[:, None]
+    found = RowKernels().surest(x)
+    assert found is not None
+    assert torch.allclose(found, x.softmax(-1).amax(-1), rtol=1e-5, atol=0)
+    assert all(torch.equal(RowKernels().surest(x[row : row + 1]), found[row : row + 1]) for row in range(6))
+    x[1, size // 2], x[2, 0], x[3] = float("nan"), float("inf"), float("-inf")
+    broken = RowKernels().surest(x)
+    assert broken is not None
+    assert broken.isnan().tolist() == [False, True, True, True, False, False]
+
+
 def test_what_is_not_finite_is_seen() -> None:
     runner = Runner(decoder("llama", torch.float32))
     cache = filled(runner)
@@ -137,15 +238,22 @@ def test_a_draft_past_the_cache_is_refused() -> None:
 def check_all() -> None:
     test_the_same_as_by_steps("gemma2", torch.float32, True)
     test_a_plan_skips()
+    stopping(True)
 
 
 DEFECTS = {
     "the first column of several read": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
     "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
-    "a row draws on past its number": ("if (step + 1 >= most[who[g]]) continue;", "if (step + 1 >= steps) continue;"),
+    "a row draws on past its number": ("step + 1 >= most[who[g]] ||", "step + 1 >= steps ||"),
     "cache rows mixed up": ("row[left] = row[g];", "row[left] = left;"),
     "the parameters of the group, not the row": ("draw(how, at, logits", "draw(how, g, logits"),
     "noise of the step before": ("keys ? keys + cell : NULL", "keys ? keys + cell - (step > 0) : NULL"),
+    "survival of the group's place, not of the group": ("*chance = survives + who[g];", "*chance = survives + g;"),
+    "the threshold of the step after": ("*chance < stops->keep[cell]", "*chance < stops->keep[cell + (step + 1 < steps)]"),
+    "one threshold for the other": ("(*chance >= stops->more[cell])", "(*chance >= stops->keep[cell])"),
+    "the curve of another row": ("survival(stops, at, stops", "survival(stops, 0, stops"),
+    "what came before forgotten": ("survival(stops, at, stops->sure[cell], *chance)", "survival(stops, at, stops->sure[cell], 1)"),
+    "a dropped place counted": ("if (*chance < stops->keep[cell]) continue;", "if (*chance < stops->keep[cell]) { counts[at] = step + 1; continue; }"),
     "the skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
 }  # fmt: skip
 

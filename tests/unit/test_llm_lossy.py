@@ -17,7 +17,9 @@ PROMPT = "def accept"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+    folder = checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+    checkpoints.save_checkpoint(folder / "foreign", tokenizer=True, seed=3, vocab_size=300)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,20 @@ def test_a_policy_that_asks_for_confidence_needs_somebody_to_be_unsure(folder: P
     for policy in ("fallback", "confidence", "adaptive-exit"):
         with pytest.raises(ConfigError, match=f"policy is '{policy}', but nothing that drafts can be unsure"):
             foredraft.load(folder / "big", drafter="lookup", policy=policy, device="cpu")
+
+
+def test_a_policy_that_asks_for_confidence_asks_who_drafts(folder: Path) -> None:
+    """Somebody else who could be asked is no reason to leave the policy unasked."""
+    for drafter, more in (
+        ("lookup", {"draft": folder / "small"}),
+        ("retokenize", {"draft": folder / "foreign"}),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"'{drafter}' drafts, which is never unsure; give another policy"
+        ):
+            foredraft.load(
+                folder / "big", plan="exit:1", drafter=drafter, policy="confidence", device="cpu", **more
+            )
 
 
 def test_the_thresholds_are_settings(folder: Path) -> None:

@@ -203,3 +203,13 @@ def test_choices_are_a_function_of_the_table_and_the_outcomes() -> None:
     table = flat()
     one, other = (run(table, right_with(0.7), Auto(LONGEST, table)) for _ in range(2))
     assert one.rounds == other.rounds
+
+
+def test_columns_never_fall_in_price() -> None:
+    """A step in what was measured holds nobody up who drafts beyond it; what is measured at the end is kept."""
+    table = CostTable({1: {1: 1.0, 2: 1.1, 3: 1.6, 5: 1.6, 11: 1.6}}, {})
+    assert table.columns(1, 10) == pytest.approx([0.06] * 10)
+    assert table.columns(1, 1) == pytest.approx([0.1])
+    dear = CostTable({1: {1: 1.0, 3: 1.2, 5: 2.0}, 8: {8: 2.0, 16: 2.8, 24: 5.2}}, {})
+    assert dear.columns(1, 4) == pytest.approx([0.1, 0.1, 0.4, 0.4])
+    assert dear.columns(8, 2) == pytest.approx([0.1, 0.3])

@@ -229,7 +229,9 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     steps = 0
     forward = runner.forward
 
-    def draft(cache: Any, tokens: Any, starts: Any, most: list[int], drawing: Any = None, **_: Any) -> Any:
+    def draft(
+        cache: Any, tokens: Any, starts: Any, most: list[int], drawing: Any = None, *_: Any, **more: Any
+    ) -> Any:
         calls.append((most, drawing is not None))
         return object() if at_once else None
 

@@ -205,7 +205,7 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "the law kept of a draft in one call is not the one drawn from": (
-        (drafting._at_once, "else Law(drafted.probs)", "else Law(drafted.probs**3)"),
+        (drafting._at_once, "Law(drafted.probs[:, :width])", "Law(drafted.probs[:, :width] ** 3)"),
         SPECULATIVE,
     ),
     "coupled keeps what differs": (

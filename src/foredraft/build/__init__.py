@@ -26,7 +26,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.operators import operators_of
 from foredraft.decode.params import SamplingParams
 from foredraft.errors import ConfigError, RequestError
-from foredraft.kinds import DRAFTERS, POLICIES, Parts, default_drafter
+from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter
 from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
@@ -144,9 +144,9 @@ def load(
     drafter = drafter or default_drafter(draft is not None, other, plan_given=plan is not None)
     self_draft = chosen_plan(plan, folders[0], specs[0].layers, needed=DRAFTERS[drafter].needs_plan)
     kinds = fitting_kinds(draft is not None, other, self_draft is not None)
-    if POLICIES[policy].confident and not any(kind.stepper for kind in kinds.values()):
-        raise ConfigError(f"policy is {policy!r}, but nothing that drafts can be unsure; give another policy")
     check_kind(drafter, draft_sampling, kinds, folders)
+    if POLICIES[policy].confident:
+        _check_confident(policy, drafter, kinds)
     dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]
     tokenizer, default_params = tokenizers[0], _default_params(folders[0], specs[0])
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
@@ -200,6 +200,18 @@ def load(
         deterministic=deterministic,
         progress=progress,
     )
+
+
+def _check_confident(policy: str, drafter: str, kinds: Mapping[str, DrafterKind]) -> None:
+    """Raises ConfigError where a policy would never be asked: by nobody, or not by whom drafts by default."""
+    steppers = [name for name, kind in kinds.items() if kind.stepper]
+    if not steppers:
+        raise ConfigError(f"policy is {policy!r}, but nothing that drafts can be unsure; give another policy")
+    if kinds[drafter].make is not None and not kinds[drafter].stepper:
+        raise ConfigError(
+            f"policy is {policy!r}, but {drafter!r} drafts, which is never unsure; give another policy,"
+            f" or drafter={steppers[0]!r}"
+        )
 
 
 def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> None:

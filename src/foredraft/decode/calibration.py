@@ -25,6 +25,7 @@ __all__ = ["Calibration", "measure"]
 
 CONTEXT = 32  # tokens of the texts that rounds are timed on
 SECONDS = 0.05, 0.5  # after which no round is timed again: once two of each count, and before
+ROUNDS = 8.0  # plain rounds, or as many seconds as above if that is more, after which nothing more is tried
 REPEATS = 5
 FRESH = 60.0  # seconds until a table is made anew, if nothing runs then,
 RARE = 200  # and so many times as long as it took to make, so that it takes little of any model's time
@@ -67,21 +68,29 @@ def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
     bench = _Bench(engine, batch, longest)
     if bench.context < 1:
         return None
-    trials: list[Trial] = [(None, 0), (FILLER, longest)]
     timed = {
         name: drafter for name, drafter in engine.drafters.items() if not getattr(drafter, "free", False)
     }
-    trials += [(name, longest) for name in timed]
+    trials: list[Trial] = [
+        (None, 0),
+        (FILLER, longest),
+    ]  # what matters most is first: time may not do for all
     trials += [(name, 1) for name in (*timed, FILLER)]
+    trials += [(name, longest) for name in timed]
     trials += [(FILLER, length) for length in (2, 4) if length < longest]
     best = bench.least(trials, timed)
     passes = {batch * (1 + length): ms for (name, length), ms in best.items() if name in (None, FILLER)}
+    table = CostTable({batch: passes}, {})
     drafts: dict[str, Mapping[int, tuple[float, float]]] = {}
     for name in engine.drafters:
         first = further = 0.0
         if name in timed:
-            first = max(0.0, best[name, 1] - best[FILLER, 1])
-            further = max(0.0, best[name, longest] - best[FILLER, longest] - first) / max(1, longest - 1)
+            if (name, 1) not in best:
+                continue
+            first = further = max(0.0, best[name, 1] - table.verifying(batch, 2 * batch))
+            if (name, longest) in best:
+                further = best[name, longest] - best[FILLER, longest] - first
+                further = max(0.0, further) / max(1, longest - 1)
         drafts[name] = {batch: (first, further)}
     return CostTable({batch: passes}, drafts, bench.reads)
 
@@ -111,7 +120,9 @@ class _Bench:
 
     def least(self, trials: list[Trial], readers: Iterable[str]) -> dict[Trial, float]:
         """Of each, the least ms; the first time is not counted if there is time for more. Between the first
-        and the second, these drafters' readings of a text are timed."""
+        and the second, these drafters' readings of a text are timed. What there is no time for at all is
+        left out, but for the first two: a table takes about as long as `ROUNDS` plain ones, whatever the
+        model."""
         started = time.perf_counter()
         best: dict[Trial, float] = {}
         try:
@@ -120,7 +131,11 @@ class _Bench:
                 if repeat == 1:
                     self.reads = {name: self._read(name) for name in readers}
                 for trial in trials:
-                    if repeat and time.perf_counter() - started > SECONDS[repeat < 3]:
+                    taken = time.perf_counter() - started
+                    if repeat and taken > SECONDS[repeat < 3]:
+                        return best
+                    plain = best.get((None, 0), 0.0) / 1e3
+                    if len(best) >= 2 and taken > max(SECONDS[1], ROUNDS * plain):
                         return best
                     taken = self._round(trial)
                     best[trial] = taken if repeat < 2 else min(best[trial], taken)

@@ -23,7 +23,7 @@ from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Drafted, Drawing, Resume
+from foredraft.model.runner import Drafted, Drawing, Resume, Stops
 
 __all__ = [
     "Draft",
@@ -47,6 +47,8 @@ class Draft:
 
     resume: the target's states that a stepper already has for the columns [pending, *tokens].
     sick [B] bool: rows whose drafter gave logits that are not finite; None = none could.
+    sure [B, K] float32: how sure a stepper was at every step that it took, -1 at others; None unless a policy
+    stops by it. known: as much as the host knows of the lengths, at most so many; None = nothing.
     """
 
     tokens: Tensor
@@ -54,6 +56,8 @@ class Draft:
     q: Law
     resume: Resume | None = None
     sick: Tensor | None = None
+    sure: Tensor | None = None
+    known: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,10 +178,15 @@ class Looper(Stepper, Protocol):
     """A Stepper that may take all the steps of a round in one call."""
 
     def draft(
-        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None,
+        stops: Stops | None,
     ) -> Drafted | None:
         """All steps of a round: row b reads tokens[b] from position starts[b] on, and draws most[b] of its
-        own. drawing: None for the likeliest. Gives None where it cannot."""
+        own, or as far as it is not stopped. drawing: None for the likeliest. Gives None where it cannot."""
         ...
 
 

@@ -32,6 +32,7 @@ from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import law_of
 from foredraft.decode.sequence import Sequence
 from foredraft.model.device import upload
+from foredraft.model.runner import Stops
 
 __all__ = ["propose"]
 
@@ -80,13 +81,17 @@ def _step_through(
     sequences, device = inputs.sequences, inputs.device
     budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
     behind, starts = _catch_up(drafter, sequences, mine)
+    stops = policy.stops(sequences, budgets, device)
     if (looper := as_looper(drafter)) is not None:
-        at_once = _at_once(looper, behind, starts, budgets, inputs, policy, noise, greedy)
+        at_once = _at_once(looper, behind, starts, budgets, inputs, policy, stops, noise, greedy)
         if at_once is not None:
             return at_once
     rows = range(len(sequences))
     width = max(budgets)
     coupled = [s.params.is_coupled for s in sequences]
+    known = list(budgets)  # host: no draft is longer
+    survival = torch.ones(len(sequences), device=device)
+    sures: list[Tensor] = []  # of each step: [B, 1], -1 where the row took none
     active = list(mine)  # host: rows that still draft, as far as the host knows
     columns = torch.arange(width, device=device)
     wanted = columns < upload(budgets, device)[:, None]  # [B, K]
@@ -109,7 +114,13 @@ def _step_through(
         masks = _masks_of(walks, inputs) if walking else None
         past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
         q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
-        draws = policy.draws(sequences, j, logits) if policy.looks else None
+        draws = policy.draws(sequences, j, q, logits) if policy.looks else None
+        on = None
+        if stops is not None:
+            sure = inputs.table.operators.surest(logits[:, 0])
+            survival = stops.survival(sure, survival)
+            sures.append(sure.where(_still(wanted[:, j], going, j), -1.0)[:, None])
+            draws, on = ~(survival < stops.keep[:, j]), survival >= stops.more[:, j]
         token = _draw(q, inputs, j, coupled, noise)  # [B, 1]
         drawn.append(token)
         laws.append(q)
@@ -118,7 +129,8 @@ def _step_through(
         sound.append(finite if masks is None else logits.amax(-1).isfinite())
         if j + 1 == width:
             break
-        on = policy.go_on(sequences, j, q, logits) if policy.looks else None
+        if policy.looks:
+            on = policy.go_on(sequences, j, q, logits)
         if on is None and draws is None and not walking:
             active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
         else:  # the one [B]-sized read that a draft step may cost
@@ -126,7 +138,9 @@ def _step_through(
             if walking:
                 on = _advance(walks, token, on & upload(active, device) & wanted[:, j])
             going += [*possible[len(going) : j], on[:, None]]
-            active = [a and o and b > j + 1 for a, o, b in zip(active, on.tolist(), budgets, strict=True)]
+            goes = on.tolist()
+            known = [k if o or not a else min(k, j + 1) for a, o, k in zip(active, goes, known, strict=True)]
+            active = [a and o and b > j + 1 for a, o, b in zip(active, goes, budgets, strict=True)]
         if not any(active):
             break
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -141,7 +155,13 @@ def _step_through(
     lengths = (reached & torch.cat(possible, 1)).sum(1)
     sick = (reached & ~torch.cat(sound, 1)).any(1)
     drafted = torch.cat(drawn, 1).where(columns[: len(drawn)] < lengths[:, None], 0)
-    return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick)
+    told = torch.cat(sures, 1) if sures else None
+    return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick, told, known)
+
+
+def _still(wanted: Tensor, going: list[Tensor], steps: int) -> Tensor:
+    """[B] bool: rows that came as far as this step, after so many."""
+    return wanted & torch.cat(going, 1).all(1) if steps else wanted
 
 
 def _reached(wanted: Tensor, possible: Tensor, going: list[Tensor]) -> Tensor:
@@ -161,6 +181,7 @@ def _at_once(
     most: list[int],
     inputs: RoundInputs,
     policy: Policy,
+    stops: Stops | None,
     noise: Noise,
     greedy: bool,
 ) -> Draft | None:
@@ -177,19 +198,19 @@ def _at_once(
         drawing = table.drawing(_draft_keys(inputs)[:, : max(most)])
         if drawing is None:
             return None
-    drafted = drafter.draft(behind, starts, most, drawing)
+    drafted = drafter.draft(behind, starts, most, drawing, stops)
     if drafted is None:
         return None
-    finite = drafted.finite.tolist()
-    lengths = [[*own[:count], False].index(False) for own, count in zip(finite, most, strict=True)]
-    sick = None
-    tokens = drafted.tokens
-    if lengths != most:
-        columns = torch.arange(tokens.shape[1])
+    finite, counts = drafted.finite.tolist(), drafted.counts
+    lengths = [[*own[:count], False].index(False) for own, count in zip(finite, counts, strict=True)]
+    sick, width = None, max(lengths)
+    tokens = drafted.tokens[:, :width]
+    if lengths != counts:
+        columns = torch.arange(width)
         tokens = tokens.where(columns < upload(lengths, inputs.device)[:, None], 0)
-        sick = upload([length < count for length, count in zip(lengths, most, strict=True)], inputs.device)
-    q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs)
-    return Draft(tokens, upload(lengths, inputs.device), q, drafter.resume(), sick)
+        sick = upload([length < count for length, count in zip(lengths, counts, strict=True)], inputs.device)
+    q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs[:, :width])
+    return Draft(tokens, upload(lengths, inputs.device), q, drafter.resume(), sick, drafted.sure, lengths)
 
 
 def _draft_keys(inputs: RoundInputs) -> Tensor:
@@ -263,11 +284,20 @@ def _merge(parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     certain = torch.ones(rows, dtype=torch.bool, device=device)
     sick = torch.zeros(rows, dtype=torch.bool, device=device)
+    stopping = [draft.sure.shape[1] for _, draft in parts if draft.sure is not None]
+    sure = torch.full((rows, max(stopping)), -1.0, device=device) if stopping else None
+    known = list(inputs.budgets)
     probs = torch.zeros(rows, width, inputs.vocabulary, device=device) if dense else None
     for mine, draft in parts:
         mask = upload(mine, device)
         if draft.sick is not None:
             sick = sick | draft.sick  # of its own rows alone
+        if draft.known is not None:
+            known = [own if is_mine else k for own, is_mine, k in zip(draft.known, mine, known, strict=True)]
+        if draft.sure is not None:
+            assert sure is not None
+            k = draft.sure.shape[1]
+            sure[:, :k] = draft.sure.where(mask[:, None], sure[:, :k])
         k = draft.tokens.shape[1]
         tokens[:, :k] = draft.tokens.where(mask[:, None], tokens[:, :k])
         lengths = draft.lengths.where(mask, lengths)
@@ -285,8 +315,8 @@ def _merge(parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
         short = width + 1 - resume.hidden.shape[1]
         resume = replace(resume, hidden=torch.nn.functional.pad(resume.hidden, (0, 0, 0, short)))
     if probs is None:
-        return Draft(tokens, lengths, Law(ids=ids), resume, sick)
-    return Draft(tokens, lengths, Law(probs, ids, certain), resume, sick)
+        return Draft(tokens, lengths, Law(ids=ids), resume, sick, sure, known)
+    return Draft(tokens, lengths, Law(probs, ids, certain), resume, sick, sure, known)
 
 
 class _Walk:

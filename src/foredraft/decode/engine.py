@@ -144,8 +144,11 @@ class Engine:
 
     def _budgets(self, sequences: list[Sequence], idle: list[bool]) -> list[int]:
         """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step."""
-        rows = [self._offers(s) for s, i in zip(sequences, idle, strict=True) if not i]
         budgets = [0] * len(sequences)
+        running = [s for s, i in zip(sequences, idle, strict=True) if not i]
+        if not any(s.drafters for s in sequences) or self.policy.rests(running):
+            return budgets
+        rows = [self._offers(s) for s in running]
         for row, choice in zip(rows, self.policy.choose(rows), strict=True):
             if choice.drafter in row.most and choice.budget > 0:
                 row.sequence.drafter = choice.drafter
@@ -176,7 +179,7 @@ class Engine:
         """One forward over [pending, *draft] of every row."""
         pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
         tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
-        width = tokens.shape[1]
+        width, longest = tokens.shape[1], inputs.budgets if draft.known is None else draft.known
         taps = sorted({depth for s in inputs.sequences for depth in self._taps(s)})
         resume = draft.resume
         if resume is not None and any(tap < resume.depth for tap in taps):
@@ -186,7 +189,7 @@ class Engine:
             tokens,
             [len(s.tokens) - 1 for s in inputs.sequences],
             idle=inputs.idle,
-            counts=[0 if i else min(1 + b, width) for i, b in zip(inputs.idle, inputs.budgets, strict=True)],
+            counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, longest, strict=True)],
             resume=resume,
             taps=taps,
         )
@@ -210,7 +213,7 @@ class Engine:
                 # first such value would be exact; but NaN reaches every column of its row, for no mask hides
                 # it (0 * NaN), and which was the first cannot be told without another pass.
                 self.cache.wipe(sequence.row, base)
-                outcome = Round(reading.drafted, 0, 0)
+                outcome = Round(reading.drafted, 0, 0, reading.draft_sure)
             else:
                 outcome = self._extend(sequence, reading)
             sequence.rounds.append(outcome)
@@ -241,8 +244,8 @@ class Engine:
         read = sequence.extend(reading.new, origins, reading.scores)
         emitted = len(sequence.tokens) - before
         if read <= reading.accepted:
-            return Round(read, read, emitted)
-        return Round(reading.drafted, reading.accepted, emitted)
+            return Round(read, read, emitted, reading.draft_sure)
+        return Round(reading.drafted, reading.accepted, emitted, reading.draft_sure)
 
     def _cure(self, sequence: Sequence) -> None:
         """After logits of its drafter that are not finite: empty what only the drafter wrote, or give up."""

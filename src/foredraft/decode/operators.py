@@ -41,6 +41,11 @@ class Operators(Protocol):
         largest value is finite [B, T] bool."""
         ...
 
+    def surest(self, x: Tensor) -> Tensor:
+        """The probability of every row's likeliest token [..., V] -> [...], by softmax as it is; NaN where it
+        is not finite."""
+        ...
+
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
         """What is positive of p - q in the rows [..., V] where `where` [...] says so and anything is, else p.
 
@@ -99,6 +104,9 @@ class Definition:
         kept = probs.where(probs >= least[..., None], 0.0)
         # only rows that are cut: no other's bits may change
         return torch.where(by.cut[:, None, None], kept / total(kept), kept), finite
+
+    def surest(self, x: Tensor) -> Tensor:
+        return x.softmax(-1).amax(-1)
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
         if q.dtype == torch.int64:

@@ -31,7 +31,8 @@ class Reading:
     """One row of it. p, q: what the laws gave the drafted tokens, p by those that judged them; next_p: the
     next one. None unless traced.
 
-    sure: how sure the target was of the next token, None unless a policy wants it.
+    sure: how sure the target was of the next token, None unless a policy wants it. draft_sure: how sure the
+    drafter was at every step that it took, if a policy stops by that.
     """
 
     accepted: int
@@ -45,6 +46,7 @@ class Reading:
     q: list[float]
     next_p: float
     sure: float | None = None
+    draft_sure: tuple[float, ...] = ()
 
     @property
     def new(self) -> list[int]:
@@ -105,6 +107,8 @@ def read(
     if signal is not None:
         last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
         tensors.append(bits(certainty(last, verdict.next_token, signal)))
+    if draft.sure is not None:
+        tensors.append(bits(draft.sure))
     several = download(tensors)
     verdicts = zip(*(tensor.tolist() for tensor in several[:5]), strict=True)
     more = several[5:]
@@ -112,7 +116,7 @@ def read(
     scores = dict(zip(asking, more.pop(0).numpy(), strict=True)) if asking else {}
     chances: list[list[float]] = numbers(more.pop(0).numpy()).tolist() if traced else [[]] * batch
     sure = [None] * batch if signal is None else numbers(more.pop(0).numpy()).tolist()
-    return [
+    readings = [
         _reading(
             *decided,
             sick=bool(sick[row]),
@@ -124,6 +128,10 @@ def read(
         )
         for row, (decided, sequence) in enumerate(zip(verdicts, sequences, strict=True))
     ]
+    if draft.sure is not None:
+        for reading, steps in zip(readings, numbers(more.pop(0).numpy()).tolist(), strict=True):
+            reading.draft_sure = tuple(step for step in steps if step != -1.0)
+    return readings
 
 
 def _reading(

@@ -19,12 +19,14 @@ class Round:
     """One sequence's part in one round.
 
     drafted: tokens proposed; accepted: of them, kept by the acceptance rule; emitted: tokens appended
-    (EOS or a limit may cut a kept run short; a ban's rollback may make it negative).
+    (EOS or a limit may cut a kept run short; a ban's rollback may make it negative). sure: of every draft
+    step, how sure the drafter was, where a policy stops by that; one more than drafted where it stopped.
     """
 
     drafted: int
     accepted: int
     emitted: int
+    sure: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Drafted, Drawing, Resume, Runner, next_chunk
+from foredraft.model.runner import Drafted, Drawing, Resume, Runner, Stops, next_chunk
 
 __all__ = ["DraftModel"]
 
@@ -69,15 +69,20 @@ class DraftModel:
         return logits if self.vocabulary is None else self.vocabulary.columns(logits)
 
     def draft(
-        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None,
+        stops: Stops | None = None,
     ) -> Drafted | None:
         if self.vocabulary is not None:
             return None
-        drafted = self.draft_pass.at_once(self.cache, tokens, starts, most, drawing)
+        drafted = self.draft_pass.at_once(self.cache, tokens, starts, most, drawing, stops)
         if drafted is not None:
             for row, (start, own, count) in enumerate(zip(starts, tokens, most, strict=True)):
                 if count:
-                    self._read[row] = start + len(own) + count - 1
+                    self._read[row] = start + len(own) + drafted.steps(row) - 1
         return drafted
 
     def resume(self) -> Resume | None:

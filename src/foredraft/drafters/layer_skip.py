@@ -20,7 +20,7 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.skips import Skips
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Drafted, Drawing, Resume, Runner
+from foredraft.model.runner import Drafted, Drawing, Resume, Runner, Stops
 
 __all__ = ["LayerSkip"]
 
@@ -62,9 +62,14 @@ class LayerSkip:
         return forward.logits[:, 0]
 
     def draft(
-        self, tokens: list[list[int]], starts: list[int], most: list[int], drawing: Drawing | None
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        most: list[int],
+        drawing: Drawing | None,
+        stops: Stops | None = None,
     ) -> Drafted | None:
-        return self.draft_pass.at_once(self.cache, tokens, starts, most, drawing)
+        return self.draft_pass.at_once(self.cache, tokens, starts, most, drawing, stops)
 
     def resume(self) -> Resume | None:
         if self.skips.exit is None:

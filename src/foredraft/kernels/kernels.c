@@ -181,6 +181,17 @@ typedef struct {
     const uint8_t *cut;
 } Drawing;
 
+// Where drafts end, by how sure the model is of its likeliest token: `bins` - 1 rising edges, and a row each of the
+// chances [rows, bins] that a place survives the one before it, and of the least survival [rows, steps] at which a
+// token is drawn (keep) and another step taken (more). Out: sure [rows, steps], of every step that was taken.
+typedef struct {
+    int64_t bins;
+    const float *edges, *chances, *keep, *more;
+    float *sure;
+} Stops;
+
+static float survival(const Stops *stops, int64_t row, float sure, float before);
+
 static int draw(
     const Drawing *how, int64_t row, const float *logits, int64_t n, const int64_t *key, int64_t *token,
     uint8_t *finite, float *law, int threads);

@@ -24,12 +24,13 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
     "match": (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p),
     "race": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "surest": (c_void_p, c_int64, c_int64, c_void_p, c_int),
     "keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
     "units": (c_void_p, c_int64, c_void_p),
 }
 
 
-ALLOCATING = ("best", "law", "race")
+ALLOCATING = ("best", "law", "race", "surest")
 
 
 class Cuts(Protocol):
@@ -59,7 +60,8 @@ class RowKernels:
         kernels = library()
         assert kernels is not None
         functions = (_function(kernels, name) for name in SIGNATURES)
-        self._best, self._law, self._residual, self._match, self._race, self._keys, self._units = functions
+        self._best, self._law, self._residual, self._match, self._race, *others = functions
+        self._surest, self._keys, self._units = others
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _rows(x)
@@ -78,6 +80,12 @@ class RowKernels:
         outs = probs.data_ptr(), finite.data_ptr()
         self._law(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
         return probs, finite
+
+    def surest(self, x: Tensor) -> Tensor:
+        x = _rows(x)
+        out = x.new_empty(x.shape[:-1])
+        self._surest(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), torch.get_num_threads())
+        return out
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
         p, q, where = _rows(p), q.contiguous(), where.contiguous()

@@ -1,11 +1,11 @@
 """The cost model: drafts by whoever pays most, as far as one more token pays, down to no draft at all.
 
 What a round takes comes from a `CostTable`, which nothing changes while a request runs, and how likely drafts
-survive from what became of earlier ones (`Track`): of this request, and of others where it knows little. So
-choices are a function of the table and of the outcomes. `budgets` has the equations.
+survive from what became of earlier ones (`Record`): of this request, and of others where it knows little. So
+choices are a function of the table and of the outcomes. `budgets` has the equations; `stopping`, those by
+which a draft ends early where its drafter is unsure.
 
-Guesses cost, and a ledger bounds what they may. A request's loss is the time of its rounds, whoever drafted
-in them, less a plain step for each token that they gave it. Nobody drafts unless the loss of every request in
+Guesses cost, and a `Ledger` bounds what they may. Nobody drafts unless the loss of every request in
 the batch is at most `SHARE` of its time so far, and one round more: the largest that it has had, or a plain
 step where a drafter is only tried again. So no request is held up much by drafts, its own or those of others.
 """
@@ -15,56 +15,69 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
+import torch
+
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
 from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.ledger import Account, Ledger
 from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers
-from foredraft.decode.policy.survival import Track
+from foredraft.decode.policy.stopping import Ends, ends, stops_of
+from foredraft.decode.policy.survival import MET, Record
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
+from foredraft.model.runner import Stops
 
 __all__ = ["Auto"]
 
-SHARE = 0.015  # of its time that a request may lose by drafting, one round aside
-FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-CONTENT = 6  # times as many, while another one pays
+CONTENT = 6  # times as many, while another one pays, and as many times again if it has to read first
+SURE = 1.05  # by how much more a drafter that has to read first must promise
 STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
-MET, KNOWN = 2.0, 8.0  # rounds after which a drafter is not new any more, and is taken for what it seems
+KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A drafter, as one request knows it. waited: rounds since it drafted, of `patience`."""
+    """A drafter, as one request knows it, or all (`shared`). waited: rounds since it drafted, of
+    `patience`."""
 
-    track: Track
+    record: Record
+    shared: _Candidate | None = None
     waited: int = 0
     patience: int = PATIENCE[0]
+
+    @classmethod
+    def of(cls, most: int, shared: _Candidate | None = None) -> _Candidate:
+        if shared is None:
+            return cls(Record(most))
+        return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.shared is not None:
+            self.shared.waited = self.waited
+
+    def drafted(self, outcome: Round, *, trial: bool) -> None:
+        self.record.learn(outcome)
+        self.waited = 0
+        self.patience = min(2 * self.patience, PATIENCE[1]) if trial else PATIENCE[0]
+        if self.shared is not None:
+            self.shared.record.learn(outcome)
+            self.shared.waited, self.shared.patience = 0, self.patience
 
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A request's, in ms. spent, lost: of its rounds so far, and beyond what plain steps would have taken; of
-    that, the first reading of texts is apart (`read`), since having read is no reason not to draft.
-    largest: of a round. plain, round, reading: of the round that is running, without drafts, with them, and
-    beside it. trial: it is a drafter's turn that was not chosen; silent: nobody would draft otherwise."""
+    """A request's. trial: it is a drafter's turn that was not chosen; silent: nobody would draft
+    otherwise."""
 
     candidates: dict[str, _Candidate] = field(default_factory=dict)
     prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
     best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # what follows of them
+    account: Account = field(default_factory=Account)
     choice: Choice = PLAIN
     trial: bool = False
     silent: bool = False
-    spent: float = 0.0
-    lost: float = 0.0
-    read: float = 0.0
-    largest: float = 0.0
-    plain: float = 0.0
-    round: float = 0.0
-    reading: float = 0.0
-
-    def allows(self, credit: float, more: float = 0.0) -> bool:
-        """Whether the ledger allows drafts that may lose so much more, beside the credit of one round."""
-        return self.lost + more <= SHARE * self.spent + credit
 
 
 class Auto(Alone):
@@ -76,25 +89,49 @@ class Auto(Alone):
     def __init__(self, max_draft: int, table: CostTable | None = None) -> None:
         self.max_draft = max_draft
         self.table = table or CostTable.assumed()
-        self._shared: dict[str, Track] = {}
+        self.ledger = Ledger()
+        self._shared: dict[tuple[str, bool], _Candidate] = {}
         self._rounds = 0  # for which these choices of these offers stand
         self._offered: list[tuple[object, ...]] = []
         self._choices: list[Choice] = []
+        self._rate = 0.0  # tokens per ms that they promise
+        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate,
+        self._age = 0  # for so many rounds
+        self._silent: list[Sequence] = []  # none of whom drafts
+        self._resting = False
 
     def start(self) -> _State:
         return _State()
 
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
+        weighed for it: one that had nothing to say may have in the next."""
+        self._resting = self._rounds > 0 and self._silent == sequences
+        self._rounds -= self._resting
+        return self._resting
+
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
+        accounts = [row.sequence.policy_state.account for row in rows]
+        self._age += 1
         if self._rounds and offered == self._offered:  # nothing new enough to weigh it all again
             self._rounds -= 1
+            self.ledger.begin(self.table, accounts, 0.0, 0.0)
             return [_within(*pair) for pair in zip(rows, self._choices, strict=True)]
         choices = self._weighed(rows)
         drafts = any(choice.budget for choice in choices)
         turn = any(row.sequence.policy_state.trial for row in rows)
-        read = any(self._reading(row, choice.drafter) for row, choice in zip(rows, choices, strict=True))
-        self._rounds = 0 if turn or read else STANDS[drafts]
+        first, again = self._readings(rows, choices)
+        self.ledger.begin(self.table, accounts, first, again)
+        self._rounds = 0 if turn or first or again else STANDS[drafts]
+        changed = turn or (offered, choices) != (self._offered, self._choices)
         self._offered, self._choices = offered, choices
+        weighed = all(len(row.most) == len(row.sequence.drafters) for row in rows)
+        self._silent = [row.sequence for row in rows] if weighed and not drafts else []
+        if changed or self._age > STANDS[0]:  # what is learned meanwhile moves them little
+            self._rate = self._promised(rows, choices) if drafts else 0.0
+            self._stops.clear()
+            self._age = STANDS[0] if turn else 0
         return choices
 
     def _weighed(self, rows: Seq[Offers]) -> list[Choice]:
@@ -103,38 +140,48 @@ class Auto(Alone):
         choices = [PLAIN] * len(rows)
         for state in states:
             state.trial = False
-        if all(state.allows(state.largest) for state in states):
+        if all(state.account.allows(state.account.largest) for state in states):
             choices = self._paying(rows, plain)
             again = self._readings(rows, choices)[1]
-            if not all(state.allows(state.largest, again) for state in states):
+            if not all(state.account.allows(state.account.largest, again) for state in states):
                 choices = [PLAIN] * len(rows)
-        if all(state.allows(plain, state.read) for state in states):
+        if all(state.account.allows(plain, state.account.read) for state in states):
             choices = self._turns(rows, choices, plain)
-        ms = round_ms(self.table, choices) if any(choice.budget for choice in choices) else plain
-        first, again = self._readings(rows, choices)
         for state, choice in zip(states, choices, strict=True):
-            state.choice, state.largest = choice, max(state.largest, ms)
-            state.plain, state.round, state.reading = plain, ms + again, first
+            state.choice = choice
         return choices
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
+        key = tuple(sequence.id for sequence in sequences), tuple(budgets)
+        if key not in self._stops:
+            drafting = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if budget]
+            rows = {id(s): self._ends(s, budget, len(drafting)) for s, budget in drafting}
+            self._stops[key] = stops_of([rows.get(id(s)) for s in sequences], max(budgets), device)
+        return self._stops[key]
+
+    def _ends(self, sequence: Sequence, budget: int, sharing: int) -> Ends:
+        state: _State = sequence.policy_state
+        name = state.choice.drafter
+        if state.trial or name is None:
+            return Ends.never(budget)
+        record, batch = state.candidates[name].record, len(self._choices)
+        return ends(self.table, name, batch, sharing, self._rate, record, budget)
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         state: _State = sequence.policy_state
-        state.spent += state.round + state.reading
-        state.read += state.reading
-        state.lost += state.round - state.plain * (1 + outcome.accepted)
-        for candidate in state.candidates.values():
-            candidate.waited += 1
         name = state.choice.drafter
+        if self._resting:
+            self.ledger.rest(state.account)
+        else:
+            self.ledger.hear(state.account, name, outcome)
+        for candidate in state.candidates.values():
+            candidate.wait()
         if name is None:
             return
         if not outcome.accepted:
             self._rounds = 0
-        drafted = max(outcome.drafted, 1)  # one that had nothing to say was asked in vain
         candidate = state.candidates[name]
-        candidate.track.learn(drafted, outcome.accepted)
-        self._shared[name].learn(drafted, outcome.accepted)
-        candidate.waited = 0
-        candidate.patience = min(2 * candidate.patience, PATIENCE[1]) if state.trial else PATIENCE[0]
+        candidate.drafted(outcome, trial=state.trial)
         if state.trial and state.silent and outcome.accepted:
             candidate.waited = candidate.patience  # what came back is looked at again at once
         state.prospects.clear()
@@ -158,12 +205,33 @@ class Auto(Alone):
     def _best(self, row: Offers, plain: float, batch: int, reading: float) -> str | None:
         """reading: ms that the rows before this one need already."""
         best, chosen = batch / plain, None
+        remaining = batch * row.sequence.remaining
         for name in row.most:
             rate, length = self._length(row, name, batch)
             gain = 1 - batch / (plain * rate)
+            if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
+                rate = remaining / (remaining / rate + own) / SURE
             if length and rate > best and self._may_read(row, name, plain, reading, gain):
                 best, chosen = rate, name
         return chosen
+
+    def _promised(self, rows: Seq[Offers], choices: list[Choice]) -> float:
+        """Tokens per ms of the batch, by what its drafters are known for."""
+        batch, tokens, columns = len(rows), 0.0, float(len(rows))
+        depths: dict[str, float] = {}
+        for row, (name, budget) in zip(rows, choices, strict=True):
+            if name is None or not budget:
+                tokens += 1
+                continue
+            paced = self._candidate(row, name).record.pace.mean()
+            if paced is None or row.sequence.policy_state.trial:
+                paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
+            tokens += paced[0]
+            columns += paced[1]
+            depths[name] = max(depths.get(name, 0.0), paced[2])
+        steps = sum(self.table.drafting(name, batch, depth) for name, depth in depths.items())
+        rate = tokens / (self.table.verifying(batch, round(columns)) + steps)
+        return max(rate, batch / self.table.verifying(batch, batch))
 
     def _turns(self, rows: Seq[Offers], choices: list[Choice], plain: float) -> list[Choice]:
         """The choices, or instead of a row's a drafter that has waited long enough and might pay."""
@@ -183,14 +251,15 @@ class Auto(Alone):
         state: _State = row.sequence.policy_state
         for name, most in row.most.items():
             candidate = self._candidate(row, name)
-            met = choice.budget and self._shared[name].seen > MET
-            patience = candidate.patience * (CONTENT if met else 1)
+            met = choice.budget and self._known(row, name).seen > MET
+            own = self._reading(row, name)
+            patience = candidate.patience * (1 if not met else CONTENT**2 if own else CONTENT)
             if name == choice.drafter or candidate.waited < patience:
                 continue
             perfect = Prospect(name, (1.0,) * min(most, self.max_draft))
             new = row.behind.get(name) == len(row.sequence.tokens) - 1
-            needed = 0.0 if new else self._reading(row, name)
-            if not state.allows(plain, state.read + reading + needed):
+            needed = 0.0 if new else own
+            if not state.account.allows(plain, state.account.read + reading + needed):
                 continue
             if best_length(self.table, 1, perfect)[1] and self._may_read(row, name, plain, reading):
                 return name
@@ -224,36 +293,52 @@ class Auto(Alone):
         if not reading:
             return True
         sequence = row.sequence
-        state: _State = sequence.policy_state
+        account: Account = sequence.policy_state.account
         ahead = plain * sequence.remaining
         if gain is not None:
             if reading > gain * ahead:
                 return False
-            if self._shared[name].seen >= KNOWN:
+            if self._known(row, name).seen >= KNOWN:
                 return True
-        prompt = self.table.verifying(1, len(sequence.prompt))
-        return state.lost + state.read + others + reading <= SHARE * (prompt + state.spent + ahead) + plain
+        whole = self.table.verifying(1, len(sequence.prompt)) + account.spent + ahead
+        return self.ledger.may_read(account, others + reading, whole, plain)
+
+    def _known(self, row: Offers, name: str) -> Record:
+        """Of all requests, those at temperature 0 apart: their drafts are kept by another rule."""
+        shared = self._candidate(row, name).shared
+        assert shared is not None
+        return shared.record
 
     def _candidate(self, row: Offers, name: str) -> _Candidate:
         state: _State = row.sequence.policy_state
         if name not in state.candidates:
-            shared = self._shared.setdefault(name, Track(self.max_draft, FADES[1]))
-            state.candidates[name] = _Candidate(Track(self.max_draft, FADES[0], shared))
+            kind = name, row.sequence.params.temperature == 0
+            if kind not in self._shared:
+                self._shared[kind] = _Candidate.of(self.max_draft)
+            state.candidates[name] = _Candidate.of(self.max_draft, self._shared[kind])
         return state.candidates[name]
 
     def _prospect(self, row: Offers, name: str) -> Prospect:
         state: _State = row.sequence.policy_state
         key = name, min(row.most[name], self.max_draft)
         if key not in state.prospects:
-            state.prospects[key] = Prospect(name, self._candidate(row, name).track.survives(key[1]))
+            state.prospects[key] = Prospect(name, self._candidate(row, name).record.track.survives(key[1]))
         return state.prospects[key]
 
     def _length(self, row: Offers, name: str, batch: int) -> tuple[float, int]:
-        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length."""
+        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the longest
+        of one that stops by itself."""
         state: _State = row.sequence.policy_state
         key = name, min(row.most[name], self.max_draft), batch
         if key not in state.best:
-            state.best[key] = best_length(self.table, batch, self._prospect(row, name))
+            paced = self._candidate(row, name).record.pace.mean()
+            if paced is None:
+                state.best[key] = best_length(self.table, batch, self._prospect(row, name))
+            else:
+                tokens, drafted, steps = paced
+                ms = self.table.verifying(batch, round(batch * (1 + drafted)))
+                rate = batch * tokens / (ms + self.table.drafting(name, batch, steps))
+                state.best[key] = rate, key[1]
         return state.best[key]
 
 

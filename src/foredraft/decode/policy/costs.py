@@ -33,6 +33,7 @@ class CostTable:
         self.reads = dict(reads or {})
         self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
         self._steps: dict[tuple[str, int], tuple[float, float]] = {}
+        self._columns: dict[tuple[int, int], list[float]] = {}
 
     @classmethod
     def assumed(cls) -> CostTable:
@@ -62,16 +63,37 @@ class CostTable:
             found = self._verifying[batch, columns] = _on_line(self.passes[near], near + columns - batch)
         return found
 
-    def drafting(self, drafter: str, batch: int, depth: int) -> float:
-        """Of `depth` steps of a drafter for any of the rows."""
+    def columns(self, batch: int, most: int) -> list[float]:
+        """What a row's first, second ... drafted column takes, if each row of a batch has as many; `most` of
+        them, never falling.
+
+        They are the slopes of the lower convex envelope: whoever asks whether one more column pays must not
+        be held up by a step in what was measured, beyond which columns are free.
+        """
+        found = self._columns.get((batch, most))
+        if found is None:
+            points = [(j, self.verifying(batch, batch * (1 + j)) / batch) for j in range(most + 1)]
+            found = self._columns[batch, most] = _slopes(points)
+        return found
+
+    def drafting(self, drafter: str, batch: int, depth: float) -> float:
+        """Of `depth` steps of a drafter for any of the rows, which may be a mean."""
         if depth == 0:
             return 0.0
+        first, further = self._pair(drafter, batch)
+        return first * min(depth, 1) + max(depth - 1, 0) * further
+
+    def step(self, drafter: str, batch: int) -> float:
+        """Of each step but the first."""
+        return self._pair(drafter, batch)[1]
+
+    def _pair(self, drafter: str, batch: int) -> tuple[float, float]:
         steps = self._steps.get((drafter, batch))
         if steps is None:
             by = self.drafts.get(drafter)
             assumed = ASSUMED * self.verifying(batch, batch)
             steps = self._steps[drafter, batch] = by[_nearest(by, batch)] if by else (assumed, assumed)
-        return steps[0] + (depth - 1) * steps[1]
+        return steps
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Of a text that the drafter has to read before its first step. Where that was not measured: a pass
@@ -86,6 +108,19 @@ class CostTable:
 def _nearest(by: Mapping[int, object], batch: int) -> int:
     """The batch that was measured and differs least, by ratio."""
     return min(by, key=lambda other: (max(other, batch) / min(other, batch), other))
+
+
+def _slopes(points: list[tuple[int, float]]) -> list[float]:
+    """Of the lower convex envelope of points at 0, 1, 2 ..., between each and the next."""
+    hull: list[tuple[int, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(hull) for _ in range(x1 - x0)]
 
 
 def _on_line(points: list[tuple[int, float]], x: int) -> float:

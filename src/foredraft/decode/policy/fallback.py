@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from foredraft.decode.law import Law
 from foredraft.decode.policy.protocol import Alone
 from foredraft.decode.policy.thresholds import surest
 from foredraft.decode.sequence import Sequence
@@ -35,5 +36,5 @@ class Fallback(Alone):
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
 
-    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor:
-        return surest(logits) >= self.threshold
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
+        return surest(q, logits) >= self.threshold

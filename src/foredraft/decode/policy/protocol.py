@@ -7,11 +7,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from foredraft.decode.law import Law
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
+from foredraft.model.runner import Stops
 
 __all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal"]
 
@@ -45,7 +47,7 @@ class Offers:
 
 
 class Policy(Protocol):
-    """choose / draws / go_on / learn.
+    """rests / choose / draws / go_on / stops / learn.
 
     looks: `draws` and `go_on` are asked at all. wants: what of the target's law `learn` is told; None spares
     its making.
@@ -74,11 +76,17 @@ class Policy(Protocol):
         """State of a new sequence, kept by the sequence."""
         ...
 
-    def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        """Of every row that decodes, in order, jointly; a budget of 0 is a plain step."""
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        """Whether nobody of those that decode drafts in this round, whatever is on offer: `choose` is not
+        asked then."""
         ...
 
-    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor | None:
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        """Of every row that decodes, in order, jointly; a budget of 0 is a plain step. Not asked where nobody
+        may draft."""
+        ...
+
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
         """Before a token is drawn for `position` of every draft: [B] bool, False = that place is left to the
         target. logits [B, 1, V] float32: the drafter's own. None = always."""
         ...
@@ -87,6 +95,11 @@ class Policy(Protocol):
         """After the token at `position` of every draft was drawn from q [B, 1, V] (and kept): [B] bool,
         True = draft another. logits [B, 1, V] float32: the drafter's own. None = always, which spares the
         read of it on the host."""
+        ...
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops | None:
+        """Where a stepper's drafts of this round end before their budgets [B], by how sure it is; K of it is
+        the largest of these. None = nowhere. It spares a call for every token, unlike `go_on`."""
         ...
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
@@ -109,6 +122,9 @@ class Alone:
         """Tokens to draft at most."""
         raise NotImplementedError
 
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        return False
+
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         choices = []
         for row in rows:
@@ -117,10 +133,13 @@ class Alone:
             choices.append(Choice(name, budget))
         return choices
 
-    def draws(self, sequences: Seq[Sequence], position: int, logits: Tensor) -> Tensor | None:
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
         return None
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        return None
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops | None:
         return None
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:

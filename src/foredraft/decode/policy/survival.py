@@ -1,18 +1,30 @@
-"""How likely drafted tokens survive: counts that forget."""
+"""What became of a drafter's drafts, and how likely the next ones survive: counts that forget."""
 
 from __future__ import annotations
 
-__all__ = ["Track"]
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
+
+from foredraft.decode.policy.reliability import Reliability
+from foredraft.decode.stats import Round
+
+__all__ = ["MET", "Pace", "Record", "Track"]
 
 BASE = 0.7  # P(a drafted token is accepted) of a drafter that nobody knows
 WEIGHTS = 2.0, 4.0  # rounds that what is assumed counts for: at first, and once others have seen as many
+FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
+FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
+SLOWLY = 0.2  # of that, as a power, where nothing was drafted
+MET = 2.0  # rounds after which a drafter is not new any more
 
 
 class Track:
     """What became of one drafter's drafts, by position.
 
     For each position, the drafts that reached it and those whose token was kept there, both fading by `fade`
-    a round. The rate of a position is shrunk towards that of all positions, and this towards what is assumed:
+    a round, and slowly where nothing is drafted: why drafts end before it is not forgotten at once. The rate
+    of a position is shrunk towards that of all positions, and this towards what is assumed:
 
         alpha = (kept + w prior) / (tried + w),   r_j = (kept_j + w alpha) / (tried_j + w)
 
@@ -39,16 +51,73 @@ class Track:
         return WEIGHTS[0] if self.prior is None else min(max(self.prior.seen, WEIGHTS[0]), WEIGHTS[1])
 
     def learn(self, drafted: int, accepted: int) -> None:
-        self.tried = [self.fade * x for x in self.tried]
-        self.kept = [self.fade * x for x in self.kept]
+        fades = [self.fade] * drafted + [self.fade**SLOWLY] * (len(self.tried) - drafted)
+        self.tried = [fade * x for fade, x in zip(fades, self.tried, strict=False)]
+        self.kept = [fade * x for fade, x in zip(fades, self.kept, strict=False)]
         for position in range(min(accepted + 1, drafted, len(self.tried))):
             self.tried[position] += 1
             self.kept[position] += position < accepted
 
     def survives(self, most: int) -> tuple[float, ...]:
         """s_1 ... s_most."""
-        weight, alpha, product, products = self._weight, self.alpha, 1.0, []
-        for kept, tried in zip(self.kept[:most], self.tried[:most], strict=True):
-            product *= (kept + weight * alpha) / (tried + weight)
-            products.append(product)
-        return tuple(products)
+        return tuple(accumulate(self.rates(most), mul))
+
+    def rates(self, most: int) -> list[float]:
+        """r_1 ... r_most."""
+        weight, alpha = self._weight, self.alpha
+        pairs = zip(self.kept[:most], self.tried[:most], strict=True)
+        return [(kept + weight * alpha) / (tried + weight) for kept, tried in pairs]
+
+
+class Pace:
+    """What a round comes to in which a drafter stops by how sure it is: means of the tokens that it gives, of
+    those drafted, and of the steps taken, fading by `fade` a round and shrunk towards those of `prior`."""
+
+    def __init__(self, fade: float, prior: Pace | None = None) -> None:
+        self.fade, self.prior = fade, prior
+        self.seen = 0.0
+        self.sums = 0.0, 0.0, 0.0
+
+    def learn(self, outcome: Round) -> None:
+        self.seen = self.fade * self.seen + 1
+        tokens, drafted, steps = (self.fade * x for x in self.sums)
+        self.sums = tokens + 1 + outcome.accepted, drafted + outcome.drafted, steps + len(outcome.sure)
+
+    def mean(self) -> tuple[float, float, float] | None:
+        """(tokens, drafted, steps) of a round; None while nothing is known."""
+        prior = None if self.prior is None else self.prior.mean()
+        if prior is None:
+            return None if self.seen < MET else self._over(self.seen, self.sums)
+        weight = WEIGHTS[1]
+        sums = [own + weight * other for own, other in zip(self.sums, prior, strict=True)]
+        return self._over(self.seen + weight, sums)
+
+    @staticmethod
+    def _over(count: float, sums: Iterable[float]) -> tuple[float, float, float]:
+        tokens, drafted, steps = (x / count for x in sums)
+        return tokens, drafted, steps
+
+
+class Record:
+    """All that is known of a drafter: by position, by how sure it was, and of whole rounds; of one request,
+    or of all of them: the `prior` of the first."""
+
+    def __init__(self, most: int, prior: Record | None = None) -> None:
+        shared = prior is None
+        self.track: Track = Track(most, FADES[shared], None if prior is None else prior.track)
+        self.reliability: Reliability = Reliability(
+            FADES_BY_TOKEN[shared], None if prior is None else prior.reliability
+        )
+        self.pace: Pace = Pace(FADES[shared], None if prior is None else prior.pace)
+
+    @property
+    def seen(self) -> float:
+        """Rounds that it still remembers."""
+        return self.track.seen
+
+    def learn(self, outcome: Round) -> None:
+        # one that had nothing to say was asked in vain
+        self.track.learn(max(outcome.drafted, 1), outcome.accepted)
+        if outcome.sure:
+            self.reliability.learn(outcome.sure, outcome.drafted, outcome.accepted)
+            self.pace.learn(outcome)

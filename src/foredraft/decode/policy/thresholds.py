@@ -21,9 +21,10 @@ from foredraft.model.device import upload
 __all__ = ["AdaptiveExit", "Confidence", "surest"]
 
 
-def surest(logits: Tensor) -> Tensor:
-    """The likeliest token's probability [B], of logits [B, 1, V]; NaN where they are not finite."""
-    return logits[:, 0].softmax(-1).amax(-1)
+def surest(q: Law, logits: Tensor) -> Tensor:
+    """The likeliest token's probability [B], of logits [B, 1, V]; NaN where they are not finite. q: the law
+    that was made of them."""
+    return q.operators.surest(logits[:, 0])
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Confidence(Alone):
         return self.max_draft
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
-        return surest(logits) >= self.threshold
+        return surest(q, logits) >= self.threshold
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class AdaptiveExit(Alone):
         return self.max_draft
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
-        return surest(logits) >= upload([s.policy_state.threshold for s in sequences], logits.device)
+        return surest(q, logits) >= upload([s.policy_state.threshold for s in sequences], logits.device)
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         if outcome.drafted == 0:

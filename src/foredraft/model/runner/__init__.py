@@ -2,7 +2,7 @@
 
 from foredraft.model.runner.body import Forward
 from foredraft.model.runner.compiled import check_compiler
-from foredraft.model.runner.job import Drafted, Drawing, Resume
+from foredraft.model.runner.job import Drafted, Drawing, Resume, Stops
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.runner.remembered import remembered_shapes
 from foredraft.model.runner.runner import Runner, next_chunk
@@ -15,6 +15,7 @@ __all__ = [
     "Forward",
     "Resume",
     "Runner",
+    "Stops",
     "check_compiler",
     "next_chunk",
     "probe_shapes",

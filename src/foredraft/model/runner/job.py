@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from foredraft.model.cache import KVCache
@@ -34,12 +35,39 @@ class Drawing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stops:
+    """Where drafts end by how sure their model is, a row each. float32.
+
+    Sure is the probability of the likeliest token, by softmax of the logits as they are. A place survives by
+    the chance of its bin, times what the places before it do. Where that is below `keep`, no token is drawn;
+    where it is below `more`, no step follows.
+    """
+
+    edges: Tensor  # [N - 1], rising, between the bins
+    chances: Tensor  # [B, N]
+    keep: Tensor  # [B, K]
+    more: Tensor  # [B, K]
+
+    def survival(self, sure: Tensor, before: Tensor) -> Tensor:
+        """Of the next place, all [B]; NaN where `sure` is."""
+        bins = torch.bucketize(sure.contiguous(), self.edges, right=True)
+        chance = self.chances.gather(1, bins[:, None])[:, 0]
+        return (before * chance).where(sure == sure, sure)
+
+
+@dataclass(frozen=True, slots=True)
 class Drafted:
     """Tokens that a model gave itself, one after the other; zeros past a row's own number."""
 
     tokens: Tensor  # [B, K] int64
     finite: Tensor  # [B, K] bool: the logits that each was drawn from
     probs: Tensor | None  # [B, K, V] float32: their laws; None: they are the likeliest
+    counts: list[int]  # [B] tokens of each row
+    sure: Tensor | None = None  # [B, K] float32, of every step that was taken, else -1; None unless it stops
+
+    def steps(self, row: int) -> int:
+        """That a row took: one more than its tokens where none was drawn of the last."""
+        return self.counts[row] if self.sure is None else int((self.sure[row] != -1).sum())
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.gather import Gathering
 from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
-from foredraft.model.runner.job import Drafted, Drawing, Job, Resume
+from foredraft.model.runner.job import Drafted, Drawing, Job, Resume, Stops
 from foredraft.model.runner.native import NativePasses, stretch
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
@@ -210,11 +210,13 @@ class Runner:
         starts: list[int],
         most: list[int],
         drawing: Drawing | None = None,
+        stops: Stops | None = None,
         *,
         plan: Plan | None = None,
     ) -> Drafted | None:
         """Row b reads tokens[b] from position starts[b] on, and then most[b] tokens of its own, one after the
-        other, all in one call; rows with most[b] = 0 do nothing. drawing: None for the likeliest.
+        other, all in one call; rows with most[b] = 0 do nothing. drawing: None for the likeliest. stops:
+        where a row ends before that.
 
         None where no kernels serve: the caller takes the steps by itself.
         """
@@ -227,8 +229,7 @@ class Runner:
                 f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
             )
         flat = [token for row in active for token in tokens[row]]
-        self.forwarded += len(flat) + sum(most[row] - 1 for row in active)
-        return self._native.draft(
+        drafted = self._native.draft(
             flat,
             cache,
             [(row, starts[row], len(tokens[row])) for row in active],
@@ -236,8 +237,11 @@ class Runner:
             self.decoder.spec.layers,
             [most[row] for row in active],
             drawing,
+            stops,
             len(most),
         )
+        self.forwarded += len(flat) + sum(drafted.steps(row) - 1 for row in active)
+        return drafted
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

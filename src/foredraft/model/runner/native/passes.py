@@ -21,7 +21,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
-from foredraft.model.runner.job import Drafted, Drawing
+from foredraft.model.runner.job import Drafted, Drawing, Stops
 from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
 __all__ = ["Columns", "NativePasses"]
@@ -75,6 +75,13 @@ DRAWING = ("temperature", "top_k", "top_p", "min_p", "cut")
 
 class CDrawing(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in DRAWING)
+
+
+class CStops(ctypes.Structure):
+    _fields_ = (
+        ("bins", c_int64),
+        *((name, c_void_p) for name in ("edges", "chances", "keep", "more", "sure")),
+    )
 
 
 class NativePasses:
@@ -133,7 +140,7 @@ class NativePasses:
             draft,
             (
                 *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
-                *(c_void_p,) * 7, c_int,
+                *(c_void_p,) * 9, c_int,
             ),
             allocates=True,
         )  # fmt: skip
@@ -187,6 +194,7 @@ class NativePasses:
         stop: int,
         most: Sequence[int],
         drawing: Drawing | None,
+        stops: Stops | None,
         rows: int,
     ) -> Drafted:
         """Tokens [N] of the columns, then most[g] tokens of each group g's own, one after the other. rows: of
@@ -204,6 +212,12 @@ class NativePasses:
         how = CDrawing()
         if drawing is not None:
             how = CDrawing(*(_address(getattr(drawing, name)) for name in DRAWING))
+        counts, sure, end = array("q", bytes(8 * rows)), None, None
+        if stops is not None:
+            assert stops.keep.shape == stops.more.shape == (rows, steps)  # what they lie as is what is read
+            sure = torch.full((rows, steps), -1.0)
+            ours = stops.edges, stops.chances, stops.keep, stops.more, sure
+            end = CStops(stops.chances.shape[1], *(x.data_ptr() for x in ours))
         self._draft(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
@@ -222,9 +236,11 @@ class NativePasses:
             drawn.data_ptr(),
             finite.data_ptr(),
             None if probs is None else probs.data_ptr(),
+            None if end is None else ctypes.addressof(end),
+            counts.buffer_info()[0],
             torch.get_num_threads(),
         )
-        return Drafted(drawn, finite, probs)
+        return Drafted(drawn, finite, probs, counts.tolist(), sure)
 
     def _space(self, values: int) -> Tensor:
         """To work in during one call: kept, since the next needs about as much."""
