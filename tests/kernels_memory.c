@@ -138,9 +138,9 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     if (hidden == 2) {  // the smallest
         const int64_t tried = word == 1
             ? NEEDED(foredraft_draft_float32(&m, &p, tokens, columns, plans[0], plans[0], 2, slot, most, 4, ways + 1,
-                                             keys, wide_room, own, drawn, finite, probs, 2))
+                                             keys, wide_room, own, drawn, finite, probs, &stops, counts, 2))
             : NEEDED(foredraft_draft_bfloat16(&m, &p, tokens, columns, plans[0], plans[0], 2, slot, most, 4, ways + 1,
-                                              keys, wide_room, own, drawn, finite, probs, 2));
+                                              keys, wide_room, own, drawn, finite, probs, &stops, counts, 2));
         if (tried < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)tried), exit(1);
     }
     for (int64_t i = 0; i < columns * 45; i++)

@@ -190,6 +190,7 @@ typedef struct {
     float *sure;
 } Stops;
 
+int foredraft_surest(const float *x, int64_t rows, int64_t n, float *out, int threads);
 static float survival(const Stops *stops, int64_t row, float sure, float before);
 
 static int draw(
