@@ -282,7 +282,7 @@ DEFECTS = {
     "a residual where nothing was rejected": ("if (where[r] && less)", "if (less)"),
     "a certain token kept": ("larger(v - splat(1), (V){0})", "v"),
     "a token less than the k likeliest": ("heap[child + 1] < heap[child]) child++", "heap[child + 1] > heap[child]) child++"),
-    "one too few of the likeliest": ("return -INFINITY;\n    float *heap", "return -INFINITY;\n    k--;\n    float *heap"),
+    "one too few of the likeliest": ("return DONE;\n    float *heap", "return DONE;\n    k--;\n    float *heap"),
     "ties at the cut dropped": ("pick(v < bound, (V){0}, exponential", "pick(v <= bound, (V){0}, exponential"),
     "the bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
     "noise without its purpose": ("folded(base[r], purpose)", "folded(base[r], 0)"),
