@@ -74,7 +74,7 @@ class Ventriloquist(DraftModel):
     """
 
     def __init__(self, inner: DraftModel, rows: int, positions: int, llm: LLM, right: Right) -> None:
-        super().__init__(inner.runner, rows, positions)
+        super().__init__(inner.draft_pass.runner, rows, positions)
         self.llm, self.right = llm, right
         self.truth: Mapping[tuple[int, ...], list[int]] = {}
 

@@ -60,7 +60,7 @@ def test_the_last_line_holds_every_figure(pair: list[str]) -> None:
 
 
 def test_json_document(pair: list[str]) -> None:
-    done = foredraft(*pair, "def accept", *GREEDY, "--json", "--n", "2", "--compare")
+    done = foredraft(*pair, "def accept", *GREEDY, "--json", "--n", "2", "--compare", "--policy", "fixed")
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     document = json.loads(last_line(done.stdout))
     assert set(document) == {"outputs", "usage", "stats", "lossless", "compare"}

@@ -109,12 +109,12 @@ def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
     target: Any = llm.engine.target
     if target._native is not None and request.param != "padded":
         pytest.skip("the kernels have one way")
-    for runner in (target, drafter.runner):
+    for runner in (target, drafter.draft_pass.runner):
         runner.gathers = request.param == "gathered"
         runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
     yield
     assert target.graphs is None or target.graphs.recorder.replays > 0
-    for runner in (target, drafter.runner):
+    for runner in (target, drafter.draft_pass.runner):
         runner.gathers, runner.graphs = None, None
 
 
