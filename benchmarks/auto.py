@@ -82,13 +82,8 @@ class Ventriloquist(DraftModel):
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         logits = super().step(tokens, starts, counts, idle, at).zero_()
-        for row, sequence in enumerate(self.llm.engine.rows.sequences[: len(starts)]):
-            output = self.truth.get(tuple(sequence.prompt), [])
-            place = starts[row] + counts[row] - len(sequence.prompt)
-            token = output[place] if 0 <= place < len(output) else 0
-            # by its prompt's place among all, not by the row it happens to have
-            index = list(self.truth).index(tuple(sequence.prompt)) if output else 0
-            logits[row, token if self.right(index, place) else (token + 1) % logits.shape[1]] = 1.0
+        for row in range(len(starts)):
+            logits[row, self._word(row, starts[row] + counts[row], logits.shape[1])] = 1.0
         return logits
 
     def draft(
@@ -99,8 +94,28 @@ class Ventriloquist(DraftModel):
         drawing: Drawing | None,
         stops: Stops | None = None,
     ) -> Drafted | None:
-        """One by one, since each step's words are put into its mouth."""
-        return None
+        made = super().draft(tokens, starts, most, drawing, stops)
+        if made is not None:
+            for row, count in enumerate(made.counts):
+                first = starts[row] + len(tokens[row])
+                words = [
+                    self._word(row, first + i, self.draft_pass.runner.decoder.spec.vocab_size)
+                    for i in range(count)
+                ]
+                made.tokens[row, :count] = torch.tensor(words, dtype=torch.int64)
+        return made
+
+    def _word(self, row: int, position: int, words: int) -> int:
+        sequences = self.llm.engine.rows.sequences
+        if row >= len(sequences):
+            return 0  # its rounds are being timed
+        sequence = sequences[row]
+        output = self.truth.get(tuple(sequence.prompt), [])
+        place = position - len(sequence.prompt)
+        token = output[place] if 0 <= place < len(output) else 0
+        # by its prompt's place among all, not by the row it happens to have
+        index = list(self.truth).index(tuple(sequence.prompt)) if output else 0
+        return token if self.right(index, place) else (token + 1) % words
 
 
 class ByLength(Auto):

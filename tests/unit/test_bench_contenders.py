@@ -486,7 +486,7 @@ def test_memory_that_a_run_takes_is_seen_at_its_peak(monkeypatch: pytest.MonkeyP
         del values
         assert looks.acquire(timeout=60)
     monkeypatch.undo()
-    assert 2**26 <= peak[0] < 2**27
+    assert 2**25 < peak[0] < 2**27  # what else was given back meanwhile counts against it
     with memory.peak() as peak:
         pass
     assert peak[0] < 2**24

@@ -242,7 +242,7 @@ class Auto(Alone):
             name = self._waiting(row, choice, plain, reading)
             state.trial, state.silent = name is not None, not choice.budget
             if name is not None:
-                choice = Choice(name, max(1, self._length(row, name, 1)[1]))
+                choice = Choice(name, max(1, best_length(self.table, 1, self._prospect(row, name))[1]))
                 reading += self._reading(row, name)
             turns.append(choice)
         return turns
@@ -326,19 +326,19 @@ class Auto(Alone):
         return state.prospects[key]
 
     def _length(self, row: Offers, name: str, batch: int) -> tuple[float, int]:
-        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the longest
-        of one that stops by itself."""
+        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
+        is best by position, or the longest, where drafts that stop by themselves have done better."""
         state: _State = row.sequence.policy_state
         key = name, min(row.most[name], self.max_draft), batch
         if key not in state.best:
+            best = best_length(self.table, batch, self._prospect(row, name))
             paced = self._candidate(row, name).record.pace.mean()
-            if paced is None:
-                state.best[key] = best_length(self.table, batch, self._prospect(row, name))
-            else:
+            if paced is not None:
                 tokens, drafted, steps = paced
                 ms = self.table.verifying(batch, round(batch * (1 + drafted)))
                 rate = batch * tokens / (ms + self.table.drafting(name, batch, steps))
-                state.best[key] = rate, key[1]
+                best = max(best, (rate, key[1]))
+            state.best[key] = best
         return state.best[key]
 
 

@@ -15,8 +15,9 @@ from foredraft.decode.stats import Round
 
 __all__ = ["SHARE", "Account", "Ledger"]
 
-SHARE = 0.015  # of its time that a request may lose by drafting, one round aside
+SHARE = 0.01  # of its time that a request may lose by drafting, one round aside
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
+EARNED = 0.005  # of all time, that reading may take whatever was gained
 KEPT = 50.0  # plain steps of what was gained that are remembered
 
 
@@ -104,5 +105,5 @@ class Ledger:
             account.lost += ms - running.plain * tokens
             account.largest = max(account.largest, ms)
         mean = sum(tokens for _, tokens in running.rows) / len(running.rows)
-        gained = self.gained + running.plain * mean - ms - running.first + SHARE * (ms + running.first)
+        gained = self.gained + running.plain * mean - ms - running.first + EARNED * (ms + running.first)
         self.gained = min(max(gained, -KEPT * running.plain), KEPT * running.plain)
