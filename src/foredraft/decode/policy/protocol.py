@@ -103,7 +103,8 @@ class Policy(Protocol):
         ...
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Of every row that decodes, after its commit, whoever may draft for it; sure: what it `wants`."""
+        """Of every row that decodes, after its commit, whoever may draft for it; sure: what it `wants`. Not told
+        where nobody may draft for any of them."""
         ...
 
 
