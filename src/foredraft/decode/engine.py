@@ -327,7 +327,7 @@ class Engine:
 
 
 def _may_draft(sequences: Iterable[Sequence]) -> bool:
-    """Whether anybody may draft for one of them; the policy is neither asked nor told anything where nobody may."""
+    """Whether anybody may, for one of them; a policy is neither asked nor told anything where nobody may."""
     return any(sequence.drafters for sequence in sequences)
 
 
