@@ -72,6 +72,24 @@ def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
             assert turn.emitted == turn.accepted + 1
 
 
+def test_nobody_verifies_what_another_row_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's columns are the pending token and its own guess, however long the others' are."""
+    sequences = [greedy(prompt, "script") for prompt in PROMPTS[:4]]
+    engine = make_engine(TARGET, policy=Fixed(4), script=lambda s, budget: [1] * min(s.row, budget))
+    seen: list[list[int]] = []
+    forward = engine.target.forward
+
+    def noted(*args: Any, **more: Any) -> Any:
+        seen.append(more.get("counts") or [])  # none of a prompt
+        return forward(*args, **more)
+
+    monkeypatch.setattr(engine.target, "forward", noted)
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    full = [counts for counts in seen if len(counts) == 4 and 0 not in counts]
+    assert full and all(count <= 1 + row for counts in full for row, count in enumerate(counts))
+    assert [1, 2, 3, 4] in full
+
+
 @pytest.mark.parametrize("drafter", ["draft-model", "tapping", "early-exit"])
 def test_a_perfect_drafter_is_accepted_whole(drafter: str) -> None:
     """The draft model is the target: any position it is off by, or token it missed, would show."""

@@ -71,7 +71,7 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
     tokens = upload(_padded(guesses), inputs.device, torch.int64).view(len(guesses), max(lengths))
-    return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens))
+    return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens), known=lengths)
 
 
 def _step_through(
