@@ -72,9 +72,10 @@ class Drafted:
     counts: list[int]  # [B] tokens of each row
     sure: Tensor | None = None  # [B, K] float32, of every step that was taken, else -1; None unless it stops
 
-    def steps(self, row: int) -> int:
-        """That a row took: one more than its tokens where none was drawn of the last."""
-        return self.counts[row] if self.sure is None else int((self.sure[row] != -1).sum())
+    @property
+    def steps(self) -> list[int]:
+        """[B] that each row took: one more than its tokens where none was drawn of the last."""
+        return self.counts if self.sure is None else (self.sure != -1).sum(1).tolist()
 
 
 @dataclass(slots=True)
