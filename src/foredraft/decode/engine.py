@@ -4,7 +4,7 @@
 
 Batch 1 is B = 1 and plain decoding is K = 0, not other paths. Before each round every sequence's cache
 length is len(tokens) - 1: the last token is pending. Rollback is setting a length. The device is read
-once per round, in `reading`.
+once per round, in `reading`, and after each draft step that a policy or a constraint may end.
 
 A value that is not finite harms its own request alone, and only if plain decoding met it too: a row whose
 draft led there is wiped past its text and takes its next step without a draft; a drafter that gives such
