@@ -84,8 +84,8 @@ MUTANTS = [
         (
             (
                 Engine._verify,
-                "counts=[0 if i else min(1 + b, width)",
-                "counts=[0 if i else min(1 + 0 * b, width)",
+                "counts=[0 if i else min(1 + n, width)",
+                "counts=[0 if i else min(1 + 0 * n, width)",
             ),
         ),
         skipping,
