@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import CompileConfig, LogitsProcessor, LogitsProcessorList
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foredraft.bench.timing import synchronise
+from foredraft.model.device import synchronise
 
 # how `generate` is asked: the cache that grows, one of a fixed size, and that with its forward compiled
 WAYS: dict[str, dict[str, Any]] = {

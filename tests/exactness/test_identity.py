@@ -11,11 +11,11 @@ import laws
 import pytest
 import torch
 from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
-from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StepByStep, StopUnsure, foreseeing
+from parts import Fickle, Halts, LateBan, NoRepeat, RandomBudgets, StepByStep, StopUnsure, foreseeing
 from tabular import Table, Tabular
 
 from foredraft.decode.draft_pass import DraftPass
-from foredraft.decode.policy import Fixed, Heuristic, Policy
+from foredraft.decode.policy import Fixed, Heuristic, Policy, TargetConfidence
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 
 V = 5
@@ -70,6 +70,24 @@ def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
         for turn in sequence.rounds:
             assert turn.accepted == min(right, turn.drafted)
             assert turn.emitted == turn.accepted + 1
+
+
+def test_nobody_verifies_what_another_row_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's columns are the pending token and its own guess, however long the others' are."""
+    sequences = [greedy(prompt, "script") for prompt in PROMPTS[:4]]
+    engine = make_engine(TARGET, policy=Fixed(4), script=lambda s, budget: [1] * min(s.row, budget))
+    seen: list[list[int]] = []
+    forward = engine.target.forward
+
+    def noted(*args: Any, **more: Any) -> Any:
+        seen.append(more.get("counts") or [])  # none of a prompt
+        return forward(*args, **more)
+
+    monkeypatch.setattr(engine.target, "forward", noted)
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    full = [counts for counts in seen if len(counts) == 4 and 0 not in counts]
+    assert full and all(count <= 1 + row for counts in full for row, count in enumerate(counts))
+    assert [1, 2, 3, 4] in full
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "tapping", "early-exit"])
@@ -346,10 +364,11 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
     assert heir.drafter_faults == 1
 
 
+@pytest.mark.parametrize("policy", [Fixed(3), TargetConfidence(3), Halts(3)], ids=lambda p: f"{p.name}")
 @pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
-def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str) -> None:
+def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str, policy: Policy) -> None:
     """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
-    engine = make_engine(Tabular(TARGET, sick=True), DRAFT, Fixed(3), rows=3)
+    engine = make_engine(Tabular(TARGET, sick=True), DRAFT, policy, rows=3)
     sequences = [greedy(PROMPTS[2], drafter), greedy(PROMPTS[3]), greedy(PROMPTS[4], drafter)]
     assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
     for sequence in sequences[::2]:

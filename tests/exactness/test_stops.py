@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import test_identity as identity
+import torch
 from harness import make_engine, request, run
 from parts import Halts
+from torch import Tensor
 
+from foredraft.decode.law import Law
+from foredraft.decode.policy import Fixed
+from foredraft.decode.policy.stopping import Ends, stops_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
+from foredraft.model.runner import Stops
 
 SAMPLED: dict[str, Any] = {"acceptance": "coupled", "seed": 5, "temperature": 0.9}
 PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "sampled": SAMPLED}
@@ -46,6 +53,44 @@ def same_stops() -> None:
 
 def test_they_stop_at_the_same_places_however_they_are_taken() -> None:
     same_stops()
+
+
+class Doubly(Fixed):
+    """Stops by what it was given beforehand, and by what it sees."""
+
+    looks = True
+    ends = Ends.never(3)
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
+        return stops_of([self.ends] * len(sequences), 3, device)
+
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        return None
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        return torch.ones(len(sequences), dtype=torch.bool)
+
+
+class NoneDrawn(Doubly):
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        return torch.zeros(len(sequences), dtype=torch.bool)
+
+
+class OneByStops(Doubly):
+    ends = replace(Ends.never(3), more=[2.0] * 3)
+
+
+class OneBySight(Doubly):
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+        return torch.zeros(len(sequences), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("kind", "longest"), [(Doubly, 3), (NoneDrawn, 0), (OneByStops, 1), (OneBySight, 1)])
+@pytest.mark.parametrize("drafter", ["draft-model", "looping"])
+def test_whoever_says_stop_first_is_heard(kind: type[Doubly], longest: int, drafter: str) -> None:
+    sequences = [request(prompt, drafter, max_new_tokens=16) for prompt in identity.PROMPTS]
+    run(make_engine(identity.TARGET, identity.DRAFT, kind(3)), sequences)
+    assert max(turn.drafted for sequence in sequences for turn in sequence.rounds) == longest
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "looping", "tapping", "early-exit", "layer-skip"])

@@ -67,6 +67,22 @@ def test_rounds_are_measured_and_leave_the_caches_as_they_were(
     assert all(dense(cache).isfinite().all() for cache in engine.rows.caches)
 
 
+def test_a_text_is_read_when_the_device_has_read_it(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def wait(device: Any) -> None:
+        clock[0] += 3.2
+
+    monkeypatch.setattr(calibration, "SECONDS", (600.0, 600.0))
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibration, "synchronise", wait)
+    table = measure(loaded(folders).engine, 1, 5)
+    assert table is not None
+    assert table.reads == {"draft-model": pytest.approx(3.2e3 / calibration.CONTEXT)}
+
+
 def test_a_cache_without_room_is_not_measured(folders: tuple[Path, Path]) -> None:
     llm = loaded(folders, max_length=12)
     assert measure(llm.engine, 1, 5) is None

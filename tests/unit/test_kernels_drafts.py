@@ -156,7 +156,7 @@ def stopping(sampled: bool, seeds: int = 12) -> None:
                     break
             counts.append((drawn, most))
             steps.append(taken)
-            assert (drafted.counts[row], drafted.steps(row)) == (drawn, taken)
+            assert (drafted.counts[row], drafted.steps[row]) == (drawn, taken)
             assert (drafted.sure[row, taken:] == -1).all()
             assert torch.equal(drafted.tokens[row, :drawn], whole.tokens[row, :drawn])
             if drafted.probs is not None and whole.probs is not None:

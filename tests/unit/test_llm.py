@@ -412,7 +412,9 @@ def test_plain_requests_do_not_pay_for_what_a_policy_wants(
     monkeypatch.setattr(llm.engine, "policy", TargetConfidence(4))
     for speculation in ("none", "draft-model"):
         assert not asked
-        llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=8, speculation=speculation))
+        params = SamplingParams(temperature=0, max_new_tokens=8, speculation=speculation)
+        (output,) = llm.generate([5, 6], params)
+        assert output.error is None
     assert asked
 
 

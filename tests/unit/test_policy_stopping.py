@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from foredraft.decode.policy.reliability import EDGES, Reliability
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.survival import Record, Track
 from foredraft.decode.stats import Round
+from foredraft.model.runner import Stops
 
 CPU = torch.device("cpu")
 TABLE = CostTable({1: {1: 1.0, 11: 2.0}}, {"small": {1: (0.3, 0.2)}}, {"small": 0.01})
@@ -113,3 +116,19 @@ def test_a_round_is_paid_by_the_steps_that_were_taken() -> None:
     ledger.hear(account, "small", Round(1, 1, 2, (0.9, 0.1)))  # a second step, and no token of it
     assert account.spent == pytest.approx(0.5 + 1.1)
     assert account.lost == pytest.approx(0.5 + 1.1 - 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("edges", torch.zeros(3)),
+        ("chances", torch.ones(1, 2)),
+        ("keep", torch.zeros(2, 3)),
+        ("more", torch.zeros(4, 2).T),
+        ("more", torch.zeros(2, 4, dtype=torch.float64)),
+    ],
+)
+def test_what_a_kernel_would_misread_is_not_made(part: str, wrong: torch.Tensor) -> None:
+    right = Stops(torch.zeros(1), torch.ones(2, 2), torch.zeros(2, 4), torch.zeros(2, 4))
+    with pytest.raises(AssertionError):
+        replace(right, **{part: wrong})

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from foredraft.bench.contender import Setting, Timing
-from foredraft.bench.timing import synchronise
 from foredraft.errors import ConfigError
+from foredraft.model.device import synchronise
 
 __all__ = ["Checkpoints", "Generate", "assisted", "plain", "prompt_lookup"]
 

@@ -18,8 +18,8 @@ import torch
 
 import foredraft
 from foredraft.bench.records import Bandwidth
-from foredraft.bench.timing import synchronise
 from foredraft.build.memory import free_memory
+from foredraft.model.device import synchronise
 
 __all__ = ["Memory", "bandwidth", "machine"]
 

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from foredraft.decode.engine import Engine
+from foredraft.model.device import synchronise
 
-__all__ = ["Clock", "Parts", "Turns", "interleaved", "parted", "synchronise", "timed", "watched", "wrapped"]
+__all__ = ["Clock", "Parts", "Turns", "interleaved", "parted", "timed", "watched", "wrapped"]
 
 T = TypeVar("T")
 
@@ -119,12 +120,6 @@ def wrapped(thing: Any, name: str, stand_in: Any) -> Iterator[None]:
             delattr(thing, name)
         else:
             setattr(thing, name, before)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for all that the device was told to do; a CPU is never behind."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:

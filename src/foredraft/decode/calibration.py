@@ -20,6 +20,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
+from foredraft.model.device import synchronise
 
 __all__ = ["Calibration", "measure"]
 
@@ -148,8 +149,10 @@ class _Bench:
         stepper = as_stepper(self.engine.drafters[name])
         if stepper is None:
             return 0.0
-        sequence, start = self.engine.rows.sequences[0], time.perf_counter()
-        stepper.read(sequence, 0, self.context)
+        synchronise(self.engine.device)
+        start = time.perf_counter()
+        stepper.read(self.engine.rows.sequences[0], 0, self.context)
+        synchronise(self.engine.device)
         return 1e3 * (time.perf_counter() - start) / self.context
 
     def _round(self, trial: Trial) -> float:

@@ -47,8 +47,9 @@ class Draft:
 
     resume: the target's states that a stepper already has for the columns [pending, *tokens].
     sick [B] bool: rows whose drafter gave logits that are not finite; None = none could.
-    sure [B, K] float32: how sure a stepper was at every step that it took, -1 at others; None unless a policy
-    stops by it. known: as much as the host knows of the lengths, at most so many; None = nothing.
+    sure [B, N] float32, N steps, K or more: how sure a stepper was at every step that it took, -1 at others;
+    None unless a policy stops by it. known: as much as the host knows of the lengths, at most so many; None =
+    nothing.
     """
 
     tokens: Tensor

@@ -71,7 +71,7 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
     tokens = upload(_padded(guesses), inputs.device, torch.int64).view(len(guesses), max(lengths))
-    return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens))
+    return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens), known=lengths)
 
 
 def _step_through(
@@ -120,7 +120,7 @@ def _step_through(
             sure = inputs.table.operators.surest(logits[:, 0])
             survival = stops.survival(sure, survival)
             sures.append(sure.where(_still(wanted[:, j], going, j), -1.0)[:, None])
-            draws, on = ~(survival < stops.keep[:, j]), survival >= stops.more[:, j]
+            draws, on = _both(draws, ~(survival < stops.keep[:, j])), survival >= stops.more[:, j]
         token = _draw(q, inputs, j, coupled, noise)  # [B, 1]
         drawn.append(token)
         laws.append(q)
@@ -130,7 +130,7 @@ def _step_through(
         if j + 1 == width:
             break
         if policy.looks:
-            on = policy.go_on(sequences, j, q, logits)
+            on = _both(policy.go_on(sequences, j, q, logits), on)
         if on is None and draws is None and not walking:
             active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
         else:  # the one [B]-sized read that a draft step may cost
@@ -157,6 +157,11 @@ def _step_through(
     drafted = torch.cat(drawn, 1).where(columns[: len(drawn)] < lengths[:, None], 0)
     told = torch.cat(sures, 1) if sures else None
     return Draft(drafted, lengths, _joined(laws), drafter.resume(), sick, told, known)
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Where both say yes, as one that says nothing does."""
+    return other if one is None else one if other is None else one & other
 
 
 def _still(wanted: Tensor, going: list[Tensor], steps: int) -> Tensor:

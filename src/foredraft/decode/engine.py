@@ -4,7 +4,7 @@
 
 Batch 1 is B = 1 and plain decoding is K = 0, not other paths. Before each round every sequence's cache
 length is len(tokens) - 1: the last token is pending. Rollback is setting a length. The device is read
-once per round, in `reading`.
+once per round, in `reading`, and after each draft step that a policy or a constraint may end.
 
 A value that is not finite harms its own request alone, and only if plain decoding met it too: a row whose
 draft led there is wiped past its text and takes its next step without a draft; a drafter that gives such
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class Engine:
         if self.scheduler.steady:
             return self.round()
         waiting, calibrate = self.scheduler.waiting, self.policy.calibrate
-        if calibrate is not None and not self.rows.sequences and any(s.drafters for s in waiting):
+        if calibrate is not None and not self.rows.sequences and _may_draft(waiting):
             calibrate(self, len(waiting))
         self._start(self.scheduler.admit())
         busy = self.scheduler.running
@@ -128,7 +128,7 @@ class Engine:
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
         judge = p if rollback is None else rollback.judge
-        signal = self.policy.wants if any(s.drafters for s in inputs.sequences) else None
+        signal = self.policy.wants if _may_draft(inputs.sequences) else None
         readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
         return self._commit(inputs, readings, forward)
 
@@ -146,7 +146,7 @@ class Engine:
         """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step."""
         budgets = [0] * len(sequences)
         running = [s for s, i in zip(sequences, idle, strict=True) if not i]
-        if not any(s.drafters for s in sequences) or self.policy.rests(running):
+        if not _may_draft(sequences) or self.policy.rests(running):
             return budgets
         rows = [self._offers(s) for s in running]
         for row, choice in zip(rows, self.policy.choose(rows), strict=True):
@@ -197,6 +197,7 @@ class Engine:
     def _commit(self, inputs: RoundInputs, readings: list[Reading], forward: Forward) -> list[Sequence]:
         """Tokens, cache length, constraint, drafter and policy of each row move together."""
         over: list[tuple[Sequence, Finish, str | None]] = []
+        asked = _may_draft(inputs.sequences)  # before any of them loses its drafter
         rows = zip(inputs.sequences, inputs.idle, inputs.budgets, readings, strict=True)
         for sequence, idle, budget, reading in rows:
             if idle:
@@ -227,7 +228,8 @@ class Engine:
                     states = {d: forward.taps[d][row, : outcome.emitted] for d in drafter.taps}
                     drafter.observe(sequence, base, states)
                 drafter.rewind(sequence)
-            self.policy.learn(sequence, outcome, reading.sure)
+            if asked:
+                self.policy.learn(sequence, outcome, reading.sure)
             if reading.sick:
                 self._cure(sequence)
             if sequence.finish is not None:
@@ -322,6 +324,11 @@ class Engine:
 
     def _taps(self, sequence: Sequence) -> tuple[int, ...]:
         return tuple(depth for name in sequence.drafters for depth in self.drafters[name].taps)
+
+
+def _may_draft(sequences: Iterable[Sequence]) -> bool:
+    """Whether anybody may, for one of them; a policy is neither asked nor told anything where nobody may."""
+    return any(sequence.drafters for sequence in sequences)
 
 
 def _not_finite(sequence: Sequence) -> str:

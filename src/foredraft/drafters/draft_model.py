@@ -80,9 +80,9 @@ class DraftModel:
             return None
         drafted = self.draft_pass.at_once(self.cache, tokens, starts, most, drawing, stops)
         if drafted is not None:
-            for row, (start, own, count) in enumerate(zip(starts, tokens, most, strict=True)):
-                if count:
-                    self._read[row] = start + len(own) + drafted.steps(row) - 1
+            for row, (start, own, steps) in enumerate(zip(starts, tokens, drafted.steps, strict=True)):
+                if steps:
+                    self._read[row] = start + len(own) + steps - 1
         return drafted
 
     def resume(self) -> Resume | None:

@@ -32,3 +32,9 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all that the device was told to do, where somebody takes times; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -99,11 +99,13 @@ class Policy(Protocol):
 
     def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops | None:
         """Where a stepper's drafts of this round end before their budgets [B], by how sure it is; K of it is
-        the largest of these. None = nowhere. It spares a call for every token, unlike `go_on`."""
+        the largest of these. None = nowhere. It spares a call for every token, unlike `draws` and `go_on`;
+        of a policy that has both, either ends a draft."""
         ...
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Of every row that decodes, after its commit, whoever may draft for it; sure: what it `wants`."""
+        """Of every row that decodes, after its commit, whoever may draft for it; sure: what it `wants`. Not
+        called where nobody may draft for any of them."""
         ...
 
 

@@ -9,7 +9,7 @@ __all__ = ["EDGES", "Reliability"]
 
 # Of the bins: most tokens are drafted with a probability near 1, where differences tell most.
 EDGES = 0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96, 0.985, 0.995
-ASSUMED = 0.7  # P(a token is kept) of a drafter that nobody knows, on average over the bins
+ASSUMED = 0.7  # P(a drafted token is kept) of a drafter that nobody knows
 WEIGHTS = 2.0, 4.0  # tokens of a bin that what is assumed counts for, and what is known of other requests
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
-from foredraft.decode.policy.reliability import Reliability
+from foredraft.decode.policy.reliability import ASSUMED, Reliability
 from foredraft.decode.stats import Round
 
 __all__ = ["MET", "Pace", "Record", "Track"]
 
-BASE = 0.7  # P(a drafted token is accepted) of a drafter that nobody knows
 WEIGHTS = 2.0, 4.0  # rounds that what is assumed counts for: at first, and once others have seen as many
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
@@ -28,7 +27,7 @@ class Track:
 
         alpha = (kept + w prior) / (tried + w),   r_j = (kept_j + w alpha) / (tried_j + w)
 
-    with the prior of a Track that knows more (other requests), or BASE. s_j = r_1 ... r_j.
+    with the prior of a Track that knows more (other requests), or ASSUMED. s_j = r_1 ... r_j.
     """
 
     def __init__(self, most: int, fade: float, prior: Track | None = None) -> None:
@@ -43,7 +42,7 @@ class Track:
     @property
     def alpha(self) -> float:
         """P(a drafted token is kept | all before it in its draft were)."""
-        assumed = BASE if self.prior is None else self.prior.alpha
+        assumed = ASSUMED if self.prior is None else self.prior.alpha
         return (sum(self.kept) + self._weight * assumed) / (sum(self.tried) + self._weight)
 
     @property

@@ -36,7 +36,8 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Where drafts end by how sure their model is, a row each. float32.
+    """Where drafts end by how sure their model is, a row each. float32, and as kernels read them: one after
+    the other.
 
     Sure is the probability of the likeliest token, by softmax of the logits as they are. A place survives by
     the chance of its bin, times what the places before it do. Where that is below `keep`, no token is drawn;
@@ -47,6 +48,12 @@ class Stops:
     chances: Tensor  # [B, N]
     keep: Tensor  # [B, K]
     more: Tensor  # [B, K]
+
+    def __post_init__(self) -> None:
+        several = self.edges, self.chances, self.keep, self.more
+        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in several)
+        assert self.chances.shape == (len(self.keep), len(self.edges) + 1)
+        assert self.keep.shape == self.more.shape
 
     def survival(self, sure: Tensor, before: Tensor) -> Tensor:
         """Of the next place, all [B]; NaN where `sure` is."""
@@ -65,9 +72,10 @@ class Drafted:
     counts: list[int]  # [B] tokens of each row
     sure: Tensor | None = None  # [B, K] float32, of every step that was taken, else -1; None unless it stops
 
-    def steps(self, row: int) -> int:
-        """That a row took: one more than its tokens where none was drawn of the last."""
-        return self.counts[row] if self.sure is None else int((self.sure[row] != -1).sum())
+    @property
+    def steps(self) -> list[int]:
+        """[B] that each row took: one more than its tokens where none was drawn of the last."""
+        return self.counts if self.sure is None else (self.sure != -1).sum(1).tolist()
 
 
 @dataclass(slots=True)

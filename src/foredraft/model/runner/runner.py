@@ -240,7 +240,7 @@ class Runner:
             stops,
             len(most),
         )
-        self.forwarded += len(flat) + sum(drafted.steps(row) - 1 for row in active)
+        self.forwarded += len(flat) + sum(steps - 1 for steps in drafted.steps if steps)
         return drafted
 
     @torch.inference_mode()

@@ -214,7 +214,7 @@ class NativePasses:
             how = CDrawing(*(_address(getattr(drawing, name)) for name in DRAWING))
         counts, sure, end = array("q", bytes(8 * rows)), None, None
         if stops is not None:
-            assert stops.keep.shape == stops.more.shape == (rows, steps)  # what they lie as is what is read
+            assert stops.keep.shape == (rows, steps)  # the kernel takes that for granted
             sure = torch.full((rows, steps), -1.0)
             ours = stops.edges, stops.chances, stops.keep, stops.more, sure
             end = CStops(stops.chances.shape[1], *(x.data_ptr() for x in ours))
