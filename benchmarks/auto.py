@@ -35,11 +35,10 @@ from typing import Any
 import torch
 from timing import spread, timed
 from torch import Tensor
-from workload import heldout, machine, write
+from workload import fluent, heldout, machine, write
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams
-from foredraft.bench.workload import load_workloads
 from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
 from foredraft.decode.policy.stopping import stops_of
 from foredraft.decode.stats import Round, Stats
@@ -62,7 +61,6 @@ CASES: dict[str, tuple[int, Right | None]] = {
     "batch": (8, None),
 }
 FLUENT = "pays", "choice", "batch"  # whose prompts lead to texts that repeat little
-LEAST, WITHIN = 0.3, 64  # of the 4-grams of so many tokens
 PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-3,5-7,9-11,13-15"
 MODELS = "layer-skip", "draft-model"
 
@@ -126,19 +124,6 @@ class ByLength(Auto):
 
     def learn(self, sequence: Any, outcome: Round, sure: float | None) -> None:
         super().learn(sequence, replace(outcome, sure=()), sure)
-
-
-def fluent(llm: LLM, count: int) -> list[list[int]]:
-    """Prompts that the target does not answer in circles."""
-    prompts = llm.encode(load_workloads(("free",))[0].prompts)
-    kept = []
-    for prompt in prompts:
-        (output,) = request(llm, [prompt], "none", WITHIN, 0.0)[1]
-        if repeated(output.token_ids) < LEAST:
-            kept.append(prompt)
-        if len(kept) == count:
-            break
-    return kept
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:

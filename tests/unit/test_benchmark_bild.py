@@ -25,7 +25,7 @@ QUICK = (
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(workload, "HERE", tmp_path)
     prompts = ["def add(a, b):\n", "import os\n"]
-    monkeypatch.setattr(bild, "heldout", lambda count: prompts[:count])
+    monkeypatch.setattr(bild, "fluent", lambda llm, count: llm.encode(prompts[:count]))
     (tmp_path / "results").mkdir()
     return tmp_path / "results"
 

@@ -224,7 +224,8 @@ class Auto(Alone):
                 tokens += 1
                 continue
             paced = self._candidate(row, name).record.pace.mean()
-            if paced is None or row.sequence.policy_state.trial:
+            chosen = budget < min(row.most[name], self.max_draft)  # by position (`_length`)
+            if paced is None or chosen or row.sequence.policy_state.trial:
                 paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
             tokens += paced[0]
             columns += paced[1]
