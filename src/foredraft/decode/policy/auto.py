@@ -91,7 +91,8 @@ class Auto(Alone):
         self.table = table or CostTable.assumed()
         self.ledger = Ledger()
         self._shared: dict[tuple[str, bool], _Candidate] = {}
-        self._rounds = 0  # for which these choices of these offers stand
+        self._rounds = 0  # for which these choices of these offers stand, while fewer than half of the rows
+        self._failed = 0  # were drafted for in vain in the last one
         self._offered: list[tuple[object, ...]] = []
         self._choices: list[Choice] = []
         self._rate = 0.0  # tokens per ms that they promise
@@ -114,7 +115,8 @@ class Auto(Alone):
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
         accounts = [row.sequence.policy_state.account for row in rows]
         self._age += 1
-        if self._rounds and offered == self._offered:  # nothing new enough to weigh it all again
+        failed, self._failed = self._failed, 0
+        if self._rounds and offered == self._offered and 2 * failed < len(rows):  # nothing new enough
             self._rounds -= 1
             self.ledger.begin(self.table, accounts, 0.0, 0.0)
             return [_within(*pair) for pair in zip(rows, self._choices, strict=True)]
@@ -178,8 +180,7 @@ class Auto(Alone):
             candidate.wait()
         if name is None:
             return
-        if not outcome.accepted:
-            self._rounds = 0
+        self._failed += not outcome.accepted
         candidate = state.candidates[name]
         candidate.drafted(outcome, trial=state.trial)
         if state.trial and state.silent and outcome.accepted:
