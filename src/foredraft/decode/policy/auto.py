@@ -31,7 +31,8 @@ __all__ = ["Auto"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
 CONTENT = 6  # times as many, while another one pays, and as many times again if it has to read first
-SURE = 1.05  # by how much more a drafter that has to read first must promise
+SURE = 1.05, 1.5  # how much more a drafter that has to read first must promise: to a row alone, and in a batch,
+# whose drafts the least lucky row breaks off
 STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
@@ -211,7 +212,7 @@ class Auto(Alone):
             rate, length = self._length(row, name, batch)
             gain = 1 - batch / (plain * rate)
             if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
-                rate = remaining / (remaining / rate + own) / SURE
+                rate = remaining / (remaining / rate + own) / SURE[batch > 1]
             if length and rate > best and self._may_read(row, name, plain, reading, gain):
                 best, chosen = rate, name
         return chosen
