@@ -31,8 +31,8 @@ __all__ = ["Auto"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
 CONTENT = 6  # times as many, while another one pays, and as many times again if it has to read first
-SURE = 1.05, 1.5  # how much more a drafter that has to read first must promise: to a row alone, and in a batch,
-# whose drafts the least lucky row breaks off
+SURE = 1.05, 1.5  # how much more a drafter that has to read first must promise: to a row alone, and in a
+# batch, whose drafts the least lucky row breaks off
 STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
