@@ -30,9 +30,8 @@ from foredraft.model.runner import Stops
 __all__ = ["Auto"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-CONTENT = 6  # times as many, while another one pays, and as many times again if it has to read first
-SURE = 1.05, 1.5  # how much more a drafter that has to read first must promise: to a row alone, and in a
-# batch, whose drafts the least lucky row breaks off
+CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first
+SURE = 1.05  # by how much more a drafter that has to read first must promise
 STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
@@ -212,7 +211,7 @@ class Auto(Alone):
             rate, length = self._length(row, name, batch)
             gain = 1 - batch / (plain * rate)
             if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
-                rate = remaining / (remaining / rate + own) / SURE[batch > 1]
+                rate = remaining / (remaining / rate + own) / SURE
             if length and rate > best and self._may_read(row, name, plain, reading, gain):
                 best, chosen = rate, name
         return chosen
@@ -254,9 +253,10 @@ class Auto(Alone):
         state: _State = row.sequence.policy_state
         for name, most in row.most.items():
             candidate = self._candidate(row, name)
-            met = choice.budget and self._known(row, name).seen > MET
             own = self._reading(row, name)
-            patience = candidate.patience * (1 if not met else CONTENT**2 if own else CONTENT)
+            patience = candidate.patience
+            if self._known(row, name).seen > MET:
+                patience *= CONTENT ** (bool(choice.budget) + bool(own))
             if name == choice.drafter or candidate.waited < patience:
                 continue
             perfect = Prospect(name, (1.0,) * min(most, self.max_draft))

@@ -15,8 +15,8 @@ class CostTable:
     """Milliseconds, of what was measured and what lies between; never changed once made.
 
     passes: batch -> columns in all -> of a round that verifies them and drafts nothing. drafts: drafter ->
-    batch -> of the first step of its drafts, and of each further one. reads: drafter -> of reading a token of
-    a text, 0 or missing where that was not measured.
+    batch -> of the first step of its drafts, and of each further one. reads: drafter -> of a token more of a
+    text that it reads; missing where that was not measured.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class CostTable:
         of its own, which takes as many of its steps as the target's of that width takes of the target's."""
         if tokens < 2:  # a step reads one more
             return 0.0
-        if self.reads.get(drafter):
-            return self.reads[drafter] * tokens
+        if drafter in self.reads:
+            return self.drafting(drafter, 1, 1) + self.reads[drafter] * (tokens - 1)
         return self.drafting(drafter, 1, 1) * self.verifying(1, tokens) / self.verifying(1, 1)
 
 

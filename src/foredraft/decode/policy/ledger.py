@@ -16,6 +16,7 @@ from foredraft.decode.stats import Round
 __all__ = ["SHARE", "Account", "Ledger"]
 
 SHARE = 0.01  # of its time that a request may lose by drafting, one round aside
+FIRST = 0.015  # of a whole request's, that a drafter which is not known to pay may read in
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
 EARNED = 0.005  # of all time, that reading may take whatever was gained
 KEPT = 50.0  # plain steps of what was gained that are remembered
@@ -87,7 +88,7 @@ class Ledger:
         """Whether a drafter that is not known to pay may read a text, in a request that takes `whole` ms
         decoded plainly: for the request's own share, or for what was gained, and once on credit."""
         needed = account.lost + account.read + reading
-        if needed <= SHARE * whole + plain:
+        if needed <= FIRST * whole + plain:
             return True
         steps, share = READING
         return needed <= min(steps * plain, share * whole) and reading <= steps * plain + self.gained
