@@ -133,7 +133,7 @@ def law_of_skipping_drafts() -> None:
 
 def broken_self_drafts() -> None:
     for drafter in ("layer-skip", "early-exit"):
-        identity.test_a_target_whose_own_drafts_break_goes_on_without_them(drafter)
+        identity.test_a_target_whose_own_drafts_break_goes_on_without_them(drafter, Fixed(3))
 
 
 def draft_broken_off() -> None:
