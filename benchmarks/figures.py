@@ -70,6 +70,10 @@ def middle(spread: Spread | None) -> float | None:
     return None if spread is None else spread.median
 
 
+def gain(found: Sequence[Row]) -> str:
+    return span(middle(row.speedup) for row in found)
+
+
 def over(found: Sequence[Row], peer: str) -> str:
     return span(middle((row.over_peers or {}).get(peer)) for row in found)
 
@@ -89,8 +93,8 @@ def speed() -> list[str]:
     def line(label: str, of: Callable[[str], str]) -> Cells:
         return label, of("greedy"), of("sampled")
 
-    def gain(contender: str) -> Callable[[str], str]:
-        return lambda name: span(middle(row.speedup) for row in rows(name, contender))
+    def gains(contender: str) -> Callable[[str], str]:
+        return lambda name: gain(rows(name, contender))
 
     def every(name: str) -> list[Row]:
         return [row for row in report(name).rows if not row.peer and row.lossless and row.speedup is not None]
@@ -102,13 +106,13 @@ def speed() -> list[str]:
         ("tokens/s, kinds of prompts from the worst to the best", "temperature 0", "temperature 1"),
         line("plain decoding ÷ `transformers`' `generate`", peers("plain", "transformers")),
         line("plain decoding ÷ llama.cpp", peers("plain", "llama.cpp")),
-        line("draft model ÷ own plain decoding", gain("draft-model")),
+        line("draft model ÷ own plain decoding", gains("draft-model")),
         line(
             "draft model ÷ `transformers` with `assistant_model`",
             peers("draft-model", "transformers-assisted"),
         ),
-        line("layer skipping, no second model ÷ own plain decoding", gain("layer-skip")),
-        line("lookup ÷ own plain decoding", gain("lookup")),
+        line("layer skipping, no second model ÷ own plain decoding", gains("layer-skip")),
+        line("lookup ÷ own plain decoding", gains("lookup")),
         line("outputs identical to own plain decoding's", lambda name: identical(every(name))),
         line(
             "4-grams that repeat in an output", lambda name: percent(middle(r.repeated) for r in every(name))
@@ -120,7 +124,7 @@ def speculative_sampling() -> list[str]:
     found = rows("greedy", "draft-model"), rows("sampled", "draft-model")
     return table(
         ("", "temperature 0", "temperature 1"),
-        ("draft model ÷ own plain decoding", *(span(middle(row.speedup) for row in each) for each in found)),
+        ("draft model ÷ own plain decoding", *map(gain, found)),
         ("α", *(drafts(each, "alpha")[0] for each in found)),
         ("τ", *(drafts(each, "mean_accepted_length", digits=1)[0] for each in found)),
         ("v(6)", *(_verifying(name, 6) for name in ("greedy", "sampled"))),
@@ -161,7 +165,7 @@ def _by_policy(*policies: str, contender: str = "draft-model") -> list[str]:
         lines.append(
             (
                 f"`{policy}`",
-                span(middle(row.speedup) for row in found),
+                gain(found),
                 *drafts(found, "alpha"),
                 *drafts(found, "mean_accepted_length", "mean_draft_length", digits=1),
                 _foreseen(found),
@@ -209,7 +213,7 @@ def layer_skipping() -> list[str]:
         lines.append(
             (
                 f"`{workload}`, `{policy}`" + (", temperature 1" if name == "sampled" else ""),
-                span([middle(row.speedup)]),
+                gain([row]),
                 f"{costs.drafting['layer-skip']:.2f}",
                 *drafts([row], "alpha"),
                 *drafts([row], "mean_accepted_length", digits=1),
@@ -285,9 +289,9 @@ def big_little_decoder() -> list[str]:
             (
                 f"{rule}, fallback {row['fallback']:g}",
                 f"{row['over_plain']['median']:.2f}",
-                f"{row['exact']:.0%}".replace("%", " %"),
+                percent([row["exact"]]),
                 f"{row['loss']:.3f}, {plain['loss']:.3f}",
-                f"{row['repeated_4grams']:.0%}".replace("%", " %"),
+                percent([row["repeated_4grams"]]),
             )
         )
     head = (

@@ -60,8 +60,10 @@ class RowKernels:
         kernels = library()
         assert kernels is not None
         functions = (_function(kernels, name) for name in SIGNATURES)
-        self._best, self._law, self._residual, self._match, self._race, *others = functions
-        self._surest, self._keys, self._units = others
+        (
+            self._best, self._law, self._residual, self._match, self._race, self._surest, self._keys,
+            self._units,
+        ) = functions  # fmt: skip
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _rows(x)
