@@ -68,20 +68,21 @@ MODELS = "layer-skip", "draft-model"
 class Ventriloquist(DraftModel):
     """The draft model, and then other words: the target's next token where it is to be right, else another.
 
-    truth: of each row, its output; the rows' sequences come from the engine.
+    truth: of each prompt, its output; the rows' sequences come from the engine.
     """
 
     def __init__(self, inner: DraftModel, rows: int, positions: int, llm: LLM, right: Right) -> None:
         super().__init__(inner.draft_pass.runner, rows, positions)
         self.llm, self.right = llm, right
         self.truth: Mapping[tuple[int, ...], list[int]] = {}
+        self._texts: dict[int, tuple[int, list[int]]] = {}  # by request: its prompt's place, and its output
 
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         logits = super().step(tokens, starts, counts, idle, at).zero_()
         for row in range(len(starts)):
-            logits[row, self._word(row, starts[row] + counts[row], logits.shape[1])] = 1.0
+            logits[row, self._words(row, starts[row] + counts[row], 1)[0]] = 1.0
         return logits
 
     def draft(
@@ -96,24 +97,30 @@ class Ventriloquist(DraftModel):
         if made is not None:
             for row, count in enumerate(made.counts):
                 first = starts[row] + len(tokens[row])
-                words = [
-                    self._word(row, first + i, self.draft_pass.runner.decoder.spec.vocab_size)
-                    for i in range(count)
-                ]
-                made.tokens[row, :count] = torch.tensor(words, dtype=torch.int64)
+                made.tokens[row, :count] = torch.tensor(self._words(row, first, count), dtype=torch.int64)
         return made
 
-    def _word(self, row: int, position: int, words: int) -> int:
-        sequences = self.llm.engine.rows.sequences
-        if row >= len(sequences):
-            return 0  # its rounds are being timed
-        sequence = sequences[row]
-        output = self.truth.get(tuple(sequence.prompt), [])
-        place = position - len(sequence.prompt)
-        token = output[place] if 0 <= place < len(output) else 0
-        # by its prompt's place among all, not by the row it happens to have
-        index = list(self.truth).index(tuple(sequence.prompt)) if output else 0
-        return token if self.right(index, place) else (token + 1) % words
+    def join(self, sequence: Any) -> None:
+        super().join(sequence)
+        prompt = tuple(sequence.prompt)
+        if prompt in self.truth:
+            # by its prompt's place among all, not by the row it happens to have
+            self._texts[sequence.id] = list(self.truth).index(prompt), self.truth[prompt]
+
+    def leave(self, sequence: Any) -> None:
+        super().leave(sequence)
+        self._texts.pop(sequence.id, None)
+
+    def _words(self, row: int, position: int, count: int) -> list[int]:
+        """From a position of the row's on."""
+        sequences, words = self.llm.engine.rows.sequences, self.draft_pass.runner.decoder.spec.vocab_size
+        if row >= len(sequences) or sequences[row].id not in self._texts:
+            return [0] * count  # its rounds are being timed
+        index, output = self._texts[sequences[row].id]
+        first = position - len(sequences[row].prompt)
+        said = [output[place] if place < len(output) else 0 for place in range(first, first + count)]
+        places = enumerate(said, start=first)
+        return [token if self.right(index, place) else (token + 1) % words for place, token in places]
 
 
 class ByLength(Auto):

@@ -109,4 +109,5 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
             sequence.tokens += [0] * (accepted + 1)
             if budget:
                 sequence.read[name] = len(sequence.tokens) - 1 - (accepted == budget)
-            policy.learn(sequence, Round(budget, accepted, accepted + 1), None)
+            if not rests:
+                policy.learn(sequence, Round(budget, accepted, accepted + 1), None)

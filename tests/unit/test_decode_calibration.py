@@ -225,7 +225,7 @@ def test_a_choice_not_to_draft_stands_without_being_asked_for(
     monkeypatch.setattr(policy, "choose", lambda rows: asked.append(len(rows)) or choose(rows))
     (output,) = llm.generate([[5, 6]], GREEDY)
     assert output.stats.rounds == 40
-    assert len(asked) == 40 / 8
+    assert len(asked) == 2, "at first, and when one was tried again if it could pay"
 
 
 def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, Path]) -> None:
@@ -291,7 +291,7 @@ def test_a_request_without_drafts_is_not_held_up_by_others(folders: tuple[Path, 
     outputs = llm.generate([[5, 6, 7], [8, 9, 10]], [GREEDY, plain])
     account = held_up[-1].policy_state.account
     assert outputs[0].stats.drafted > outputs[0].stats.accepted * 0.9 > 0
-    assert account.spent > 19  # rounds in which nobody may draft are in no account
+    assert account.spent > 10  # rounds in which nobody may draft are in no account
     assert account.lost <= SHARE * account.spent + 2 * account.largest
 
 

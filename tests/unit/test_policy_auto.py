@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foredraft.decode.policy import Auto, CostTable, Fixed
+from foredraft.decode.policy import PLAIN, Auto, CostTable, Fixed
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.survival import Track
 from simulation import Right, Row, Simulated, flat, right_with, simulate
@@ -138,6 +138,24 @@ def test_a_batch_of_good_rows_gains() -> None:
     assert simulate(policy, table, rows()).speedup >= 0.9 * best > 1
 
 
+@pytest.mark.parametrize(("bad", "share"), [(0, 0.95), (1, 1.0), (8, 0.97)])
+def test_a_batch_drafts_for_those_who_gain(bad: int, share: float) -> None:
+    """Where steps of a smaller batch take less, whoever gains nothing gets that back when others are done."""
+    table = CostTable(
+        {1: {1: 1.0, 11: 1.4}, 8: {8: 2.5, 16: 2.6, 24: 3.5, 40: 4.4, 88: 7.5}},
+        {"small": {1: (0.35, 0.1), 8: (0.7, 0.18)}},
+    )
+
+    def rows() -> list[Row]:
+        return [Row({"small": right_with(0.0 if row < bad else 0.8, row)}) for row in range(8)]
+
+    best = max(simulate(Fixed(gamma), table, rows()).speedup for gamma in range(LONGEST + 1))
+    policy = Auto(LONGEST, table)
+    for _ in range(3):
+        assert simulate(policy, table, rows()).speedup >= share * best
+    assert best >= 1 and (best > 1.3) == (bad == 0)
+
+
 @pytest.mark.parametrize("chance", [0.6, 0.8, 0.95])
 @pytest.mark.parametrize("step", [0.02, 0.1, 0.2])
 def test_auto_is_near_the_best_fixed_length(chance: float, step: float) -> None:
@@ -197,6 +215,14 @@ def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:
     assert run(table, right_with(0.8), policy, prompt=4000).speedup > 1.3
     rows = [Row({"small": right_with(0.8)}, prompt=4000, tokens=8)]
     assert simulate(policy, table, rows).speedup == 1.0, "it would not earn that again"
+
+
+def test_a_drafter_that_comes_right_late_is_met_again() -> None:
+    """After rounds that nobody was asked about."""
+    table = flat(0.1)
+    found = run(table, lambda position: position >= 60, Auto(LONGEST, table))
+    assert found.rounds[60:70].count([PLAIN]) == 10
+    assert found.speedup > 1.5
 
 
 def test_choices_are_a_function_of_the_table_and_the_outcomes() -> None:

@@ -66,7 +66,8 @@ class RoundInputs:
     """What one round is about: every row of the batch, in row order.
 
     budgets [B]: tokens to draft at most, 0 in idle rows (those still in prefill) and plain ones.
-    past: what the rows have said, where that bears on a law.
+    weighed: whether the policy was asked, and is told what comes of it. past: what the rows have said, where
+    that bears on a law.
     """
 
     sequences: list[Sequence]
@@ -75,15 +76,17 @@ class RoundInputs:
     table: SamplingTable
     vocabulary: int
     device: torch.device
+    weighed: bool = True
     past: Past | None = None
 
     @classmethod
     def of(
-        cls, sequences: list[Sequence], idle: list[bool], budgets: list[int], table: SamplingTable,
+        cls, sequences: list[Sequence], idle: list[bool], budgets: list[int] | None, table: SamplingTable,
         vocabulary: int, device: torch.device,
     ) -> RoundInputs:  # fmt: skip
-        past = Past.of(sequences, device)
-        return cls(sequences, idle, budgets, table, vocabulary, device, past)
+        """No budgets: the policy was not asked, and everyone takes a plain step."""
+        weighed, past = budgets is not None, Past.of(sequences, device)
+        return cls(sequences, idle, budgets or [0] * len(sequences), table, vocabulary, device, weighed, past)
 
     def masks(self, drafted: Tensor) -> Tensor | None:
         """[B, K + 1, V] bool along every constrained row's draft of drafted [B, K], or None."""

@@ -128,7 +128,7 @@ class Engine:
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
         judge = p if rollback is None else rollback.judge
-        signal = self.policy.wants if _may_draft(inputs.sequences) else None
+        signal = self.policy.wants if inputs.weighed else None
         readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
         return self._commit(inputs, readings, forward)
 
@@ -142,12 +142,13 @@ class Engine:
         table, budgets = self._table[1], self._budgets(sequences, idle)
         return RoundInputs.of(sequences, idle, budgets, table, self.vocabulary, self.device)
 
-    def _budgets(self, sequences: list[Sequence], idle: list[bool]) -> list[int]:
-        """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step."""
-        budgets = [0] * len(sequences)
+    def _budgets(self, sequences: list[Sequence], idle: list[bool]) -> list[int] | None:
+        """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step. None where it
+        was not asked."""
         running = [s for s, i in zip(sequences, idle, strict=True) if not i]
         if not _may_draft(sequences) or self.policy.rests(running):
-            return budgets
+            return None
+        budgets = [0] * len(sequences)
         rows = [self._offers(s) for s in running]
         for row, choice in zip(rows, self.policy.choose(rows), strict=True):
             if choice.drafter in row.most and choice.budget > 0:
@@ -197,7 +198,6 @@ class Engine:
     def _commit(self, inputs: RoundInputs, readings: list[Reading], forward: Forward) -> list[Sequence]:
         """Tokens, cache length, constraint, drafter and policy of each row move together."""
         over: list[tuple[Sequence, Finish, str | None]] = []
-        asked = _may_draft(inputs.sequences)  # before any of them loses its drafter
         rows = zip(inputs.sequences, inputs.idle, inputs.budgets, readings, strict=True)
         for sequence, idle, budget, reading in rows:
             if idle:
@@ -228,7 +228,7 @@ class Engine:
                     states = {d: forward.taps[d][row, : outcome.emitted] for d in drafter.taps}
                     drafter.observe(sequence, base, states)
                 drafter.rewind(sequence)
-            if asked:
+            if inputs.weighed:
                 self.policy.learn(sequence, outcome, reading.sure)
             if reading.sick:
                 self._cure(sequence)

@@ -12,6 +12,7 @@ step where a drafter is only tried again. So no request is held up much by draft
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ import torch
 
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
 from foredraft.decode.policy.costs import CostTable
-from foredraft.decode.policy.ledger import Account, Ledger
+from foredraft.decode.policy.ledger import SHARE, Account, Ledger
 from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.survival import MET, Record
@@ -52,8 +53,8 @@ class _Candidate:
             return cls(Record(most))
         return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
 
-    def wait(self) -> None:
-        self.waited += 1
+    def wait(self, rounds: int = 1) -> None:
+        self.waited += rounds
         if self.shared is not None:
             self.shared.waited = self.waited
 
@@ -91,15 +92,15 @@ class Auto(Alone):
         self.table = table or CostTable.assumed()
         self.ledger = Ledger()
         self._shared: dict[tuple[str, bool], _Candidate] = {}
-        self._rounds = 0  # for which these choices of these offers stand, while fewer than half of the rows
+        self._rounds = 0.0  # for which these choices of these offers stand, while fewer than half of the rows
         self._failed = 0  # were drafted for in vain in the last one
         self._offered: list[tuple[object, ...]] = []
         self._choices: list[Choice] = []
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate,
         self._age = 0  # for so many rounds
-        self._silent: list[Sequence] = []  # none of whom drafts
-        self._resting = False
+        self._silent: list[Sequence] = []  # none of whom drafts,
+        self._rested = 0  # for so many rounds that nobody was asked about
 
     def start(self) -> _State:
         return _State()
@@ -107,16 +108,19 @@ class Auto(Alone):
     def rests(self, sequences: Seq[Sequence]) -> bool:
         """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
         weighed for it: one that had nothing to say may have in the next."""
-        self._resting = self._rounds > 0 and self._silent == sequences
-        self._rounds -= self._resting
-        return self._resting
+        if self._rounds < 1 or self._silent != sequences:
+            return False
+        self._rounds -= 1
+        self._rested += 1
+        return True
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        self._wake()
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
         accounts = [row.sequence.policy_state.account for row in rows]
         self._age += 1
         failed, self._failed = self._failed, 0
-        if self._rounds and offered == self._offered and 2 * failed < len(rows):  # nothing new enough
+        if self._rounds >= 1 and offered == self._offered and 2 * failed < len(rows):  # nothing new enough
             self._rounds -= 1
             self.ledger.begin(self.table, accounts, 0.0, 0.0)
             return [_within(*pair) for pair in zip(rows, self._choices, strict=True)]
@@ -129,12 +133,27 @@ class Auto(Alone):
         changed = turn or (offered, choices) != (self._offered, self._choices)
         self._offered, self._choices = offered, choices
         weighed = all(len(row.most) == len(row.sequence.drafters) for row in rows)
-        self._silent = [row.sequence for row in rows] if weighed and not drafts else []
+        self._silent = []
+        if weighed and not drafts:
+            self._silent = [row.sequence for row in rows]
+            plain = self.table.verifying(len(rows), len(rows))
+            self._rounds = max(self._rounds, self._until_turn(rows, plain) - 1)
         if changed or self._age > STANDS[0]:  # what is learned meanwhile moves them little
             self._rate = self._promised(rows, choices) if drafts else 0.0
             self._stops.clear()
             self._age = STANDS[0] if turn else 0
         return choices
+
+    def _wake(self) -> None:
+        """Account for the rounds in which it rested."""
+        rounds, self._rested = self._rested, 0
+        if not rounds:
+            return
+        for sequence in self._silent:
+            state: _State = sequence.policy_state
+            self.ledger.rest(state.account, rounds)
+            for candidate in state.candidates.values():
+                candidate.wait(rounds)
 
     def _weighed(self, rows: Seq[Offers]) -> list[Choice]:
         plain = self.table.verifying(len(rows), len(rows))
@@ -172,10 +191,7 @@ class Auto(Alone):
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         state: _State = sequence.policy_state
         name = state.choice.drafter
-        if self._resting:
-            self.ledger.rest(state.account)
-        else:
-            self.ledger.hear(state.account, name, outcome)
+        self.ledger.hear(state.account, name, outcome)
         for candidate in state.candidates.values():
             candidate.wait()
         if name is None:
@@ -250,23 +266,34 @@ class Auto(Alone):
         return turns
 
     def _waiting(self, row: Offers, choice: Choice, plain: float, reading: float) -> str | None:
-        state: _State = row.sequence.policy_state
-        for name, most in row.most.items():
-            candidate = self._candidate(row, name)
-            own = self._reading(row, name)
-            patience = candidate.patience
-            if self._known(row, name).seen > MET:
-                patience *= CONTENT ** (bool(choice.budget) + bool(own))
-            if name == choice.drafter or candidate.waited < patience:
-                continue
-            perfect = Prospect(name, (1.0,) * min(most, self.max_draft))
-            new = row.behind.get(name) == len(row.sequence.tokens) - 1
-            needed = 0.0 if new else own
-            if not state.account.allows(plain, state.account.read + reading + needed):
-                continue
-            if best_length(self.table, 1, perfect)[1] and self._may_read(row, name, plain, reading):
-                return name
-        return None
+        others = (name for name in row.most if name != choice.drafter)
+        return next((name for name in others if self._until(row, name, choice, plain, reading) <= 0), None)
+
+    def _until(self, row: Offers, name: str, choice: Choice, plain: float, reading: float) -> float:
+        """Plain rounds until it is the turn of a drafter that was not chosen, as far as one can tell; without
+        end if it may not read or could not pay. reading: ms that others read before it."""
+        candidate = self._candidate(row, name)
+        own, patience = self._reading(row, name), candidate.patience
+        if self._known(row, name).seen > MET:
+            patience *= CONTENT ** (bool(choice.budget) + bool(own))
+        if candidate.waited < patience:
+            return patience - candidate.waited
+        perfect = Prospect(name, (1.0,) * min(row.most[name], self.max_draft))
+        if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, plain, reading):
+            return math.inf
+        account: Account = row.sequence.policy_state.account
+        if row.behind.get(name) == len(row.sequence.tokens) - 1:
+            own = 0.0  # its first reading: that is apart
+        elif own > SHARE * plain * row.sequence.remaining:
+            return math.inf
+        return account.until(plain, account.read + reading + own, plain)
+
+    def _until_turn(self, rows: Seq[Offers], plain: float) -> float:
+        """Plain rounds until there is something to decide again, while nobody drafts."""
+        accounts: list[Account] = [row.sequence.policy_state.account for row in rows]
+        if frozen := max(account.until(account.largest, 0.0, plain) for account in accounts):
+            return frozen
+        return min(self._until(row, name, PLAIN, plain, 0.0) for row in rows for name in row.most)
 
     def _reading(self, row: Offers, name: str | None) -> float:
         """ms until it has read what it has not."""

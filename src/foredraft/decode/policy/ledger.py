@@ -1,8 +1,9 @@
 """What drafting has cost and gained, in ms of the cost table: by request, and over the engine's life.
 
 A request's loss is the time of its rounds, whoever drafted in them, less a plain step for each token that
-they gave it. What requests gained together, drafters may spend on reading texts that they are not known to
-pay for; that is bounded for each request.
+they gave it, and less what it will save once others, who got more tokens, are done before it: steps of a
+smaller batch take less. What requests gained together, drafters may spend on reading texts that they are not
+known to pay for; that is bounded for each request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from foredraft.decode.stats import Round
 __all__ = ["SHARE", "Account", "Ledger"]
 
 SHARE = 0.01  # of its time that a request may lose by drafting, one round aside
-FIRST = 0.015  # of a whole request's, that a drafter which is not known to pay may read in
+FIRST = 0.01  # of a whole request's, that a drafter which is not known to pay may read in
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
 EARNED = 0.005  # of all time, that reading may take whatever was gained
 KEPT = 50.0  # plain steps of what was gained that are remembered
@@ -36,6 +37,10 @@ class Account:
     def allows(self, credit: float, more: float = 0.0) -> bool:
         """Whether there may be drafts that lose so much more, beside the credit of one round."""
         return self.lost + more <= SHARE * self.spent + credit
+
+    def until(self, credit: float, more: float, plain: float) -> float:
+        """Plain rounds until it allows that."""
+        return max(0.0, (self.lost + more - credit - SHARE * self.spent) / (SHARE * plain))
 
 
 @dataclass(slots=True)
@@ -61,9 +66,9 @@ class Ledger:
         self._open: _Open | None = None
         self._plain = 0.0
 
-    def rest(self, account: Account) -> None:
-        """A round like the last one, in which nobody drafted either."""
-        account.spent += self._plain
+    def rest(self, account: Account, rounds: int) -> None:
+        """So many rounds like the last one, in which nobody drafted either."""
+        account.spent += rounds * self._plain
 
     def begin(self, table: CostTable, accounts: Seq[Account], first: float, again: float) -> None:
         """A round of these requests."""
@@ -100,10 +105,12 @@ class Ledger:
         batch, table = len(running.accounts), running.table
         ms = running.again + table.verifying(batch, batch + running.drafted)
         ms += sum(table.drafting(drafter, batch, depth) for drafter, depth in running.depths.items())
+        others = (running.plain - table.verifying(1, 1)) / max(1, batch - 1)  # of a plain step, each of them
         for account, tokens in running.rows:
+            ahead = sum(max(0, more - tokens) for _, more in running.rows)
             account.spent += ms + running.first
             account.read += running.first
-            account.lost += ms - running.plain * tokens
+            account.lost += ms - running.plain * tokens - others * ahead
             account.largest = max(account.largest, ms)
         mean = sum(tokens for _, tokens in running.rows) / len(running.rows)
         gained = self.gained + running.plain * mean - ms - running.first + EARNED * (ms + running.first)

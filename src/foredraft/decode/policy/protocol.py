@@ -77,8 +77,8 @@ class Policy(Protocol):
         ...
 
     def rests(self, sequences: Seq[Sequence]) -> bool:
-        """Whether nobody of those that decode drafts in this round, whatever is on offer: `choose` is not
-        asked then."""
+        """Whether nobody of those that decode drafts in this round, whatever is on offer: neither `choose`
+        nor `learn` is called for it then."""
         ...
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
@@ -105,7 +105,7 @@ class Policy(Protocol):
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         """Of every row that decodes, after its commit, whoever may draft for it; sure: what it `wants`. Not
-        called where nobody may draft for any of them."""
+        called of a round that was not chosen for."""
         ...
 
 
