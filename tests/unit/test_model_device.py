@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode import constraint, drafting
+from foredraft.model import device
 from foredraft.model.device import upload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -74,3 +75,24 @@ def test_masks_are_uploaded(sent: list[Any], monkeypatch: pytest.MonkeyPatch) ->
     walk = SimpleNamespace(constraint=Even())
     drafting._masks_of([walk], SimpleNamespace(vocabulary=3, device=CUDA))  # type: ignore[list-item,arg-type]
     assert sent == ["pinned", ("cuda", True)]
+
+
+def test_numbers_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off a device whose memory the host does not read, in one copy."""
+    monkeypatch.setattr(device, "HOST", ())
+    copies: list[torch.Size] = []
+    cpu = Tensor.cpu
+
+    def counted(self: Tensor) -> Tensor:
+        copies.append(self.shape)
+        return cpu(self)
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
+    floats = torch.tensor([[0.1, -0.0, float("nan")], [float("-inf"), 1e-45, 3e38]]).T  # not contiguous
+    sent = [torch.tensor([2**62, -1]), floats, torch.tensor([[True], [False]])]
+    for one, other in zip(device.download(sent), sent, strict=True):
+        assert one.shape == other.shape
+        assert one.to(other.dtype).equal(other) or one.view(torch.int32).equal(
+            floats.contiguous().view(torch.int32)
+        )
+    assert len(copies) == 1

@@ -50,7 +50,7 @@ def test_a_request_begins_with_what_others_know() -> None:
 def record_of(*rounds: Round) -> Record:
     record = Record(4)
     for turn in rounds * 30:
-        record.learn(turn)
+        record.learn(turn, paced=True)
     return record
 
 
@@ -98,13 +98,11 @@ def test_what_requests_gained_pays_for_reading_and_is_bounded() -> None:
     assert ledger.may_read(first, 3.9, 100.0, plain), "once on credit"
     assert not ledger.may_read(first, READING[0] + 0.1, 100.0, plain)
     assert not ledger.may_read(first, 3.9, 50.0, plain), "so much of a short request is too much"
-    ledger.begin(TABLE, [first], 3.9, 0.0)
-    ledger.hear(first, None, Round(0, 0, 1))
+    ledger.settle(TABLE, [(first, None, Round(0, 0, 1))], first=3.9)
     assert (first.read, first.lost) == (3.9, 0.0)
     assert not ledger.may_read(Account(), 3.9, 100.0, plain), "it was spent"
     for _ in range(10):
-        ledger.begin(TABLE, [Account()], 0.0, 0.0)
-        ledger.hear(Account(), "small", Round(4, 4, 5, (0.9,) * 4))
+        ledger.settle(TABLE, [(Account(), "small", Round(4, 4, 5, (0.9,) * 4))])
     assert ledger.may_read(Account(), 3.9, 100.0, plain), "others gained"
     assert not ledger.may_read(Account(), READING[0] + 0.1, 100.0, plain), "however much they did"
     assert ledger.may_read(Account(), SHARE * 1000.0, 1000.0, plain), "its own share of a long one"
@@ -112,8 +110,8 @@ def test_what_requests_gained_pays_for_reading_and_is_bounded() -> None:
 
 def test_a_round_is_paid_by_the_steps_that_were_taken() -> None:
     ledger, account = Ledger(), Account()
-    ledger.begin(TABLE, [account], 0.0, 0.0)
-    ledger.hear(account, "small", Round(1, 1, 2, (0.9, 0.1)))  # a second step, and no token of it
+    second = Round(1, 1, 2, (0.9, 0.1))  # a second step, and no token of it
+    ledger.settle(TABLE, [(account, "small", second)])
     assert account.spent == pytest.approx(0.5 + 1.1)
     assert account.lost == pytest.approx(0.5 + 1.1 - 2)
 

@@ -1,7 +1,7 @@
 """Reading: what the host learns from a round, in one device synchronisation.
 
-Everything travels as integers: the verdict, and where a request asks for them the scores of its new tokens
-and the probabilities that its trace shows.
+Everything travels together: the verdict, and where a request asks for them the scores of its new tokens and
+the probabilities that its trace shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foredraft.decode.draft import Draft
 from foredraft.decode.law import Law
 from foredraft.decode.policy.gate import certainty
 from foredraft.decode.policy.protocol import Signal
-from foredraft.decode.scores import Integers, Score, bits, numbers, score, scores_in
+from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.decode.trace import RoundTrace
@@ -103,19 +103,19 @@ def read(
             tensors.append(score(logits[rows], p.rows(rows), new[rows], top))
         if traced:
             pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
-            tensors.append(bits(torch.cat([*pair, p.at(new).gather(1, accepted)], 1)))
+            tensors.append(torch.cat([*pair, p.at(new).gather(1, accepted)], 1))
     if signal is not None:
         last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
-        tensors.append(bits(certainty(last, verdict.next_token, signal)))
+        tensors.append(certainty(last, verdict.next_token, signal))
     if draft.sure is not None:
-        tensors.append(bits(draft.sure))
+        tensors.append(draft.sure)
     several = download(tensors)
     verdicts = zip(*(tensor.tolist() for tensor in several[:5]), strict=True)
     more = several[5:]
     sick = [False] * batch if draft.sick is None else more.pop(0).tolist()
     scores = dict(zip(asking, more.pop(0).numpy(), strict=True)) if asking else {}
-    chances: list[list[float]] = numbers(more.pop(0).numpy()).tolist() if traced else [[]] * batch
-    sure = [None] * batch if signal is None else numbers(more.pop(0).numpy()).tolist()
+    chances: list[list[float]] = more.pop(0).tolist() if traced else [[]] * batch
+    sure = [None] * batch if signal is None else more.pop(0).tolist()
     readings = [
         _reading(
             *decided,
@@ -129,7 +129,7 @@ def read(
         for row, (decided, sequence) in enumerate(zip(verdicts, sequences, strict=True))
     ]
     if draft.sure is not None:
-        for reading, steps in zip(readings, numbers(more.pop(0).numpy()).tolist(), strict=True):
+        for reading, steps in zip(readings, more.pop(0).tolist(), strict=True):
             reading.draft_sure = tuple(step for step in steps if step != -1.0)
     return readings
 

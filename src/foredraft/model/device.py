@@ -25,13 +25,23 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers on the host, of integers or booleans all: one copy, for which the host waits. What is
-    there already is not copied."""
+    """The same numbers on the host, integers, booleans or float32, by one copy for which the host waits. What
+    is there already is not copied."""
     if tensors[0].device.type in HOST:
         return list(tensors)
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+    flat = torch.cat([_whole(tensor).reshape(-1).long() for tensor in tensors]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [_as_was(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Integers that hold its bits."""
+    return tensor.contiguous().view(torch.int32) if tensor.is_floating_point() else tensor
+
+
+def _as_was(part: Tensor, tensor: Tensor) -> Tensor:
+    part = part.view(tensor.shape)
+    return part.to(torch.int32).view(torch.float32) if tensor.is_floating_point() else part
 
 
 def synchronise(device: torch.device) -> None:

@@ -14,71 +14,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.candidates import Candidate, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import SHARE, Account, Ledger
 from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
-from foredraft.decode.policy.survival import MET, Record
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.model.runner import Stops
 
 __all__ = ["Auto"]
 
-PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first
 SURE = 1.05  # by how much more a drafter that has to read first must promise
-STANDS = 7, 3  # further rounds for which a choice stands, if nothing is drafted and if something is
+STANDS = 7  # further rounds for which a choice stands
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """A drafter, as one request knows it, or all (`shared`). waited: rounds since it drafted, of
-    `patience`."""
-
-    record: Record
-    shared: _Candidate | None = None
-    waited: int = 0
-    patience: int = PATIENCE[0]
-
-    @classmethod
-    def of(cls, most: int, shared: _Candidate | None = None) -> _Candidate:
-        if shared is None:
-            return cls(Record(most))
-        return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
-
-    def wait(self, rounds: int = 1) -> None:
-        self.waited += rounds
-        if self.shared is not None:
-            self.shared.waited = self.waited
-
-    def drafted(self, outcome: Round, *, trial: bool) -> None:
-        self.record.learn(outcome)
-        self.waited = 0
-        self.patience = min(2 * self.patience, PATIENCE[1]) if trial else PATIENCE[0]
-        if self.shared is not None:
-            self.shared.record.learn(outcome)
-            self.shared.waited, self.shared.patience = 0, self.patience
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    """A request's. trial: it is a drafter's turn that was not chosen; silent: nobody would draft
-    otherwise."""
-
-    candidates: dict[str, _Candidate] = field(default_factory=dict)
-    prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
-    best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # what follows of them
-    account: Account = field(default_factory=Account)
-    choice: Choice = PLAIN
-    trial: bool = False
-    silent: bool = False
 
 
 class Auto(Alone):
@@ -91,7 +44,7 @@ class Auto(Alone):
         self.max_draft = max_draft
         self.table = table or CostTable.assumed()
         self.ledger = Ledger()
-        self._shared: dict[tuple[str, bool], _Candidate] = {}
+        self._shared: dict[tuple[str, bool], Candidate] = {}
         self._rounds = 0.0  # for which these choices of these offers stand, while fewer than half of the rows
         self._failed = 0  # were drafted for in vain in the last one
         self._offered: list[tuple[object, ...]] = []
@@ -99,11 +52,13 @@ class Auto(Alone):
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate,
         self._age = 0  # for so many rounds
+        self._heard: list[list[tuple[Request, Round]]] = []  # of the rounds since, what is not yet learned of
+        self._read = 0.0, 0.0  # in the first of these (`_readings`)
         self._silent: list[Sequence] = []  # none of whom drafts,
         self._rested = 0  # for so many rounds that nobody was asked about
 
-    def start(self) -> _State:
-        return _State()
+    def start(self) -> Request:
+        return Request()
 
     def rests(self, sequences: Seq[Sequence]) -> bool:
         """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
@@ -115,21 +70,20 @@ class Auto(Alone):
         return True
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        self._wake()
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
-        accounts = [row.sequence.policy_state.account for row in rows]
         self._age += 1
         failed, self._failed = self._failed, 0
         if self._rounds >= 1 and offered == self._offered and 2 * failed < len(rows):  # nothing new enough
             self._rounds -= 1
-            self.ledger.begin(self.table, accounts, 0.0, 0.0)
+            self._heard.append([])
             return [_within(*pair) for pair in zip(rows, self._choices, strict=True)]
+        self._learn()
         choices = self._weighed(rows)
         drafts = any(choice.budget for choice in choices)
         turn = any(row.sequence.policy_state.trial for row in rows)
-        first, again = self._readings(rows, choices)
-        self.ledger.begin(self.table, accounts, first, again)
-        self._rounds = 0 if turn or first or again else STANDS[drafts]
+        self._heard.append([])
+        self._read = self._readings(rows, choices)
+        self._rounds = 0 if turn or any(self._read) else STANDS
         changed = turn or (offered, choices) != (self._offered, self._choices)
         self._offered, self._choices = offered, choices
         weighed = all(len(row.most) == len(row.sequence.drafters) for row in rows)
@@ -138,26 +92,36 @@ class Auto(Alone):
             self._silent = [row.sequence for row in rows]
             plain = self.table.verifying(len(rows), len(rows))
             self._rounds = max(self._rounds, self._until_turn(rows, plain) - 1)
-        if changed or self._age > STANDS[0]:  # what is learned meanwhile moves them little
+        if changed or self._age > STANDS:  # what is learned meanwhile moves them little
             self._rate = self._promised(rows, choices) if drafts else 0.0
             self._stops.clear()
-            self._age = STANDS[0] if turn else 0
+            self._age = STANDS if turn else 0
         return choices
 
-    def _wake(self) -> None:
-        """Account for the rounds in which it rested."""
-        rounds, self._rested = self._rested, 0
-        if not rounds:
-            return
-        for sequence in self._silent:
-            state: _State = sequence.policy_state
-            self.ledger.rest(state.account, rounds)
-            for candidate in state.candidates.values():
-                candidate.wait(rounds)
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        """Nothing yet: what a choice came to is only looked at when it does not stand any more."""
+        state: Request = sequence.policy_state
+        self._failed += state.choice.drafter is not None and not outcome.accepted
+        self._heard[-1].append((state, outcome))
+
+    def _learn(self) -> None:
+        """Of all rounds since choices were weighed."""
+        for heard in self._heard:
+            rows = [(state.account, state.choice.drafter, outcome) for state, outcome in heard]
+            self.ledger.settle(self.table, rows, *self._read)
+            self._read = 0.0, 0.0
+            for state, outcome in heard:
+                state.learn(outcome, self.max_draft)
+        self._heard.clear()
+        if self._rested:
+            plain = self.table.verifying(len(self._silent), len(self._silent))
+            for sequence in self._silent:
+                sequence.policy_state.rest(self._rested, plain)
+            self._rested = 0
 
     def _weighed(self, rows: Seq[Offers]) -> list[Choice]:
         plain = self.table.verifying(len(rows), len(rows))
-        states: list[_State] = [row.sequence.policy_state for row in rows]
+        states: list[Request] = [row.sequence.policy_state for row in rows]
         choices = [PLAIN] * len(rows)
         for state in states:
             state.trial = False
@@ -181,28 +145,12 @@ class Auto(Alone):
         return self._stops[key]
 
     def _ends(self, sequence: Sequence, budget: int, sharing: int) -> Ends:
-        state: _State = sequence.policy_state
+        state: Request = sequence.policy_state
         name = state.choice.drafter
         if state.trial or name is None:
             return Ends.never(budget)
         record, batch = state.candidates[name].record, len(self._choices)
         return ends(self.table, name, batch, sharing, self._rate, record, budget)
-
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        state: _State = sequence.policy_state
-        name = state.choice.drafter
-        self.ledger.hear(state.account, name, outcome)
-        for candidate in state.candidates.values():
-            candidate.wait()
-        if name is None:
-            return
-        self._failed += not outcome.accepted
-        candidate = state.candidates[name]
-        candidate.drafted(outcome, trial=state.trial)
-        if state.trial and state.silent and outcome.accepted:
-            candidate.waited = candidate.patience  # what came back is looked at again at once
-        state.prospects.clear()
-        state.best.clear()
 
     def _paying(self, rows: Seq[Offers], plain: float) -> list[Choice]:
         """For each row the drafter that pays most, and the budgets at which all of them together do."""
@@ -256,7 +204,7 @@ class Auto(Alone):
         reading = sum(self._reading(row, choice.drafter) for row, choice in zip(rows, choices, strict=True))
         turns = []
         for row, choice in zip(rows, choices, strict=True):
-            state: _State = row.sequence.policy_state
+            state: Request = row.sequence.policy_state
             name = self._waiting(row, choice, plain, reading)
             state.trial, state.silent = name is not None, not choice.budget
             if name is not None:
@@ -272,12 +220,9 @@ class Auto(Alone):
     def _until(self, row: Offers, name: str, choice: Choice, plain: float, reading: float) -> float:
         """Plain rounds until it is the turn of a drafter that was not chosen, as far as one can tell; without
         end if it may not read or could not pay. reading: ms that others read before it."""
-        candidate = self._candidate(row, name)
-        own, patience = self._reading(row, name), candidate.patience
-        if self._known(row, name).seen > MET:
-            patience *= CONTENT ** (bool(choice.budget) + bool(own))
-        if candidate.waited < patience:
-            return patience - candidate.waited
+        own = self._reading(row, name)
+        if (left := self._candidate(row, name).left(choice, own)) > 0:
+            return left
         perfect = Prospect(name, (1.0,) * min(row.most[name], self.max_draft))
         if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, plain, reading):
             return math.inf
@@ -328,28 +273,22 @@ class Auto(Alone):
         if gain is not None:
             if reading > gain * ahead:
                 return False
-            if self._known(row, name).seen >= KNOWN:
+            if self._candidate(row, name).known.seen >= KNOWN:
                 return True
         whole = self.table.verifying(1, len(sequence.prompt)) + account.spent + ahead
         return self.ledger.may_read(account, others + reading, whole, plain)
 
-    def _known(self, row: Offers, name: str) -> Record:
-        """Of all requests, those at temperature 0 apart: their drafts are kept by another rule."""
-        shared = self._candidate(row, name).shared
-        assert shared is not None
-        return shared.record
-
-    def _candidate(self, row: Offers, name: str) -> _Candidate:
-        state: _State = row.sequence.policy_state
+    def _candidate(self, row: Offers, name: str) -> Candidate:
+        state: Request = row.sequence.policy_state
         if name not in state.candidates:
             kind = name, row.sequence.params.temperature == 0
             if kind not in self._shared:
-                self._shared[kind] = _Candidate.of(self.max_draft)
-            state.candidates[name] = _Candidate.of(self.max_draft, self._shared[kind])
+                self._shared[kind] = Candidate.of(self.max_draft)
+            state.candidates[name] = Candidate.of(self.max_draft, self._shared[kind])
         return state.candidates[name]
 
     def _prospect(self, row: Offers, name: str) -> Prospect:
-        state: _State = row.sequence.policy_state
+        state: Request = row.sequence.policy_state
         key = name, min(row.most[name], self.max_draft)
         if key not in state.prospects:
             state.prospects[key] = Prospect(name, self._candidate(row, name).record.track.survives(key[1]))
@@ -358,7 +297,7 @@ class Auto(Alone):
     def _length(self, row: Offers, name: str, batch: int) -> tuple[float, int]:
         """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
         is best by position, or the longest, where drafts that stop by themselves have done better."""
-        state: _State = row.sequence.policy_state
+        state: Request = row.sequence.policy_state
         key = name, min(row.most[name], self.max_draft), batch
         if key not in state.best:
             best = best_length(self.table, batch, self._prospect(row, name))

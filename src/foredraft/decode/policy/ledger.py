@@ -9,7 +9,7 @@ known to pay for; that is bounded for each request.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.stats import Round
@@ -43,51 +43,43 @@ class Account:
         return max(0.0, (self.lost + more - credit - SHARE * self.spent) / (SHARE * plain))
 
 
-@dataclass(slots=True)
-class _Open:
-    """The round that is running. first, again: ms that drafters read before it, of texts that were new to
-    them and of what they missed; depths: of each drafter, the most steps that it took."""
-
-    table: CostTable
-    accounts: Seq[Account]
-    plain: float
-    first: float
-    again: float
-    rows: list[tuple[Account, int]] = field(default_factory=list)  # those heard of: tokens that it gave
-    depths: dict[str, int] = field(default_factory=dict)
-    drafted: int = 0
-
-
 class Ledger:
     """gained: ms that all requests so far gained, less what drafters read; bounded."""
 
     def __init__(self) -> None:
         self.gained = 0.0
-        self._open: _Open | None = None
-        self._plain = 0.0
 
-    def rest(self, account: Account, rounds: int) -> None:
-        """So many rounds like the last one, in which nobody drafted either."""
-        account.spent += rounds * self._plain
+    def settle(
+        self,
+        table: CostTable,
+        rows: Seq[tuple[Account, str | None, Round]],
+        first: float = 0.0,
+        again: float = 0.0,
+    ) -> None:
+        """A round: for each of its rows, who drafted, and what came of it.
 
-    def begin(self, table: CostTable, accounts: Seq[Account], first: float, again: float) -> None:
-        """A round of these requests."""
-        self._settle()
-        plain = self._plain = table.verifying(len(accounts), len(accounts))
-        self._open = _Open(table, accounts, plain, first, again)
-
-    def hear(self, account: Account, drafter: str | None, outcome: Round) -> None:
-        """What the round came to in one of its rows; with the last of them it is settled."""
-        running = self._open
-        if running is None:
-            return  # nobody may draft any more
-        running.rows.append((account, 1 + outcome.accepted))
-        running.drafted += outcome.drafted
-        if drafter is not None:
-            steps = len(outcome.sure) or outcome.drafted
-            running.depths[drafter] = max(running.depths.get(drafter, 0), steps)
-        if len(running.rows) == len(running.accounts):
-            self._settle()
+        first, again: ms that drafters read before it, of texts that were new to them and of what they missed.
+        """
+        if not rows:
+            return
+        depths: dict[str, int] = {}  # of each drafter, the most steps that it took
+        for _, drafter, outcome in rows:
+            if drafter is not None:
+                steps = len(outcome.sure) or outcome.drafted
+                depths[drafter] = max(depths.get(drafter, 0), steps)
+        batch, given = len(rows), [1 + outcome.accepted for _, _, outcome in rows]
+        plain, alone = table.verifying(batch, batch), table.verifying(1, 1)
+        ms = again + table.verifying(batch, batch + sum(outcome.drafted for _, _, outcome in rows))
+        ms += sum(table.drafting(drafter, batch, depth) for drafter, depth in depths.items())
+        others = (plain - alone) / max(1, batch - 1)  # of a plain step, each of them
+        for (account, _, _), tokens in zip(rows, given, strict=True):
+            ahead = sum(max(0, more - tokens) for more in given)
+            account.spent += ms + first
+            account.read += first
+            account.lost += ms - plain * tokens - others * ahead
+            account.largest = max(account.largest, ms)
+        gained = self.gained + plain * sum(given) / batch - ms - first + EARNED * (ms + first)
+        self.gained = min(max(gained, -KEPT * plain), KEPT * plain)
 
     def may_read(self, account: Account, reading: float, whole: float, plain: float) -> bool:
         """Whether a drafter that is not known to pay may read a text, in a request that takes `whole` ms
@@ -97,21 +89,3 @@ class Ledger:
             return True
         steps, share = READING
         return needed <= min(steps * plain, share * whole) and reading <= steps * plain + self.gained
-
-    def _settle(self) -> None:
-        running, self._open = self._open, None
-        if running is None or not running.rows:
-            return
-        batch, table = len(running.accounts), running.table
-        ms = running.again + table.verifying(batch, batch + running.drafted)
-        ms += sum(table.drafting(drafter, batch, depth) for drafter, depth in running.depths.items())
-        others = (running.plain - table.verifying(1, 1)) / max(1, batch - 1)  # of a plain step, each of them
-        for account, tokens in running.rows:
-            ahead = sum(max(0, more - tokens) for _, more in running.rows)
-            account.spent += ms + running.first
-            account.read += running.first
-            account.lost += ms - running.plain * tokens - others * ahead
-            account.largest = max(account.largest, ms)
-        mean = sum(tokens for _, tokens in running.rows) / len(running.rows)
-        gained = self.gained + running.plain * mean - ms - running.first + EARNED * (ms + running.first)
-        self.gained = min(max(gained, -KEPT * running.plain), KEPT * running.plain)

@@ -23,15 +23,16 @@ class Track:
 
     For each position, the drafts that reached it and those whose token was kept there, both fading by `fade`
     a round, and slowly where nothing is drafted: why drafts end before it is not forgotten at once. The rate
-    of a position is shrunk towards that of all positions, and this towards what is assumed:
+    of all positions is shrunk towards what is assumed, and that of a position towards this:
 
-        alpha = (kept + w prior) / (tried + w),   r_j = (kept_j + w alpha) / (tried_j + w)
+        alpha = (kept + w alpha') / (tried + w),   r_j = (kept_j + w alpha r'_j / alpha') / (tried_j + w)
 
-    with the prior of a Track that knows more (other requests), or ASSUMED. s_j = r_1 ... r_j.
+    with the alpha' and r' of a Track that knows more (other requests), or r'_j = alpha' = ASSUMED.
+    s_j = r_1 ... r_j.
     """
 
     def __init__(self, most: int, fade: float, prior: Track | None = None) -> None:
-        self.fade, self.prior = fade, prior
+        self.fade, self.slowly, self.prior = fade, fade**SLOWLY, prior
         self.tried, self.kept = [0.0] * most, [0.0] * most
 
     @property
@@ -50,9 +51,10 @@ class Track:
         return WEIGHTS[0] if self.prior is None else min(max(self.prior.seen, WEIGHTS[0]), WEIGHTS[1])
 
     def learn(self, drafted: int, accepted: int) -> None:
-        fades = [self.fade] * drafted + [self.fade**SLOWLY] * (len(self.tried) - drafted)
-        self.tried = [fade * x for fade, x in zip(fades, self.tried, strict=False)]
-        self.kept = [fade * x for fade, x in zip(fades, self.kept, strict=False)]
+        for position in range(len(self.tried)):
+            fade = self.fade if position < drafted else self.slowly
+            self.tried[position] *= fade
+            self.kept[position] *= fade
         for position in range(min(accepted + 1, drafted, len(self.tried))):
             self.tried[position] += 1
             self.kept[position] += position < accepted
@@ -63,9 +65,13 @@ class Track:
 
     def rates(self, most: int) -> list[float]:
         """r_1 ... r_most."""
-        weight, alpha = self._weight, self.alpha
-        pairs = zip(self.kept[:most], self.tried[:most], strict=True)
-        return [(kept + weight * alpha) / (tried + weight) for kept, tried in pairs]
+        weight, alpha, prior = self._weight, self.alpha, self.prior
+        expected = [alpha] * most
+        if prior is not None:
+            level = alpha / prior.alpha
+            expected = [min(1.0, level * rate) for rate in prior.rates(most)]
+        places = zip(self.kept, self.tried, expected, strict=False)
+        return [(kept + weight * rate) / (tried + weight) for kept, tried, rate in places]
 
 
 class Pace:
@@ -114,9 +120,11 @@ class Record:
         """Rounds that it still remembers."""
         return self.track.seen
 
-    def learn(self, outcome: Round) -> None:
+    def learn(self, outcome: Round, *, paced: bool) -> None:
+        """paced: nothing but how sure it was had ended the draft before it was as long as drafts may be."""
         # one that had nothing to say was asked in vain
         self.track.learn(max(outcome.drafted, 1), outcome.accepted)
         if outcome.sure:
             self.reliability.learn(outcome.sure, outcome.drafted, outcome.accepted)
-            self.pace.learn(outcome)
+            if paced or self.pace.seen < MET:
+                self.pace.learn(outcome)

@@ -1,0 +1,92 @@
+"""Candidates: what a request knows of those that may draft for it, and when it tries one again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from foredraft.decode.policy.budgets import Prospect
+from foredraft.decode.policy.ledger import Account
+from foredraft.decode.policy.protocol import PLAIN, Choice
+from foredraft.decode.policy.survival import MET, Record
+from foredraft.decode.stats import Round
+
+__all__ = ["Candidate", "Request"]
+
+PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
+CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A drafter, as one request knows it, or all (`shared`). waited: rounds since it drafted, of
+    `patience`."""
+
+    record: Record
+    shared: Candidate | None = None
+    waited: int = 0
+    patience: int = PATIENCE[0]
+
+    @classmethod
+    def of(cls, most: int, shared: Candidate | None = None) -> Candidate:
+        if shared is None:
+            return cls(Record(most))
+        return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
+
+    @property
+    def known(self) -> Record:
+        """Of all requests."""
+        return self.record if self.shared is None else self.shared.record
+
+    def left(self, choice: Choice, reading: float) -> int:
+        """Rounds until it may be tried again beside what was chosen; reading: what it has to before that."""
+        patience = self.patience
+        if self.known.seen > MET:
+            patience *= CONTENT ** (bool(choice.budget) + bool(reading))
+        return patience - self.waited
+
+    def wait(self, rounds: int = 1) -> None:
+        self.waited += rounds
+        if self.shared is not None:
+            self.shared.waited = self.waited
+
+    def drafted(self, outcome: Round, *, trial: bool, paced: bool) -> None:
+        self.record.learn(outcome, paced=paced)
+        self.waited = 0
+        self.patience = min(2 * self.patience, PATIENCE[1]) if trial else PATIENCE[0]
+        if self.shared is not None:
+            self.shared.record.learn(outcome, paced=paced)
+            self.shared.waited, self.shared.patience = 0, self.patience
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Of one sequence. choice: who drafts for it; trial: because it is the turn of one that was not chosen;
+    silent: nobody would otherwise."""
+
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
+    best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # what follows of them
+    account: Account = field(default_factory=Account)
+    choice: Choice = PLAIN
+    trial: bool = False
+    silent: bool = False
+
+    def rest(self, rounds: int, plain: float) -> None:
+        """So many plain rounds, of so many ms each."""
+        self.account.spent += rounds * plain
+        for candidate in self.candidates.values():
+            candidate.wait(rounds)
+
+    def learn(self, outcome: Round, longest: int) -> None:
+        """Of a round of this choice; longest: of all drafts."""
+        for candidate in self.candidates.values():
+            candidate.wait()
+        name, budget = self.choice
+        if name is None:
+            return
+        candidate = self.candidates[name]
+        candidate.drafted(outcome, trial=self.trial, paced=budget == longest and not self.trial)
+        if self.trial and self.silent and outcome.accepted:
+            candidate.waited = candidate.patience  # what came back is looked at again at once
+        self.prospects.clear()
+        self.best.clear()
