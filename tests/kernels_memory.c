@@ -114,7 +114,7 @@ static void layers(int word, int64_t dim, int64_t kv_heads, int64_t each, int64_
     const float edges[2] = {0.03f, 0.3f}, chances[4 * 3] = {1, 1, 1, 0.5f, 0.6f, 1, 1, 1, 1, 0.2f, 1, 1};
     const float keep[4 * 4] = {0, 0, 0.3f}, more[4 * 4] = {0, 0.4f};
     float *sure = room_for(4 * 4, sizeof(float));
-    int64_t counts[4];
+    int64_t counts[4 * 2];
     const Stops stops = {3, edges, chances, keep, more, sure};
     float *probs = room_for(4 * 4 * 45, sizeof(float)), *own = room_for(GROUPS * 45, sizeof(float));
     void *wide_room = elements(columns * (2 * hidden + a + b), word);

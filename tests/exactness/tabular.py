@@ -237,7 +237,7 @@ class Tabular:
         drawn = torch.zeros(len(most), steps, dtype=torch.int64)
         finite = torch.zeros(len(most), steps, dtype=torch.bool)
         probs = None if drawing is None else torch.zeros(len(most), steps, self.vocabulary)
-        counts = list(most)
+        counts, taken = list(most), list(most)
         sure = torch.full((len(most), steps), -1.0)
         for row, (own, start, count) in enumerate(zip(tokens, starts, most, strict=True)):
             survival = 1.0
@@ -250,7 +250,7 @@ class Tabular:
                     chances = stops.chances[row].tolist()
                     survival *= chances[sum(edge <= certain for edge in stops.edges.tolist())]
                     if survival < stops.keep[row, step].item():
-                        counts[row] = step
+                        counts[row], taken[row] = step, step + 1
                         break
                 law, known = law_of(at, SamplingTable.of([_params(drawing, row)], at.device))
                 key = Raced(
@@ -263,9 +263,9 @@ class Tabular:
                     probs[row, step] = law.probs[0, 0]
                 start, own = start + len(own), [token.item()]
                 if stops is not None and not survival >= stops.more[row, step].item():
-                    counts[row] = step + 1
+                    counts[row] = taken[row] = step + 1
                     break
-        return Drafted(drawn, finite, probs, counts, None if stops is None else sure)
+        return Drafted(drawn, finite, probs, counts, taken, None if stops is None else sure)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -70,12 +70,8 @@ class Drafted:
     finite: Tensor  # [B, K] bool: the logits that each was drawn from
     probs: Tensor | None  # [B, K, V] float32: their laws; None: they are the likeliest
     counts: list[int]  # [B] tokens of each row
+    steps: list[int]  # [B] that it took for them: one more where none was drawn of the last
     sure: Tensor | None = None  # [B, K] float32, of every step that was taken, else -1; None unless it stops
-
-    @property
-    def steps(self) -> list[int]:
-        """[B] that each row took: one more than its tokens where none was drawn of the last."""
-        return self.counts if self.sure is None else (self.sure != -1).sum(1).tolist()
 
 
 @dataclass(slots=True)

@@ -212,7 +212,7 @@ class NativePasses:
         how = CDrawing()
         if drawing is not None:
             how = CDrawing(*(_address(getattr(drawing, name)) for name in DRAWING))
-        counts, sure, end = array("q", bytes(8 * rows)), None, None
+        counts, sure, end = array("q", bytes(16 * rows)), None, None
         if stops is not None:
             assert stops.keep.shape == (rows, steps)  # the kernel takes that for granted
             sure = torch.full((rows, steps), -1.0)
@@ -240,7 +240,7 @@ class NativePasses:
             counts.buffer_info()[0],
             torch.get_num_threads(),
         )
-        return Drafted(drawn, finite, probs, counts.tolist(), sure)
+        return Drafted(drawn, finite, probs, counts[::2].tolist(), counts[1::2].tolist(), sure)
 
     def _space(self, values: int) -> Tensor:
         """To work in during one call: kept, since the next needs about as much."""
