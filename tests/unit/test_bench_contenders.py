@@ -26,7 +26,7 @@ from foredraft.bench.ours import BigLittle, Ours
 from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import weigh
 from foredraft.build.policies import make_policy
-from foredraft.decode.policy import CostTable
+from foredraft.decode.policy import Alone, CostTable
 from foredraft.kinds import DRAFTERS, POLICIES
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
@@ -126,6 +126,32 @@ def test_clocks_run_while_prompts_are_read_and_rounds_last(
     with parted(setting.llm.engine) as parts:
         assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
     assert (parts.verify, parts.draft) == (10.0 * TOKENS, 0.0)
+
+
+def test_a_prompt_that_a_drafter_reads_late_is_no_decoding(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads of the answer is: every token takes it a second, on a clock of our own."""
+    now = 0.0
+    drafter: Any = setting.llm.engine.drafters["draft-model"]
+    read = drafter.read
+
+    def slow(sequence: Any, start: int, stop: int) -> None:
+        nonlocal now
+        now += stop - start
+        read(sequence, start, stop)
+
+    class Late(Alone):
+        name = "late"
+        weighs = True
+
+        def budget(self, sequence: Any) -> int:
+            return 2 if sequence.round_count == 3 else 0
+
+    monkeypatch.setattr(drafter, "read", slow)
+    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    timing = Ours("draft-model", setting.llm, "draft-model", decides=Late()).run(PROMPTS[:1], TOKENS)
+    assert (timing.prefill_seconds, timing.decode_seconds) == (len(PROMPTS[0]), 2)
 
 
 def test_parts_of_a_round_are_the_drafters_and_the_targets(

@@ -1,8 +1,8 @@
 """Foredraft's own contenders: one loaded `LLM`, plain and with each drafter, under any policy.
 
 The policy is the engine's while a contender runs, and only then. Decoding lasts from the beginning of the
-first round to the end of the last one; what prompts are read in between, where several sequences start one
-after the other, counts as prefill.
+first round to the end of the last one; what prompts are read in between counts as prefill, where several
+sequences start one after the other, or where a drafter reads a prompt only once it is chosen.
 """
 
 from __future__ import annotations

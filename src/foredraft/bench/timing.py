@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from foredraft.decode.draft import as_stepper
 from foredraft.decode.engine import Engine
+from foredraft.decode.sequence import State
 from foredraft.model.device import synchronise
 
 __all__ = ["Clock", "Parts", "Turns", "interleaved", "parted", "timed", "watched", "wrapped"]
@@ -25,7 +27,8 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Clock:
     """began, ended: of the first round and the last one, on a monotonic clock. reading: seconds in which
-    prompts were read; reading_since: of them, after the first round began. rounds: how many."""
+    prompts were read, by the target or by a drafter that reads them once it is chosen; reading_since: of
+    them, after the first round began. rounds: how many."""
 
     began: float = 0.0
     ended: float = 0.0
@@ -69,7 +72,22 @@ def watched(engine: Engine) -> Iterator[Clock]:
         in_round = time.perf_counter() - start
         return done
 
-    with wrapped(engine, "step", timed_step), wrapped(engine, "round", timed_round):
+    def timed_read(read: Callable[[Any, int, int], None]) -> Callable[[Any, int, int], None]:
+        def run(sequence: Any, begin: int, stop: int) -> None:
+            taken, _ = timed(lambda: read(sequence, begin, stop), engine.device)
+            if sequence.state is State.RUNNING:  # in a round
+                of_prompt = taken * max(0, min(stop, len(sequence.prompt)) - begin) / (stop - begin)
+                clock.reading += of_prompt
+                clock.reading_since += of_prompt
+
+        return run
+
+    with ExitStack() as wraps:
+        wraps.enter_context(wrapped(engine, "step", timed_step))
+        wraps.enter_context(wrapped(engine, "round", timed_round))
+        for drafter in engine.drafters.values():
+            if (stepper := as_stepper(drafter)) is not None:
+                wraps.enter_context(wrapped(stepper, "read", timed_read(stepper.read)))
         yield clock
 
 
