@@ -1,0 +1,209 @@
+"""Weighing: who drafts for each row of a batch, and how much, by costs and by what is known of the drafters.
+
+`budgets` has the equations. Guesses cost, and a `Ledger` bounds what they may: nobody drafts unless the loss
+of every request in the batch is at most `SHARE` of its time so far, and one round more: the largest that it
+has had, or a plain step where a drafter is only tried again. So no request is held up much by drafts, its
+own or those of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.candidates import Candidate, Request
+from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.ledger import SHARE, Ledger
+from foredraft.decode.policy.protocol import PLAIN, Choice, Offers
+
+__all__ = ["Weighing"]
+
+SURE = 1.05  # by how much more a drafter that has to read first must promise
+KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
+
+
+@dataclass
+class Weighing:
+    """Of what these rows are offered now. max_draft: tokens at most. candidate: what a row's request knows of
+    a drafter. plain: ms of a plain step of theirs."""
+
+    table: CostTable
+    ledger: Ledger
+    max_draft: int
+    candidate: Callable[[Offers, str], Candidate]
+    rows: Seq[Offers]
+    plain: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain = self.table.verifying(len(self.rows), len(self.rows))
+
+    def choices(self) -> list[Choice]:
+        """Of every row; what is chosen, and why, is kept with its request."""
+        rows, requests = self.rows, [_request(row) for row in self.rows]
+        accounts = [request.account for request in requests]
+        choices = [PLAIN] * len(rows)
+        if all(account.allows(account.largest) for account in accounts):
+            choices = self._paying()
+            again = self.readings(choices)[1]
+            if not all(account.allows(account.largest, again) for account in accounts):
+                choices = [PLAIN] * len(rows)
+        for request, choice in zip(requests, choices, strict=True):
+            request.trial, request.silent = False, not choice.budget
+        if all(account.allows(self.plain, account.read) for account in accounts):
+            choices = self._turns(choices)
+        for request, choice in zip(requests, choices, strict=True):
+            request.choice = choice
+        return choices
+
+    def promised(self, choices: Seq[Choice]) -> float:
+        """Tokens per ms of the batch, by what its drafters are known for."""
+        batch, tokens, columns = len(self.rows), 0.0, float(len(self.rows))
+        depths: dict[str, float] = {}
+        for row, (name, budget) in zip(self.rows, choices, strict=True):
+            if name is None or not budget:
+                tokens += 1
+                continue
+            paced = self.candidate(row, name).record.pace.mean()
+            shortened = budget < min(row.most[name], self.max_draft)  # by position (`_length`)
+            if paced is None or shortened or _request(row).trial:
+                paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
+            tokens += paced[0]
+            columns += paced[1]
+            depths[name] = max(depths.get(name, 0.0), paced[2])
+        steps = sum(self.table.drafting(name, batch, depth) for name, depth in depths.items())
+        return max(tokens / (self.table.verifying(batch, round(columns)) + steps), batch / self.plain)
+
+    def readings(self, choices: Seq[Choice]) -> tuple[float, float]:
+        """ms that drafters read before they can draft: texts that are new to them, and what they missed."""
+        first = again = 0.0
+        for row, (name, _) in zip(self.rows, choices, strict=True):
+            if name is not None and _is_new(row, name):
+                first += self._reading(row, name)
+            elif name is not None:
+                again += self._reading(row, name)
+        return first, again
+
+    def until_turn(self) -> float:
+        """Plain rounds until there is something to decide again, while nobody drafts."""
+        accounts = [_request(row).account for row in self.rows]
+        if frozen := max(account.until(account.largest, 0.0, self.plain) for account in accounts):
+            return frozen
+        return min(self._until(row, name, PLAIN, 0.0) for row in self.rows for name in row.most)
+
+    def _paying(self) -> list[Choice]:
+        """For each row the drafter that pays most, and the budgets at which all of them together do."""
+        names: list[str | None] = []
+        reading = 0.0
+        for row in self.rows:
+            name = self._best(row, reading)
+            names.append(name)
+            reading += 0.0 if name is None else self._reading(row, name)
+        if len(self.rows) == 1:
+            budgets = [0 if names[0] is None else self._length(self.rows[0], names[0])[1]]
+        else:
+            pairs = zip(self.rows, names, strict=True)
+            prospects = [None if name is None else self._prospect(row, name) for row, name in pairs]
+            budgets = best_budgets(self.table, prospects)
+        return [Choice(*pair) if pair[1] else PLAIN for pair in zip(names, budgets, strict=True)]
+
+    def _best(self, row: Offers, reading: float) -> str | None:
+        """reading: ms that the rows before this one need already."""
+        batch = len(self.rows)
+        best, chosen = batch / self.plain, None
+        remaining = batch * row.sequence.remaining
+        for name in row.most:
+            rate, length = self._length(row, name)
+            gain = 1 - batch / (self.plain * rate)
+            if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
+                rate = remaining / (remaining / rate + own) / SURE
+            if length and rate > best and self._may_read(row, name, reading, gain):
+                best, chosen = rate, name
+        return chosen
+
+    def _length(self, row: Offers, name: str) -> tuple[float, int]:
+        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
+        is best by position, or the longest, where drafts that stop by themselves have done better."""
+        found, batch = _request(row).best, len(self.rows)
+        key = name, min(row.most[name], self.max_draft), batch
+        if key not in found:
+            best = best_length(self.table, batch, self._prospect(row, name))
+            paced = self.candidate(row, name).record.pace.mean()
+            if paced is not None:
+                tokens, drafted, steps = paced
+                ms = self.table.verifying(batch, round(batch * (1 + drafted)))
+                rate = batch * tokens / (ms + self.table.drafting(name, batch, steps))
+                best = max(best, (rate, key[1]))
+            found[key] = best
+        return found[key]
+
+    def _prospect(self, row: Offers, name: str) -> Prospect:
+        found, key = _request(row).prospects, (name, min(row.most[name], self.max_draft))
+        if key not in found:
+            found[key] = Prospect(name, self.candidate(row, name).record.track.survives(key[1]))
+        return found[key]
+
+    def _turns(self, choices: Seq[Choice]) -> list[Choice]:
+        """The choices, or instead of a row's a drafter that has waited long enough and might pay."""
+        reading = sum(self.readings(choices))
+        turns: list[Choice] = []
+        for row, choice in zip(self.rows, choices, strict=True):
+            others = (name for name in row.most if name != choice.drafter)
+            name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
+            if name is not None:
+                _request(row).trial = True
+                choice = Choice(name, max(1, best_length(self.table, 1, self._prospect(row, name))[1]))
+                reading += self._reading(row, name)
+            turns.append(choice)
+        return turns
+
+    def _until(self, row: Offers, name: str, choice: Choice, reading: float) -> float:
+        """Plain rounds until it is the turn of a drafter that was not chosen, as far as one can tell; without
+        end if it may not read or could not pay. reading: ms that others read before it."""
+        own = self._reading(row, name)
+        if (left := self.candidate(row, name).left(choice, own)) > 0:
+            return left
+        perfect = Prospect(name, (1.0,) * min(row.most[name], self.max_draft))
+        if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, reading):
+            return math.inf
+        account = _request(row).account
+        if _is_new(row, name):
+            own = 0.0  # that is apart
+        elif own > SHARE * self.plain * row.sequence.remaining:
+            return math.inf
+        return account.until(self.plain, account.read + reading + own, self.plain)
+
+    def _may_read(self, row: Offers, name: str, others: float, gain: float | None = None) -> bool:
+        """Whether it may read what it has not, for the share of a plain step that its drafts then save.
+
+        That must be saved again in the rest of the text; and while the drafter is not known well, the ledger
+        must allow it, as it will be when the text has all the tokens that were asked for. others: ms that
+        other rows read in this round.
+        """
+        reading = self._reading(row, name)
+        if not reading:
+            return True
+        account, ahead = _request(row).account, self.plain * row.sequence.remaining
+        if gain is not None:
+            if reading > gain * ahead:
+                return False
+            if self.candidate(row, name).known.seen >= KNOWN:
+                return True
+        whole = self.table.verifying(1, len(row.sequence.prompt)) + account.spent + ahead
+        return self.ledger.may_read(account, others + reading, whole, self.plain)
+
+    def _reading(self, row: Offers, name: str) -> float:
+        """ms until it has read what it has not."""
+        return self.table.reading(name, row.behind.get(name, 0))
+
+
+def _request(row: Offers) -> Request:
+    request: Request = row.sequence.policy_state
+    return request
+
+
+def _is_new(row: Offers, name: str) -> bool:
+    """Whether the drafter has not read any of the text."""
+    return row.behind.get(name) == len(row.sequence.tokens) - 1
