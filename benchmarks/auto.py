@@ -61,7 +61,7 @@ CASES: dict[str, tuple[int, Right | None]] = {
     "batch": (8, None),
 }
 FLUENT = "pays", "choice", "batch"  # whose prompts lead to texts that repeat little
-PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-3,5-7,9-11,13-15"
+PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-7,9-11,13-15"
 MODELS = "layer-skip", "draft-model"
 
 

@@ -98,6 +98,32 @@ def test_a_cache_without_room_is_not_measured(folders: tuple[Path, Path]) -> Non
     assert len(llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=6))[0].token_ids) <= 6
 
 
+@pytest.mark.parametrize("context", [1, 2, 3, 256])
+def test_rounds_are_as_long_as_there_is_room(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """All of it in the midst of a text, of which only the end was read."""
+    engine = loaded(folders, max_length=context + 4 * 6).engine
+    starts: list[int] = []
+    read: list[int] = []
+    forward, prefill = engine.target.forward, engine.target.prefill
+
+    def watched(cache: Any, tokens: Any, at: list[int], **named: Any) -> Any:
+        starts.extend(at)
+        return forward(cache, tokens, at, **named)
+
+    def reading(cache: Any, row: int, tokens: list[int], start: int, **named: Any) -> Any:
+        read.append(len(tokens))
+        return prefill(cache, row, tokens, start, **named)
+
+    monkeypatch.setattr(engine.target, "forward", watched)
+    monkeypatch.setattr(engine.target, "prefill", reading)
+    assert measure(engine, 2, 5) is not None
+    assert min(starts) == context - 1
+    assert set(read) == ({1} if context > 1 else set())
+    assert all(length == 0 for cache in engine.rows.caches for length in cache.lengths)
+
+
 def test_tables_change_between_requests_only(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ class _Bench:
         # Nothing but its last token is read: a pass takes as long whatever the keys before it hold, which are
         # finite.
         for cache in self.engine.rows.caches:
-            cache.lengths[: self.batch] = [self.context - 2] * self.batch
+            cache.lengths[: self.batch] = [max(0, self.context - 2)] * self.batch
         while scheduler.waiting or scheduler.prefilling is not None:
             self.engine.step()
 
