@@ -71,7 +71,7 @@ def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
     """Rounds of `batch` rows with drafts of up to `longest` tokens; None where there is no room for them."""
     longest = min(longest, engine.target.max_queries - 1)
     bench = _Bench(engine, batch, longest)
-    if bench.context < 1:
+    if bench.context < 2:
         return None
     timed = {
         name: drafter for name, drafter in engine.drafters.items() if not getattr(drafter, "free", False)
@@ -195,7 +195,7 @@ class _Bench:
         # Nothing but its last token is read: a pass takes as long whatever the keys before it hold, which are
         # finite.
         for cache in self.engine.rows.caches:
-            cache.lengths[: self.batch] = [max(0, self.context - 2)] * self.batch
+            cache.lengths[: self.batch] = [self.context - 2] * self.batch
         while scheduler.waiting or scheduler.prefilling is not None:
             self.engine.step()
 
