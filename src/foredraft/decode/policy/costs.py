@@ -54,13 +54,14 @@ class CostTable:
     def verifying(self, batch: int, columns: int) -> float:
         """Of a round over so many columns of `batch` rows in all, drafting left out.
 
-        Between measured widths it lies on the line between them, beyond on the last one's. A batch that was
-        not measured is like the nearest one that was, drafted columns added.
+        Between measured widths it lies on the line between them, beyond on the last one's; and so between
+        measured batches that draft as many columns, beyond which it is as for the last one.
         """
         found = self._verifying.get((batch, columns))
         if found is None:
-            near = _nearest(self.passes, batch)
-            found = self._verifying[batch, columns] = _on_line(self.passes[near], near + columns - batch)
+            drafted = columns - batch
+            near = ((b, _on_line(self.passes[b], b + drafted)) for b in _around(self.passes, batch))
+            found = self._verifying[batch, columns] = _on_line(list(near), batch)
         return found
 
     def columns(self, batch: int, most: int) -> list[float]:
@@ -92,7 +93,9 @@ class CostTable:
         if steps is None:
             by = self.drafts.get(drafter)
             assumed = ASSUMED * self.verifying(batch, batch)
-            steps = self._steps[drafter, batch] = by[_nearest(by, batch)] if by else (assumed, assumed)
+            pairs = [(b, by[b]) for b in _around(by, batch)] if by else [(batch, (assumed, assumed))]
+            first, further = (_on_line([(b, pair[i]) for b, pair in pairs], batch) for i in range(2))
+            steps = self._steps[drafter, batch] = first, further
         return steps
 
     def reading(self, drafter: str, tokens: int) -> float:
@@ -105,9 +108,10 @@ class CostTable:
         return self.drafting(drafter, 1, 1) * self.verifying(1, tokens) / self.verifying(1, 1)
 
 
-def _nearest(by: Mapping[int, object], batch: int) -> int:
-    """The batch that was measured and differs least, by ratio."""
-    return min(by, key=lambda other: (max(other, batch) / min(other, batch), other))
+def _around(by: Mapping[int, object], batch: int) -> list[int]:
+    """The batches that were measured and lie nearest on both sides, or the last one on one."""
+    below, above = [b for b in by if b <= batch], [b for b in by if b >= batch]
+    return sorted({*([max(below)] if below else []), *([min(above)] if above else [])})
 
 
 def _slopes(points: list[tuple[int, float]]) -> list[float]:

@@ -11,7 +11,7 @@ from foredraft.decode.stats import Round
 
 __all__ = ["MET", "Pace", "Record", "Track"]
 
-WEIGHTS = 2.0, 4.0  # rounds that what is assumed counts for: at first, and once others have seen as many
+WEIGHT = 6.0  # rounds that what is assumed counts for, or known of other requests
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
 SLOWLY = 0.2  # of that, as a power, where nothing was drafted
@@ -44,11 +44,7 @@ class Track:
     def alpha(self) -> float:
         """P(a drafted token is kept | all before it in its draft were)."""
         assumed = ASSUMED if self.prior is None else self.prior.alpha
-        return (sum(self.kept) + self._weight * assumed) / (sum(self.tried) + self._weight)
-
-    @property
-    def _weight(self) -> float:
-        return WEIGHTS[0] if self.prior is None else min(max(self.prior.seen, WEIGHTS[0]), WEIGHTS[1])
+        return (sum(self.kept) + WEIGHT * assumed) / (sum(self.tried) + WEIGHT)
 
     def learn(self, drafted: int, accepted: int) -> None:
         for position in range(len(self.tried)):
@@ -65,13 +61,13 @@ class Track:
 
     def rates(self, most: int) -> list[float]:
         """r_1 ... r_most."""
-        weight, alpha, prior = self._weight, self.alpha, self.prior
+        alpha, prior = self.alpha, self.prior
         expected = [alpha] * most
         if prior is not None:
             level = alpha / prior.alpha
             expected = [min(1.0, level * rate) for rate in prior.rates(most)]
         places = zip(self.kept, self.tried, expected, strict=False)
-        return [(kept + weight * rate) / (tried + weight) for kept, tried, rate in places]
+        return [(kept + WEIGHT * rate) / (tried + WEIGHT) for kept, tried, rate in places]
 
 
 class Pace:
@@ -93,9 +89,8 @@ class Pace:
         prior = None if self.prior is None else self.prior.mean()
         if prior is None:
             return None if self.seen < MET else self._over(self.seen, self.sums)
-        weight = WEIGHTS[1]
-        sums = [own + weight * other for own, other in zip(self.sums, prior, strict=True)]
-        return self._over(self.seen + weight, sums)
+        sums = [own + WEIGHT * other for own, other in zip(self.sums, prior, strict=True)]
+        return self._over(self.seen + WEIGHT, sums)
 
     @staticmethod
     def _over(count: float, sums: Iterable[float]) -> tuple[float, float, float]:
