@@ -60,10 +60,10 @@ def test_thresholds_are_the_equations() -> None:
     rates, rate = record.track.rates(4), 1.7
     assert rates == pytest.approx([record.track.alpha] * 4, rel=0.02)
     found = ends(TABLE, "small", 1, 1, rate, record, 4)
-    assert found.keep == pytest.approx([rate * 0.1] * 4, rel=0.03)
-    assert found.more == pytest.approx([rate * (0.2 + 0.1) / rates[0]] * 3 + [0.0], rel=0.03)
+    assert found.keep == pytest.approx([rate * 0.1] * 4, rel=0.07)
+    assert found.more == pytest.approx([rate * (0.2 + 0.1) / rates[0]] * 3 + [0.0], rel=0.07)
     shared = ends(TABLE, "small", 1, 2, rate, record, 4)
-    assert shared.more[0] == pytest.approx(rate * (0.1 + 0.1) / rates[0], rel=0.03), "two rows share a step"
+    assert shared.more[0] == pytest.approx(rate * (0.1 + 0.1) / rates[0], rel=0.07), "two rows share a step"
 
 
 def test_a_position_that_is_never_right_ends_the_draft_before_it() -> None:
