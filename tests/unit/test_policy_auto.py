@@ -223,9 +223,11 @@ def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:
 def test_a_drafter_that_comes_right_late_is_met_again() -> None:
     """After rounds that nobody was asked about."""
     table = flat(0.1)
-    found = run(table, lambda position: position >= 60, Auto(LONGEST, table))
+    policy = Auto(LONGEST, table)
+    found = run(table, lambda position: position >= 60, policy)
     assert found.rounds[60:70].count([PLAIN]) == 10
     assert found.speedup > 1.3
+    assert policy.ledger.spent == pytest.approx(found.ms, rel=0.05)
 
 
 def test_choices_are_a_function_of_the_table_and_the_outcomes() -> None:

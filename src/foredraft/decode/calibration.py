@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -32,8 +33,10 @@ SECONDS = 0.05, 0.5  # after which no round is timed again: once two of each cou
 ROUNDS = 8.0  # plain rounds, or as many seconds as above if that is more, after which nothing more is tried
 REPEATS = 4
 READINGS = 2  # of a text, of which the quicker counts
-FRESH = 60.0  # seconds until a table is made anew, if nothing runs then,
-RARE = 200  # and so many times as long as it took to make, so that it takes little of any model's time
+FRESH = 60.0  # seconds until a table is made anew, if nothing runs then
+RARE = (
+    200  # and rounds have taken so many times as long as it took to make: little of their time goes into it
+)
 FILLER = "filler"
 
 Trial = tuple[str | None, int]  # who drafts how many tokens
@@ -47,24 +50,34 @@ class Calibration:
 
     def __init__(self, policy: Auto) -> None:
         self.policy = policy
-        self._measured: dict[int, tuple[float, CostTable]] = {}  # by rows: until when it is fresh, and it
+        self._measured: dict[int, _Measured] = {}  # by rows
 
     def __call__(self, engine: Engine, waiting: int) -> None:
         batch = 1
         while batch < min(waiting, engine.cache.rows):
             batch *= 2
         sizes = {1, min(batch, engine.cache.rows)}
-        now = time.monotonic()
-        fresh = {size for size, (until, _) in self._measured.items() if now <= until}
+        now, spent = time.monotonic(), self.policy.ledger.spent
+        fresh = {size for size, its in self._measured.items() if now <= its.until or spent < its.due}
         stale = sorted(sizes - fresh)
         for size in stale:
             start = time.monotonic()
             table = measure(engine, size, self.policy.max_draft)
             if table is not None:
                 end = time.monotonic()
-                self._measured[size] = end + max(FRESH, RARE * (end - start)), table
+                due = spent + RARE * 1e3 * (end - start)
+                self._measured[size] = _Measured(table, end + FRESH, due)
         if stale and self._measured:
-            self.policy.table = CostTable.joined(table for _, table in self._measured.values())
+            self.policy.table = CostTable.joined(its.table for its in self._measured.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A table, as good as new until that time, or until rounds have taken so many ms in all."""
+
+    table: CostTable
+    until: float
+    due: float
 
 
 def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:

@@ -44,10 +44,11 @@ class Account:
 
 
 class Ledger:
-    """gained: ms that all requests so far gained, less what drafters read; bounded."""
+    """spent: ms of all rounds so far. gained: ms that all requests gained in them, less what drafters read;
+    bounded."""
 
     def __init__(self) -> None:
-        self.gained = 0.0
+        self.spent = self.gained = 0.0
 
     def settle(
         self,
@@ -78,6 +79,7 @@ class Ledger:
             account.read += first
             account.lost += ms - plain * tokens - others * ahead
             account.largest = max(account.largest, ms)
+        self.spent += ms + first
         gained = self.gained + plain * sum(given) / batch - ms - first + EARNED * (ms + first)
         self.gained = min(max(gained, -KEPT * plain), KEPT * plain)
 
