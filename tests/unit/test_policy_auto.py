@@ -227,7 +227,7 @@ def test_a_drafter_that_comes_right_late_is_met_again() -> None:
     found = run(table, lambda position: position >= 60, policy)
     assert found.rounds[60:70].count([PLAIN]) == 10
     assert found.speedup > 1.3
-    assert policy.ledger.spent == pytest.approx(found.ms, rel=0.05)
+    assert policy.ledger.spent == pytest.approx(found.ms, rel=0.1), "but for the last choice"
 
 
 def test_choices_are_a_function_of_the_table_and_the_outcomes() -> None:
