@@ -89,9 +89,11 @@ class Weighing:
     def until_turn(self) -> float:
         """Plain rounds until there is something to decide again, while nobody drafts."""
         accounts = [_request(row).account for row in self.rows]
-        if frozen := max(account.until(account.largest, 0.0, self.plain) for account in accounts):
-            return frozen
-        return min(self._until(row, name, PLAIN, 0.0) for row in self.rows for name in row.most)
+        patient = max(account.until(self.plain, account.read, self.plain) for account in accounts)
+        first = min(self._until(row, name, PLAIN, 0.0) for row in self.rows for name in row.most)
+        held = max(account.until(account.largest, 0.0, self.plain) for account in accounts)
+        turn = max(patient, first)
+        return min(held, turn) if held else turn  # somebody may pay once that is earned
 
     def _paying(self) -> list[Choice]:
         """For each row the drafter that pays most, and the budgets at which all of them together do."""
