@@ -19,6 +19,7 @@ from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
 from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
+from foredraft.verify import Options as VerifyDefaults
 
 if TYPE_CHECKING:
     DrafterName: TypeAlias = str
@@ -56,7 +57,8 @@ OUTPUT = Group("Output", sort_key=5)
 VERIFYING = Group("Verifying", sort_key=3)
 BENCHMARK = Group("Benchmark", sort_key=3)
 SEARCH = Group("Search", sort_key=2)
-BENCH, TUNE = BenchDefaults(), TuneDefaults()  # whose defaults are these commands', too
+# whose defaults are these commands', too
+BENCH, TUNE, VERIFY = BenchDefaults(), TuneDefaults(), VerifyDefaults()
 
 
 def _described(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str:
@@ -236,11 +238,11 @@ class OutputOptions:
 class VerifyOptions:
     prompts: str | None = None
     """A file of prompts: one a line, or .jsonl with a "prompt" in every line. Without prompts, the demo's."""
-    tokens: int = 32
+    tokens: int = VERIFY.tokens
     """Tokens of each prompt at temperature 0, at most."""
     samples: int | None = None
     """Samples of each test of the sampled law; without it, as many as --detect needs."""
-    detect: float = 0.03
+    detect: float = VERIFY.detect
     """The total variation between the sampled law and the target's that must not be missed."""
     seed: int | None = None
     """For samples that can be had again; without it a fresh one, which is reported."""
