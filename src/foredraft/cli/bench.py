@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Report, Row, Spread
 from foredraft.cli.generate import refuse_lossy
-from foredraft.cli.options import BenchOptions, DraftingOptions, ModelOptions, loading
+from foredraft.cli.measuring import BenchOptions
+from foredraft.cli.options import DraftingOptions, ModelOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import STDIN, spelled_as_options
 from foredraft.errors import ConfigError

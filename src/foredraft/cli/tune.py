@@ -12,7 +12,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from foredraft.cli.options import DraftingOptions, ModelOptions, TuneOptions, loading
+from foredraft.cli.measuring import TuneOptions
+from foredraft.cli.options import DraftingOptions, ModelOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import STDIN
 from foredraft.cli.verify import read_prompts

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from foredraft.bench.workload import prompt_of
 from foredraft.cli.generate import check, named, read_prompt, refuse_lossy
-from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
+from foredraft.cli.measuring import VerifyOptions
+from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS
