@@ -6,6 +6,7 @@ the round to end, so no state is left half-written (`interrupts`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
@@ -53,7 +54,7 @@ class LLM:
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
         self._lossless, self.deterministic = dict(lossless or {}), deterministic
-        self._requests = Requests(engine, spec, tokenizer, default_drafter, max_length)
+        self._ids = itertools.count()
         self._driver = Driver(engine, progress)
 
     def params(self, **options: Any) -> SamplingParams:
@@ -221,6 +222,13 @@ class LLM:
     def fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
         """A prompt that leaves room for so many new tokens, as `generate` would read it."""
         return self._requests.fitting(prompt, new, truncate)
+
+    @property
+    def _requests(self) -> Requests:
+        """As the attributes are now."""
+        return Requests(
+            self.engine, self.spec, self.tokenizer, self.default_drafter, self.max_length, self._ids
+        )
 
     def _output(self, sequence: Sequence) -> Output:
         assert sequence.finish is not None

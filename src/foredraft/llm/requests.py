@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from foredraft.decode.engine import Engine
@@ -23,20 +23,16 @@ __all__ = ["Prompts", "Requests"]
 Prompts = str | Seq[str] | Seq[int] | Seq[Seq[int]]
 
 
+@dataclass(frozen=True, slots=True)
 class Requests:
-    """To one engine, checked; raises RequestError that names what cannot be served."""
+    """To a model, checked; raises RequestError that names what cannot be served. ids: of sequences."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        spec: ModelSpec,
-        tokenizer: Tokenizer | None,
-        default_drafter: str | None,
-        max_length: int,
-    ) -> None:
-        self._engine, self._spec, self._tokenizer = engine, spec, tokenizer
-        self._default_drafter, self._max_length = default_drafter, max_length
-        self._ids = itertools.count()
+    engine: Engine
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    default_drafter: str | None
+    max_length: int
+    ids: Iterator[int]
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Prompts in any form that `generate` takes -> the ids of each; raises RequestError as it does."""
@@ -55,7 +51,7 @@ class Requests:
         return encoded
 
     def _encode_text(self, text: str) -> list[int]:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("this model's folder has no tokenizer.json; give token ids, not text")
         if not text:
             raise RequestError("the prompt is empty; give at least one character")
@@ -65,7 +61,7 @@ class Requests:
             raise RequestError(
                 f"the prompt is not valid Unicode at character {error.start}; give it as UTF-8"
             ) from None
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def sequences(
         self,
@@ -80,9 +76,9 @@ class Requests:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:
-            if not 0 <= token < self._spec.vocab_size:
+            if not 0 <= token < self.spec.vocab_size:
                 raise RequestError(
-                    f"token id {token} is outside the model's vocabulary of {self._spec.vocab_size}"
+                    f"token id {token} is outside the model's vocabulary of {self.spec.vocab_size}"
                 )
         if truncate not in (None, "left"):
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
@@ -92,9 +88,9 @@ class Requests:
         if params.max_new_tokens == 0:
             drafters = ()  # which need not read the prompt either
         seed = secrets.randbits(53) if params.seed is None else params.seed
-        ids = [next(self._ids) for _ in range(n)]
+        ids = [next(self.ids) for _ in range(n)]
         group = ids[0] if n > 1 else None
-        eos = frozenset(self._spec.eos_token_ids)
+        eos = frozenset(self.spec.eos_token_ids)
         scores: list[Score | None] = [None]  # nothing comes before the first token to hold it against
         return [
             Sequence(
@@ -116,7 +112,7 @@ class Requests:
 
     def _check(self, params: SamplingParams, n: int) -> None:
         """What the parameters alone cannot know."""
-        size = self._spec.vocab_size
+        size = self.spec.vocab_size
         for token in params.logit_bias or {}:
             if token >= size:
                 raise RequestError(f"logit_bias names token {token}; the vocabulary ends at {size - 1}")
@@ -124,13 +120,13 @@ class Requests:
             value = getattr(params, name)
             if value is not None and value > size:
                 raise RequestError(f"{name} is {value}, but the vocabulary has {size} tokens; give fewer")
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise RequestError("stop needs text, but this model's folder has no tokenizer.json; leave it out")
         if params.max_new_tokens == 0 and n > 1:
             raise RequestError(f"max_new_tokens is 0, so there is nothing to sample {n} times; give n=1")
 
     def _transcript(self, prompt: list[int], params: SamplingParams, show_special: bool) -> Transcript | None:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             return None
         ends = {tokenizer.special_id(stop): stop for stop in params.stop} if not show_special else {}
@@ -145,8 +141,8 @@ class Requests:
     def fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
         """A prompt that leaves room for so many new tokens: itself, or cut on the left if asked for; a
         leading BOS stays, since models fail without. Raises RequestError where there is no room."""
-        room = self._max_length - new
-        kept = prompt[:1] if prompt[0] == self._spec.bos_token_id else []
+        room = self.max_length - new
+        kept = prompt[:1] if prompt[0] == self.spec.bos_token_id else []
         if len(prompt) <= room:
             return prompt
         if truncate == "left" and room > len(kept):
@@ -154,23 +150,23 @@ class Requests:
         ways = ["lower max_new_tokens"]
         if room > len(kept):
             ways = ["shorten the prompt", *ways, *(["truncate='left'"] if truncate is None else [])]
-        if self._max_length < self._spec.max_positions:
-            ways.append(f"raise max_length up to the model's {self._spec.max_positions}")
+        if self.max_length < self.spec.max_positions:
+            ways.append(f"raise max_length up to the model's {self.spec.max_positions}")
         raise RequestError(
-            f"the prompt's {len(prompt)} tokens and max_new_tokens {new} exceed the {self._max_length}"
+            f"the prompt's {len(prompt)} tokens and max_new_tokens {new} exceed the {self.max_length}"
             f" positions there is room for; {', or '.join(ways)}"
         )
 
     def drafters(self, speculation: str | None) -> tuple[str, ...]:
         """All that may draft for a request: the policy chooses among several."""
-        name = speculation or self._default_drafter or "none"
-        loaded = self._engine.drafters
+        name = speculation or self.default_drafter or "none"
+        loaded = self.engine.drafters
         if name == "none":
             return ()
-        if name == "auto" and self._engine.policy.weighs:
+        if name == "auto" and self.engine.policy.weighs:
             return tuple(loaded)
         if name not in loaded:
-            known = ["none", *(["auto"] if self._engine.policy.weighs else []), *loaded]
+            known = ["none", *(["auto"] if self.engine.policy.weighs else []), *loaded]
             raise RequestError(f"speculation names {name!r}, which is not loaded; loaded: {', '.join(known)}")
         return (name,)
 
