@@ -38,11 +38,11 @@ class NoRepeats:
 
 
 def test_walks_go_along_the_drafts_and_leave_no_trace() -> None:
-    rows = [NoRepeats(0), None, NoRepeats(1), NoRepeats()]
+    rows = [NoRepeats(0), None, NoRepeats(), NoRepeats(1)]
     walks = Walks(rows, 3, CPU)
-    assert walks.masks()[:, 0].int().tolist() == [[0, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]
+    assert walks.masks()[:, 0].int().tolist() == [[0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 1]]
     on = walks.advance(torch.tensor([[1], [1], [0], [2]]), torch.tensor([True, True, False, True]))
     assert on.tolist() == [True, True, False, False], "rows that draft no more, and what would be taken back"
-    assert walks.masks()[:, 0].int().tolist() == [[1, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 0]]
+    assert walks.masks()[:, 0].int().tolist() == [[1, 0, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]]
     walks.undo()
-    assert [row and row.said for row in rows] == [[0], None, [1], []]
+    assert [row and row.said for row in rows] == [[0], None, [], [1]]
