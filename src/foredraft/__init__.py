@@ -9,9 +9,10 @@ Importing this package is cheap: PyTorch is loaded by the first use of a name be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, RequestError
+from foredraft.lazy import lazily
 
 if TYPE_CHECKING:
     from foredraft.build import load
@@ -52,13 +53,7 @@ _HOME = {
     "write_trace": "foredraft.pages.trace",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

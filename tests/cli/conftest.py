@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoints import save_checkpoint, save_pair
+from foredraft import LLM
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +15,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_pair(tmp_path_factory.mktemp("models"))
     save_checkpoint(folder / "mute", seed=1)
     return folder
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[LLM]:
+    """The models that commands load, as they do."""
+    made: list[LLM] = []
+    init = LLM.__init__
+
+    def noted(self: LLM, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        init(self, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "__init__", noted)
+    return made

@@ -222,21 +222,15 @@ def test_a_turn_that_fails_leaves_no_trace(
     assert "--max-new-tokens 5" in errors[1]
 
 
-def test_room_for_a_conversation(chatty: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[LLM] = []
-    init = LLM.__init__
-
-    def noted(self: LLM, *arguments: Any, **options: Any) -> None:
-        made.append(self)
-        init(self, *arguments, **options)
-
-    monkeypatch.setattr(LLM, "__init__", noted)
+def test_room_for_a_conversation(
+    chatty: list[str], loaded: list[LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert converse(monkeypatch, [], chatty) == 0
     monkeypatch.setattr(GENERATE, "CONVERSATION", 512)
     assert converse(monkeypatch, [], chatty) == 0
     assert converse(monkeypatch, [], [*chatty, "--max-length", "64"]) == 0
-    assert [llm.max_length for llm in made] == [2048, 512, 64]  # the model has 2048
-    assert {llm.engine.cache.rows for llm in made} == {1}
+    assert [llm.max_length for llm in loaded] == [2048, 512, 64]  # the model has 2048
+    assert {llm.engine.cache.rows for llm in loaded} == {1}
 
 
 @pytest.mark.parametrize(

@@ -299,18 +299,10 @@ def test_the_demo_shows_what_it_goes_on_from(capsys: pytest.CaptureFixture[str])
     ("options", "rows"), [([], 1), (["--n", "3"], 3), (["--max-batch", "2"], 2)], ids=str
 )
 def test_room_is_made_for_what_is_asked(
-    pair: list[str], monkeypatch: pytest.MonkeyPatch, options: list[str], rows: int
+    pair: list[str], loaded: list[LLM], options: list[str], rows: int
 ) -> None:
-    made: list[LLM] = []
-    init = LLM.__init__
-
-    def noted(self: LLM, *arguments: Any, **others: Any) -> None:
-        made.append(self)
-        init(self, *arguments, **others)
-
-    monkeypatch.setattr(LLM, "__init__", noted)
     assert main([*pair, *GREEDY, "--json", *options]) == 0
-    [llm] = made
+    [llm] = loaded
     assert llm.tokenizer is not None
     assert llm.engine.cache.rows == rows
     assert llm.max_length == len(llm.tokenizer.encode("x")) + 6

@@ -235,18 +235,10 @@ def test_nothing_to_verify_and_nothing_to_read_with(
 
 
 def test_room_is_made_for_what_is_asked(
-    pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: list[str], loaded: list[LLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[LLM] = []
-    init = LLM.__init__
-
-    def noted(self: LLM, *arguments: Any, **options: Any) -> None:
-        made.append(self)
-        init(self, *arguments, **options)
-
-    monkeypatch.setattr(LLM, "__init__", noted)
     assert main([*pair, "x", "Viktor", *FEW, "--json"]) == 3
-    [llm] = made
+    [llm] = loaded
     assert llm.tokenizer is not None
     assert llm.max_length == len(llm.tokenizer.encode("Viktor")) + 6
     assert document(capsys)["about"]["max_batch"] == llm.engine.cache.rows == 8  # of many samples

@@ -13,7 +13,7 @@ import test_enumeration as enumeration
 import test_identity as identity
 from parts import LateBan, RandomBudgets, StopUnsure
 
-from foredraft.decode import accept, drafting, noise, operators, rows, sampling, sequence
+from foredraft.decode import accept, drafting, merging, noise, operators, rows, sampling, sequence
 from foredraft.decode.draft import RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
@@ -349,7 +349,7 @@ MUTANTS = [
             (
                 STEP_THROUGH,
                 "lengths = (reached & torch.cat(possible, 1)).sum(1)",
-                "lengths = (reached & (_joined(laws).at(torch.cat(drawn, 1)) > 0.4)).cumprod(1).sum(1)",
+                "lengths = (reached & (Law.along(laws).at(torch.cat(drawn, 1)) > 0.4)).cumprod(1).sum(1)",
             ),
         ),
         law_of_confident_drafts,
@@ -668,14 +668,14 @@ MUTANTS = [
     ),
     Mutant(
         "drafts of several drafters, each with the lengths of the first",
-        ((drafting._merge, "lengths = draft.lengths.where(mask, lengths)", "lengths = parts[0][1].lengths"),),
+        ((merging.merged, "lengths = draft.lengths.where(mask, lengths)", "lengths = parts[0][1].lengths"),),
         mixed_drafters,
     ),
     Mutant(
         "drafts of several drafters, each with the law of the last",
         (
             (
-                drafting._merge,
+                merging.merged,
                 "probs[:, :k] = q.probs.where(mask[:, None, None], probs[:, :k])",
                 "probs[:, :k] = q.probs",
             ),
@@ -754,7 +754,7 @@ MUTANTS = [
     ),
     Mutant(
         "the constraint left where the draft led it",
-        ((STEP_THROUGH, "walk.undo()", "pass"),),
+        ((STEP_THROUGH, "walks.undo()", "pass"),),
         law_under_constraints,
     ),
     Mutant(

@@ -17,9 +17,10 @@ import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
+from foredraft.bench.bare import draft_seconds
 from foredraft.bench.contender import Setting
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen, suits
-from foredraft.bench.costs import draft_seconds, measure_costs
+from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
 from foredraft.bench.ours import BigLittle, Ours

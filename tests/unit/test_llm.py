@@ -19,7 +19,7 @@ import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
 from foredraft.decode import reading
 from foredraft.decode.policy import TargetConfidence
-from foredraft.llm import _Interrupts
+from foredraft.llm.interrupts import Interrupts
 
 PLAIN = SamplingParams(temperature=0, max_new_tokens=24, speculation="none")
 
@@ -294,7 +294,7 @@ def test_an_interrupted_call_leaves_nothing_running(
 
 
 class Pressed:
-    """SIGINT at some of the instructions that `_Interrupts` runs, and a handler that counts what it is given."""
+    """SIGINT at some of the instructions that `Interrupts` runs, and a handler that counts what it is given."""
 
     def __init__(self, at: set[int], raises: bool) -> None:
         self.at, self.raises = at, raises
@@ -307,7 +307,7 @@ class Pressed:
             raise KeyboardInterrupt
 
     def trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_qualname.startswith("_Interrupts"):
+        if not frame.f_code.co_qualname.startswith("Interrupts"):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
@@ -321,7 +321,7 @@ class Pressed:
         before, tracing = signal.signal(signal.SIGINT, self), sys.gettrace()
         try:
             sys.settrace(self.trace)
-            with _Interrupts() as interrupts:
+            with Interrupts() as interrupts:
                 interrupts.deliver()
                 waiting = SimpleNamespace(wait=lambda: self.forgotten.append(interrupts.noted))
                 interrupts.wait(waiting)  # type: ignore[arg-type]
@@ -372,13 +372,13 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     worker.start()
     assert begun.wait(60)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    wait = llm._turn.wait
+    wait = llm._driver.turn.wait
 
     def interrupted() -> Any:
         threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
         return wait()
 
-    monkeypatch.setattr(llm._turn, "wait", interrupted)
+    monkeypatch.setattr(llm._driver.turn, "wait", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([7, 8], PLAIN)

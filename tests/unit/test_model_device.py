@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from foredraft.decode import constraint, drafting
+from foredraft.decode import constraint
 from foredraft.model import device
 from foredraft.model.device import upload
 
@@ -72,8 +71,8 @@ def test_masks_are_uploaded(sent: list[Any], monkeypatch: pytest.MonkeyPatch) ->
     constraint.masks_along(Even(), [0], 3, CUDA)  # type: ignore[arg-type]
     assert sent == ["pinned", ("cuda", True)] * 2
     sent.clear()
-    walk = SimpleNamespace(constraint=Even())
-    drafting._masks_of([walk], SimpleNamespace(vocabulary=3, device=CUDA))  # type: ignore[list-item,arg-type]
+    walks = constraint.Walks([Even()], 3, CUDA)  # type: ignore[list-item]
+    walks.masks()
     assert sent == ["pinned", ("cuda", True)]
 
 

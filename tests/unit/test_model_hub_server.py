@@ -74,6 +74,18 @@ class Client:
         return str(message)
 
 
+# what a repository may hold that no model is read from
+UNREAD = {
+    "pytorch_model.bin",
+    "consolidated.safetensors",
+    "model.gguf",
+    "README.md",
+    "original/params.json",
+    "original/model.safetensors",
+    "onnx/config.json",
+}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`big` in shards, with files beside it that nobody needs; `small`; `other`, another revision of `big`."""
@@ -86,13 +98,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja",
         "special_tokens_map.json",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "model.gguf",
-        "README.md",
-        "original/params.json",
-        "original/model.safetensors",
-        "onnx/config.json",
+        *UNREAD,
     ]:
         (big / path).parent.mkdir(exist_ok=True)
         (big / path).write_text(json.dumps({path: path}))  # alike, they would be fetched once
@@ -131,16 +137,7 @@ def test_a_model_is_loaded_then_loaded_again_offline(client: Client, folders: Pa
 
 def test_only_what_a_model_is_read_from_is_fetched(client: Client, folders: Path) -> None:
     folder = client.resolve("owner/big")
-    unwanted = {
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "model.gguf",
-        "README.md",
-        "original/params.json",
-        "original/model.safetensors",
-        "onnx/config.json",
-    }
-    assert files(folder) == files(folders / "big") - unwanted
+    assert files(folder) == files(folders / "big") - UNREAD
     assert {"model.safetensors.index.json", "chat_template.jinja"} < files(folder)
     assert sorted(client.hub.fetched()) == sorted(Path(file).name for file in files(folder))
     for file in files(folder):

@@ -14,7 +14,7 @@ import foredraft
 from checkpoints import save_checkpoint
 from deciding import by_definition
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
-from foredraft.decode import accept, drafting, operators, sampling
+from foredraft.decode import accept, at_once, drafting, operators, sampling
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
@@ -205,7 +205,7 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "the law kept of a draft in one call is not the one drawn from": (
-        (drafting._at_once, "Law(drafted.probs[:, :width])", "Law(drafted.probs[:, :width] ** 3)"),
+        (at_once.at_once, "Law(drafted.probs[:, :width])", "Law(drafted.probs[:, :width] ** 3)"),
         SPECULATIVE,
     ),
     "coupled keeps what differs": (

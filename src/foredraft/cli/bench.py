@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Report, Row, Spread
 from foredraft.cli.generate import refuse_lossy
-from foredraft.cli.options import BenchOptions, DraftingOptions, ModelOptions, loading
+from foredraft.cli.measuring import BenchOptions
+from foredraft.cli.options import DraftingOptions, ModelOptions, loading
+from foredraft.cli.places import check_places
 from foredraft.cli.render import ProgressBars, table
-from foredraft.cli.spelling import STDIN, spelled_as_options
+from foredraft.cli.spelling import spelled_as_options
 from foredraft.errors import ConfigError
-from foredraft.files import check_place, write_whole
+from foredraft.files import write_whole
 from foredraft.kinds import POLICIES
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def bench(
     is the median of those within the turns; prompts whose output repeats itself do not count.
     """
     options = options_of(benchmark, drafting)
-    check_files(benchmark)
+    check_places(json=benchmark.json, html=benchmark.html)
     from foredraft.bench.workload import load_workloads
 
     workloads = load_workloads(tuple(benchmark.workload.split(",")), benchmark.prompts)
@@ -109,17 +111,6 @@ def policies_of(words: str | None) -> tuple[str, ...]:
     if words is None:
         return ()
     return tuple(POLICIES) if words == "all" else tuple(words.split(","))
-
-
-def check_files(benchmark: BenchOptions) -> None:
-    """Before hours are spent on what cannot be written."""
-    for option, file in (("json", benchmark.json), ("html", benchmark.html)):
-        if str(file) == STDIN:
-            raise ConfigError(f"--{option} is '-', but the last line of stdout is the document; give a file")
-        if file is not None:
-            check_place(file, option)
-    if benchmark.json and benchmark.html and benchmark.json.resolve() == benchmark.html.resolve():
-        raise ConfigError(f"--html is {str(benchmark.html)!r}, and so is --json; give each a file of its own")
 
 
 def differing(report: Report) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The options of the commands that generate, by the groups in which `--help` shows them.
+"""Options of the model, the draft and the text, by the groups in which `--help` shows them.
 
 Contract: None means not given, so that the library's default holds. Choices and their help come from the
 tables of `kinds`.
@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
-from foredraft.bench.contenders import CONTENDERS
-from foredraft.bench.options import Options as BenchDefaults
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
-from foredraft.tune.options import Options as TuneDefaults
-from foredraft.tune.options import SamplerName
 
 if TYPE_CHECKING:
     DrafterName: TypeAlias = str
@@ -30,9 +26,6 @@ else:
     RuleName = Literal[tuple(RULES)]
 
 __all__ = [
-    "OPTIONS",
-    "PROMPTED",
-    "BenchOptions",
     "ChatOptions",
     "DraftOptions",
     "DraftingOptions",
@@ -40,8 +33,6 @@ __all__ = [
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
-    "TuneOptions",
-    "VerifyOptions",
     "loading",
     "requested",
 ]
@@ -53,10 +44,6 @@ DRAFTING = Group("Drafting", sort_key=2)
 SAMPLING = Group("Sampling", sort_key=3)
 CHAT = Group("Chat", sort_key=4)
 OUTPUT = Group("Output", sort_key=5)
-VERIFYING = Group("Verifying", sort_key=3)
-BENCHMARK = Group("Benchmark", sort_key=3)
-SEARCH = Group("Search", sort_key=2)
-BENCH, TUNE = BenchDefaults(), TuneDefaults()  # whose defaults are these commands', too
 
 
 def _described(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str:
@@ -72,7 +59,6 @@ SETTINGS_HELP = "; ".join(
     for name, kind in POLICIES.items()
     if kind.settings
 )
-CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
 MAX_DRAFT_HELP = ", ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
 
 
@@ -229,98 +215,6 @@ class OutputOptions:
     """Show special tokens, such as the end-of-text token, instead of leaving them out."""
     color: bool = True
     """Colour the text by who wrote it, where stdout is a terminal."""
-
-
-@Parameter(name="*", group=VERIFYING)
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    prompts: str | None = None
-    """A file of prompts: one a line, or .jsonl with a "prompt" in every line. Without prompts, the demo's."""
-    tokens: int = 32
-    """Tokens of each prompt at temperature 0, at most."""
-    samples: int | None = None
-    """Samples of each test of the sampled law; without it, as many as --detect needs."""
-    detect: float = 0.03
-    """The total variation between the sampled law and the target's that must not be missed."""
-    seed: int | None = None
-    """For samples that can be had again; without it a fresh one, which is reported."""
-    self_test: Flag = False
-    """Plant a defect, the correction drawn without the residual, to see it found: then the exit code is 1."""
-    json: Flag = False
-    """Print one JSON document instead of a table."""
-
-
-@Parameter(name="*", group=BENCHMARK)
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    methods: Annotated[
-        str | None,
-        Parameter(
-            help=f"Who takes part, with commas between; plain always does. {CONTENDER_HELP}. Without it,"
-            " all that are possible."
-        ),
-    ] = None
-    policies: str | None = None
-    """The drafters take part under these policies, too, with commas between, or under all: for a table by
-    policy. Numbers of --policy-option are for the one of --policy alone."""
-    workload: str = "all"
-    """Names or files, with commas between: a file holds a "prompt" in every line of JSON; all are those that
-    ship with Foredraft."""
-    prompts: int | None = 8
-    """So many of each workload at most, evenly spread over it."""
-    new_tokens: int = BENCH.new_tokens
-    """Tokens of every prompt; nothing ends a text early."""
-    repeats: int = BENCH.repeats
-    """Runs of everybody on every prompt."""
-    batch: str = ",".join(map(str, BENCH.batch))
-    """Prompts that are decoded side by side; several sizes with commas between."""
-    temperature: float = BENCH.temperature
-    """0 is greedy. Above it, outputs are compared with plain decoding's with --acceptance coupled only."""
-    json: Path | None = None
-    """Write the last line of the output, one JSON document, here too."""
-    html: Path | None = None
-    """Write a report with plots here, one self-contained page."""
-
-
-@Parameter(name="*", group=SEARCH)
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    prompts: str | None = None
-    """A file of prompts: one a line, or .jsonl with a "prompt" in every line; a quarter is held out. Without
-    it, for the demo model alone, those that ship with Foredraft."""
-    trials: int = TUNE.trials
-    """Plans to try, those of earlier runs of the same search included."""
-    timeout: float | None = None
-    """Begin no trial after so many seconds."""
-    storage: str | None = None
-    """Where trials are kept: an Optuna URL, as sqlite:///FILE or that of a PostgreSQL database, which several
-    machines may share. Without it, a file in the cache folder."""
-    sampler: SamplerName = TUNE.sampler
-    """Who proposes plans after those that a search begins with: flips of the best one's switches, a Gaussian
-    process, TPE, or chance."""
-    temperature: float = TUNE.temperature
-    """Of the texts, and of the law that drafts are held against; 0 is greedy."""
-    max_draft: int = TUNE.max_draft
-    """Longest draft that is considered, in tokens."""
-    tokens: int = TUNE.tokens
-    """New tokens of the model's own that a trial is held against."""
-    finalists: int = TUNE.finalists
-    """Plans that are timed in real decoding of held-out prompts, in the end."""
-    new_tokens: int = TUNE.new_tokens
-    """Tokens of each held-out prompt."""
-    repeats: int = TUNE.repeats
-    """Runs of everybody on every held-out prompt."""
-    seed: int = TUNE.seed
-    """Of the sampler."""
-    out: Path | None = None
-    """Write the plan here too, if it wins; generate, bench and verify find it in the cache folder."""
-    html: Path | None = None
-    """Write a report with plots here, one self-contained page."""
-
-
-# of the commands that read `-` as a text from stdin
-PROMPTED = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
-OPTIONS = (*PROMPTED, BenchOptions, TuneOptions)
 
 
 def loading(model: ModelOptions, drafting: DraftingOptions) -> dict[str, Any]:

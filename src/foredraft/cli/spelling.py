@@ -6,11 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from foredraft.cli.options import OPTIONS, PROMPTED
+from foredraft.cli.measuring import BenchOptions, TuneOptions, VerifyOptions
+from foredraft.cli.options import ChatOptions, DraftOptions, ModelOptions, OutputOptions, SamplingOptions
 
 __all__ = ["STDIN", "spelled_as_options", "with_stdin"]
 
 STDIN = "\0"  # what `-` reads as: no real argument can hold it
+# of the commands that read `-` as a text from stdin
+PROMPTED = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
+OPTIONS = (*PROMPTED, BenchOptions, TuneOptions)
 NAMES = [field.name for group in OPTIONS for field in fields(group)]
 ANY_NAME = "|".join(NAMES)
 OWN_NAME = "|".join(name for name in NAMES if "_" in name)  # no word of a language is spelled like that

@@ -12,12 +12,13 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from foredraft.cli.options import DraftingOptions, ModelOptions, TuneOptions, loading
+from foredraft.cli.measuring import TuneOptions
+from foredraft.cli.options import DraftingOptions, ModelOptions, loading
+from foredraft.cli.places import check_places
 from foredraft.cli.render import ProgressBars, table
-from foredraft.cli.spelling import STDIN
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
-from foredraft.files import check_place, write_whole
+from foredraft.files import write_whole
 from foredraft.tune.options import Options
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
     """
     asked = asdict(tuning)
     options = Options(**{name: asked[name] for name in asked if name not in ("prompts", "out", "html")})
-    check_files(tuning)
+    check_places(out=tuning.out, html=tuning.html)
     prompts = prompts_of(tuning.prompts, model.model)
     if tuning.html is not None:
         from foredraft.tune.report import page  # says now if it cannot draw
@@ -67,17 +68,6 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
         print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
         return INTERRUPTED
     return DIFFERS if model.deterministic and any(one.identical is False for one in report.finalists) else 0
-
-
-def check_files(tuning: TuneOptions) -> None:
-    """Before hours are spent on what cannot be written."""
-    for option, file in (("out", tuning.out), ("html", tuning.html)):
-        if str(file) == STDIN:
-            raise ConfigError(f"--{option} is '-', but the last line of stdout is the document; give a file")
-        if file is not None:
-            check_place(file, option)
-    if tuning.out and tuning.html and tuning.out.resolve() == tuning.html.resolve():
-        raise ConfigError(f"--html is {str(tuning.html)!r}, and so is --out; give each a file of its own")
 
 
 def prompts_of(file: str | None, model: str | None) -> list[str]:

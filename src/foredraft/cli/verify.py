@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 
 from foredraft.bench.workload import prompt_of
 from foredraft.cli.generate import check, named, read_prompt, refuse_lossy
-from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, VerifyOptions, loading
+from foredraft.cli.measuring import VerifyOptions
+from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, loading
 from foredraft.cli.render import ProgressBars, table
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS
+from foredraft.verify import Options
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
@@ -54,9 +56,9 @@ def verify(
     if name == "none":
         raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
     prompts = read_prompts(texts, verifying.prompts, model.model)
-    from foredraft.verify import Options
     from foredraft.verify import verify as run
     from foredraft.verify.joint import SIBLINGS
+    from foredraft.verify.run import room
 
     asked = asdict(verifying)
     wanted = {key: asked[key] for key in ("tokens", "samples", "detect", "seed", "self_test")}
@@ -68,7 +70,7 @@ def verify(
         llm = foredraft.load(
             model.model,
             **{"policy": "fixed"} | loading(model, drafting),  # a cost model might never draft
-            needs=lambda tokenizer, defaults: (SIBLINGS, longest(prompts, tokenizer) + options.longest),
+            needs=lambda tokenizer, defaults: (SIBLINGS, longest(prompts, tokenizer) + room(options)),
             progress=lambda stage, done, total: bars.show(stage, done, total) if stage == "load" else None,
         )
         report = run(llm, prompts, options, truncate=model.truncate, progress=bars.show)

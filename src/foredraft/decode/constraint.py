@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.model.device import upload
 
-__all__ = ["Constraint", "masks_along"]
+__all__ = ["Constraint", "Walks", "masks_along"]
 
 
 class Constraint(Protocol):
@@ -51,6 +51,54 @@ class Constraint(Protocol):
         ...
 
 
+class _Walk:
+    """A constraint, advanced tentatively along a draft."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.base = constraint.length
+
+    def advance(self, token: int) -> bool:
+        """False where the token would be taken back: drafting past it is pointless."""
+        expected = self.constraint.length + 1
+        return self.constraint.advance(token) >= expected
+
+    def undo(self) -> None:
+        self.constraint.rewind(self.base)
+
+
+class Walks:
+    """The constraints of a batch along its drafts, as they are drawn. None: of a row that has none or drafts
+    nothing."""
+
+    def __init__(self, constraints: Seq[Constraint | None], vocabulary: int, device: torch.device) -> None:
+        self._walks = [None if constraint is None else _Walk(constraint) for constraint in constraints]
+        self._everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
+        self._device = device
+
+    def masks(self) -> Tensor:
+        """[B, 1, V] bool: what each row may draw now."""
+        found = [None if walk is None else walk.constraint.mask() for walk in self._walks]
+        masks = [self._everything if mask is None else upload(mask, self._device) for mask in found]
+        return torch.stack(masks)[:, None]
+
+    def advance(self, token: Tensor, alive: Tensor) -> Tensor:
+        """The tokens just drawn [B, 1] are read in the rows that are alive [B]; rows whose token would be
+        taken back stop -> [B] bool, those that go on."""
+        read = torch.stack([token[:, 0], alive.long()], 1).tolist()
+        on = [
+            bool(a) and (walk is None or walk.advance(t))
+            for walk, (t, a) in zip(self._walks, read, strict=True)
+        ]
+        return upload(on, alive.device)
+
+    def undo(self) -> None:
+        """Leave every constraint as it was found."""
+        for walk in self._walks:
+            if walk is not None:
+                walk.undo()
+
+
 def masks_along(
     constraint: Constraint, draft: Seq[int], vocabulary: int, device: torch.device
 ) -> tuple[Tensor, int]:
@@ -60,7 +108,7 @@ def masks_along(
     Past an illegal token the masks do not matter: p is 0 there, so verification ends at it.
     """
     everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
-    base = constraint.length
+    walk = _Walk(constraint)
     masks: list[Tensor] = []
     legal = 0
     for token in [*draft, None]:
@@ -68,9 +116,9 @@ def masks_along(
         masks.append(everything if mask is None else upload(mask, device))
         if token is None or (mask is not None and not bool(mask[token])):
             break
-        if constraint.advance(token) <= base + legal:  # would be taken back: nothing after it counts
+        if not walk.advance(token):  # nothing after it counts
             break
         legal += 1
-    constraint.rewind(base)
+    walk.undo()
     masks += [everything] * (len(draft) + 1 - len(masks))
     return torch.stack(masks), legal

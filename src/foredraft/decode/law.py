@@ -13,7 +13,7 @@ Arithmetic is float32 (products with a coin float64); no epsilon, no clamp of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,18 @@ class Law:
     def __post_init__(self) -> None:
         assert (self.probs is not None) or (self.ids is not None)
         assert (self.certain is not None) == (self.probs is not None and self.ids is not None)
+
+    @classmethod
+    def along(cls, laws: Sequence[Law]) -> Law:
+        """Laws of successive positions, of one representation -> one law."""
+        first = laws[0]
+        probs = (
+            None
+            if first.probs is None
+            else torch.cat([law.probs for law in laws if law.probs is not None], 1)
+        )
+        ids = None if first.ids is None else torch.cat([law.ids for law in laws if law.ids is not None], 1)
+        return cls(probs, ids, first.certain)
 
     @property
     def columns(self) -> int:

@@ -1,7 +1,7 @@
 """What a plan's draft steps cost, in plain steps: a part that every draft has, and each sub-layer's own.
 
 Contract: a plan is never timed by itself. Bare rounds by a few plans, each without one kind of sub-layer,
-take turns; a draft's time is what a round takes beyond its verifying pass, as in `bench.costs`, and the parts
+take turns; a draft's time is what a round takes beyond its verifying pass, as in `bench.bare`, and the parts
 are what explains the drafts' best (least squares). The part that every draft has is embedding, norm, head and
 draw. All other host work of a round is missing, as in every prediction (docs/architecture.md, "Words").
 """
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from foredraft.bench.costs import SETTLE, draft_seconds, measure_costs, one_after_the_other
+from foredraft.bench.bare import SETTLE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
+from foredraft.bench.costs import measure_costs
 from foredraft.bench.timing import interleaved
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
@@ -34,7 +36,6 @@ from foredraft.tune.rounds import Floats
 __all__ = ["PlanCosts", "measure_plan_costs"]
 
 REPEATS = 30
-Action = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,38 +118,32 @@ def _timed(
     made in one call where the engine would."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    cache = runner.new_cache(1, context + longest + 1)
-    device = cache.device
-    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    several = torch.zeros(1, longest + 1, dtype=torch.int64, device=device)
-    operators = llm.engine.operators
+    bare = BareRounds(runner, 1, context, longest + 1)
+    verify = bare.forward(longest + 1)
+    draws = _draws(llm, context, longest, temperature)
+    works: dict[object, Work] = {"verify": verify}
+    for number, plan in enumerate(plans):
+        works[number] = one_after_the_other(bare.draft(DraftPass(runner, plan), longest, draws), verify)
+    works["step"] = bare.forward(1)
+    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE)
+    drafts = [draft_seconds(seconds[number], seconds["verify"]) / longest for number in range(len(plans))]
+    return [median(seconds["step"]), *drafts]
+
+
+def _draws(llm: LLM, context: int, longest: int, temperature: float) -> Callable[[], Draws]:
+    """At this temperature, as the engine has them."""
+    device, operators = llm.engine.device, llm.engine.operators
     table = SamplingTable.of([SamplingParams(temperature=temperature)], device, operators=operators)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.arange(context, context + longest, device=device)[None]  # [1, K]
 
-    def verify() -> None:
-        runner.forward(cache, several, [context - 1])
+    def draws() -> Draws:
+        keys = NoiseKeys(zero, places, None, zero, operators)
 
-    def draft(plan: Plan) -> Action:
-        draft_pass = DraftPass(runner, plan)
+        def draw(column: int, logits: Tensor) -> Tensor:
+            pick = partial(noise.pick, keys=keys.column(column), purpose=DRAFT)
+            return law_of(logits, table)[0].draw(pick)
 
-        def run() -> None:
-            keys = NoiseKeys(zero, places, None, zero, operators)
-            drawing = None if table.all_greedy else table.drawing(keys.bits(DRAFT))
-            if draft_pass.at_once(cache, [[0]], [context - 1], [longest], drawing) is not None:
-                return
-            for column, position in enumerate(range(context, context + longest)):
-                logits = draft_pass(cache, one, [position - 1]).logits
-                assert logits is not None
-                own = keys.column(column)
-                law_of(logits, table)[0].draw(partial(noise.pick, keys=own, purpose=DRAFT))
+        return Draws(None if table.all_greedy else table.drawing(keys.bits(DRAFT)), draw)
 
-        return run
-
-    actions: dict[object, Action] = {"verify": verify} | {
-        number: one_after_the_other(draft(plan), verify) for number, plan in enumerate(plans)
-    }
-    actions["step"] = lambda: runner.forward(cache, one, [context - 1])
-    seconds = interleaved(actions, llm.engine.device, repeats, warm=1, settle=SETTLE)
-    drafts = [draft_seconds(seconds[number], seconds["verify"]) / longest for number in range(len(plans))]
-    return [median(seconds["step"]), *drafts]
+    return draws

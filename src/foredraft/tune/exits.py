@@ -8,14 +8,12 @@ the same layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-import torch
 
-from foredraft.bench.costs import SETTLE, draft_seconds, one_after_the_other
+from foredraft.bench.bare import SETTLE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
 from foredraft.bench.timing import interleaved
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.drafters.skips import Skips
@@ -25,6 +23,7 @@ from foredraft.model.runner import Resume, Runner
 __all__ = ["ExitCosts", "Line", "measure_exit_costs"]
 
 Line = tuple[float, float]  # at no layer, and for each layer
+LIKELIEST = Draws(draw=lambda column, logits: logits.argmax(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +64,15 @@ def _timed(llm: LLM, exits: list[int], context: int, longest: int, repeats: int)
     """Seconds of "step", of ("verify", exit, rows), and of ("round", exit), a whole one."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    cache = runner.new_cache(1, context + longest + 1)
-    tokens = torch.zeros(1, longest + 1, dtype=torch.int64, device=cache.device)
-    states = runner.decoder.embed(tokens)
-
-    def verify(exit: int, rows: int) -> Callable[[], object]:
-        resume = Resume(exit, states[:, :rows], [rows - 1])  # all but the last drafted token were read
-        return lambda: runner.forward(cache, tokens[:, :rows], [context - 1], resume=resume)
-
-    def draft(exit: int) -> Callable[[], object]:
-        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm.spec.layers), exact=True)
-
-        def run() -> None:
-            for position in range(context, context + longest):
-                forward = draft_pass(cache, tokens[:, :1], [position - 1])
-                assert forward.logits is not None
-                forward.logits.argmax(-1)
-
-        return run
-
-    works: dict[object, Callable[[], object]] = {
-        "step": lambda: runner.forward(cache, tokens[:, :1], [context - 1])
-    }
+    bare = BareRounds(runner, 1, context, longest + 1)
+    states = runner.decoder.embed(bare.tokens(longest + 1))
+    works: dict[object, Work] = {"step": bare.forward(1)}
     for exit in exits:
-        for rows in range(2, longest + 2):
-            works["verify", exit, rows] = verify(exit, rows)
-        works["round", exit] = one_after_the_other(draft(exit), verify(exit, longest + 1))
+        for rows in range(2, longest + 2):  # all but the last drafted token were read
+            works["verify", exit, rows] = bare.forward(rows, Resume(exit, states[:, :rows], [rows - 1]))
+        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm.spec.layers), exact=True)
+        draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
+        works["round", exit] = one_after_the_other(draft, works["verify", exit, longest + 1])
     return interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE)
 
 

@@ -6,8 +6,7 @@ import platform
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 
@@ -20,67 +19,25 @@ from foredraft.verify.chi_square import samples_for
 from foredraft.verify.defect import without_residual
 from foredraft.verify.identity import compare_tokens
 from foredraft.verify.joint import POWER, WIDTHS, Law, Sampler, choose_prompts, run_test
+from foredraft.verify.options import RULES, Options
 from foredraft.verify.plain import PlainTarget
 from foredraft.verify.report import LawTest, Report
 
-__all__ = ["Options", "verify"]
-
-Rule: TypeAlias = Literal["speculative", "coupled"]
+__all__ = ["room", "verify"]
 
 FAMILY_LEVEL = 1e-3  # of all tests together, by Bonferroni's inequality
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
 )
-RULES: tuple[Rule, ...] = ("speculative", "coupled")
+DEFAULTS = Options()
 CONTROL_SHARE = 8  # a control gets one of so many samples: it looks at the method, and its steps are slow
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """tokens: of each prompt at temperature 0, at most. samples: of each sampled test; None = as many as
-    `detect`, a total variation, needs. seed: of the samples; None draws one. rule: None = both.
-    self_test: plant the missing residual, which must then be found.
-
-    Raises ConfigError that names a value out of range.
-    """
-
-    tokens: int = 32
-    samples: int | None = None
-    detect: float = 0.03
-    seed: int | None = None
-    rule: Rule | None = None
-    self_test: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"tokens is {self.tokens}; give 1 or more")
-        if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"samples is {self.samples}; give 1 or more")
-        if not 0 < self.detect < 1:
-            raise ConfigError(f"detect is {self.detect}; give a total variation between 0 and 1")
-        if self.seed is not None and not 0 <= self.seed < 2**53:
-            raise ConfigError(f"seed is {self.seed}; give a whole number from 0 to 2**53 - 1")
-        if self.rule is not None and self.rule not in RULES:
-            raise ConfigError(
-                f"acceptance is {self.rule!r}, which is not lossless: there is nothing to prove;"
-                f" give {' or '.join(RULES)}, or leave it out"
-            )
-        if self.self_test and self.rule == "coupled":
-            raise ConfigError(
-                "self_test removes the residual, and acceptance='coupled' has none; leave one out"
-            )
-
-    @property
-    def longest(self) -> int:
-        """New tokens of the longest continuation."""
-        return max(self.tokens, len(WIDTHS))
 
 
 def verify(
     llm: LLM,
     prompts: Prompts,
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     truncate: Literal["left"] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
@@ -98,9 +55,10 @@ def verify(
     encoded = llm.encode(prompts)
     if not all(encoded):
         raise ConfigError("a prompt is empty, or there are none; give at least one token")
-    encoded = [llm.fitting(ids, options.longest, truncate) for ids in encoded]
+    longest = room(options)
+    encoded = [llm.fitting(ids, longest, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
-    plain = PlainTarget(llm, max(map(len, encoded)) + options.longest)
+    plain = PlainTarget(llm, max(map(len, encoded)) + longest)
     with without_residual(llm.engine) if options.self_test else nullcontext():
         identity = compare_tokens(
             llm, plain, encoded, drafter, options.tokens, lambda *at: progress("Temperature 0", *at)
@@ -116,6 +74,11 @@ def verify(
         family_level=FAMILY_LEVEL,
         planted="no residual" if options.self_test else None,
     )
+
+
+def room(options: Options) -> int:
+    """New tokens of the longest continuation."""
+    return max(options.tokens, len(WIDTHS))
 
 
 def _sampled_tests(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import functools
+from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import library
+from foredraft.kernels.loading import declare, library
 from foredraft.kernels.pages import Arena
 
 __all__ = ["NativeLinear", "arrange", "fits", "suffix"]
@@ -24,10 +25,10 @@ class CLinear(ctypes.Structure):
     """`Linear` of kernels.c."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
     )
 
 
@@ -45,7 +46,7 @@ class NativeLinear:
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         rows = x.numel() // self.shape[1]
         linear = self.view()
-        _function("foredraft_product", x.dtype)(
+        _product(x.dtype)(
             ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
         )
         return out
@@ -75,10 +76,8 @@ def arrange(weight: Tensor, bias: Tensor | None, arena: Arena | None = None) -> 
     missing = -rows % BLOCK
     shape = ((rows + missing) // BLOCK, columns, BLOCK)
     packed = weight.new_empty(shape) if arena is None else arena.empty(shape, weight.dtype)
-    pack = _library().foredraft_pack
-    pack.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
     words = columns // WORD[weight.dtype]
-    pack(weight.data_ptr(), rows, words, packed.data_ptr(), torch.get_num_threads())
+    _pack()(weight.data_ptr(), rows, words, packed.data_ptr(), torch.get_num_threads())
     offset = None if bias is None else torch.nn.functional.pad(bias.float(), (0, missing))
     return NativeLinear(packed, (rows, columns), offset)
 
@@ -87,19 +86,15 @@ def suffix(dtype: torch.dtype) -> str:
     return f"_{NAMES[dtype]}"
 
 
-def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    function: Any = getattr(_library(), name + suffix(dtype))
-    if function.argtypes is None:
-        function.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int,
-        )
-        function.restype = None
-    run: Callable[..., None] = function
-    return run
+@functools.cache
+def _pack() -> Any:
+    return declare(_library().foredraft_pack, (c_void_p, c_int64, c_int64, c_void_p, c_int))
+
+
+@functools.cache
+def _product(dtype: torch.dtype) -> Any:
+    product = getattr(_library(), f"foredraft_product{suffix(dtype)}")
+    return declare(product, (c_void_p, c_void_p, c_int64, c_void_p, c_int))
 
 
 def _library() -> ctypes.CDLL:

@@ -1,0 +1,69 @@
+"""The draft loop (`drafting`) in one call of the drafter's: the same draws by the same noise.
+
+It serves where nobody has to look at a token before the next is drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.draft import Draft, Looper, RoundInputs
+from foredraft.decode.law import Law
+from foredraft.decode.noise import COUPLED, DRAFT, Noise
+from foredraft.decode.policy import Policy
+from foredraft.model.device import upload
+from foredraft.model.runner import Stops
+
+__all__ = ["at_once"]
+
+
+def at_once(
+    drafter: Looper,
+    behind: list[list[int]],
+    starts: list[int],
+    most: list[int],
+    inputs: RoundInputs,
+    policy: Policy,
+    stops: Stops | None,
+    noise: Noise,
+    greedy: bool,
+) -> Draft | None:
+    """A draft as the loop would make it; behind, starts, most: as `Looper.draft` has them. None where its
+    steps have to be taken one by one."""
+    table = inputs.table
+    if policy.looks or inputs.past is not None or not table.plain:
+        return None
+    if any(s.constraint is not None for s, count in zip(inputs.sequences, most, strict=True) if count):
+        return None
+    drawing = None
+    if not (greedy or table.all_greedy):
+        if not noise.raced:
+            return None
+        drawing = table.drawing(_draft_keys(inputs)[:, : max(most)])
+        if drawing is None:
+            return None
+    drafted = drafter.draft(behind, starts, most, drawing, stops)
+    if drafted is None:
+        return None
+    finite, counts = drafted.finite.tolist(), drafted.counts
+    lengths = [[*own[:count], False].index(False) for own, count in zip(finite, counts, strict=True)]
+    sick, width = None, max(lengths)
+    tokens = drafted.tokens[:, :width]
+    if lengths != counts:
+        columns = torch.arange(width)
+        tokens = tokens.where(columns < upload(lengths, inputs.device)[:, None], 0)
+        sick = upload([length < count for length, count in zip(lengths, counts, strict=True)], inputs.device)
+    q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs[:, :width])
+    return Draft(tokens, upload(lengths, inputs.device), q, drafter.resume(), sick, drafted.sure, lengths)
+
+
+def _draft_keys(inputs: RoundInputs) -> Tensor:
+    """[B, K + 1]: what each row draws its draft by. Coupled rows share the position's noise with the target;
+    the others use their own."""
+    coupled = [s.params.is_coupled for s in inputs.sequences]
+    if all(coupled):
+        return inputs.noise.bits(COUPLED)
+    own = inputs.noise.bits(DRAFT)
+    if not any(coupled):
+        return own
+    return torch.where(upload(coupled, own.device)[:, None], inputs.noise.bits(COUPLED), own)
