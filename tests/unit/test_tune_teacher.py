@@ -15,6 +15,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError
 from foredraft.model.runner import Runner
 from foredraft.tune import teacher as teacher_module
 from foredraft.tune.calibration import Calibration, Text
@@ -194,3 +195,14 @@ def test_what_is_raised_between_passes_ends_a_trial(llm: LLM) -> None:
     teacher = Teacher(runner, written(llm, 0.0, count=2), LONGEST, stop)
     with pytest.raises(TimeoutError):
         teacher.rounds(Skips().plan(llm.spec.layers))
+
+
+def test_texts_that_do_not_fit_are_told_before_they_are_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = made(llm, 0.0).cache.memory.nbytes
+    monkeypatch.setattr(teacher_module, "free_memory", lambda device: need)
+    made(llm, 0.0)
+    monkeypatch.setattr(teacher_module, "free_memory", lambda device: need - 1)
+    with pytest.raises(ConfigError, match="of keys and values, but .* free on cpu; give fewer tokens"):
+        made(llm, 0.0)

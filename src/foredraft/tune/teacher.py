@@ -22,9 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.build.memory import free_memory
 from foredraft.decode.operators import operators_of
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.errors import ConfigError
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
 from foredraft.model.device import upload
@@ -42,7 +44,10 @@ Block = tuple[int, int, int]  # (row, position of the first column, how many)
 
 
 class Teacher:
-    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial."""
+    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial.
+
+    Raises ConfigError where the keys and values of the texts do not fit into memory.
+    """
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Teacher:
             SamplingTable.of([params], device, operators=operators_of(runner)),
         )
         rows, positions = len(self.texts), max(len(text.ids) for text in self.texts)
+        _check_memory(runner, 2 * rows, positions + longest)
         # rows from `rows` on hold the target's keys and values, the first `rows` also the draft's
         self.cache: KVCache = runner.new_cache(2 * rows, positions + longest)
         width = max(self.lengths) + longest
@@ -212,3 +218,14 @@ class Teacher:
                 self._p[row, first + 1 - text.start : last + 1 - text.start] = own
             start = end
         self.cache.copy_row(home, row, stop)
+
+
+def _check_memory(runner: Runner, rows: int, positions: int) -> None:
+    decoder = runner.decoder
+    need = rows * KVCache.bytes_per_row(decoder.spec, positions, decoder.dtype)
+    free = free_memory(decoder.device)
+    if need > free:
+        raise ConfigError(
+            f"a trial's texts need {need / 2**30:.3g} GiB of keys and values, but {free / 2**30:.3g} GiB are"
+            f" free on {decoder.device}; give fewer tokens, or shorter prompts"
+        )
