@@ -21,7 +21,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from shutil import copytree
 from statistics import median
@@ -71,9 +71,17 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
     return Teacher(runner, calibration, options.max_draft)
 
 
-def predicted(report: Report, teacher: Teacher, skips: Skips) -> float:
-    plan = skips.plan(report.layers)
-    return float(report.costs.speedups(skips, teacher.rounds(plan).taus).max())
+def predicted(report: Report, teacher: Teacher, kinds: dict[str, list[Skips]]) -> dict[str, list[float]]:
+    """Of each kind's plans, by the objective of the search. Those that the search has tried are not tried
+    again, for the texts are the same."""
+    taus = {Skips.spelled(trial.skips).plan(report.layers): np.array(trial.taus) for trial in report.trials}
+    untried = list({skips.plan(report.layers) for skips in chain(*kinds.values())} - taus.keys())
+    if untried:
+        taus |= {plan: found.taus for plan, found in zip(untried, teacher.rounds_of(untried), strict=True)}
+    return {
+        kind: [float(report.costs.speedups(skips, taus[skips.plan(report.layers)]).max()) for skips in plans]
+        for kind, plans in kinds.items()
+    }
 
 
 def left_out(report: Report) -> frozenset[int]:
@@ -100,13 +108,12 @@ def without_search(report: Report, teacher: Teacher, count: int, neighbours: boo
             skips_of(best.symmetric_difference(some)) for some in combinations(range(everything), flips)
         ]
     found: dict[str, Any] = {"search": {"predicted": report.best.predicted, "skips": report.best.skips}}
-    for kind, plans in kinds.items():
-        gains = [predicted(report, teacher, skips) for skips in plans]
+    for kind, gains in predicted(report, teacher, kinds).items():
         at = int(np.argmax(gains)) if gains else None
         found[kind] = at is not None and {
             "predicted": gains[at],
-            "skips": str(plans[at]),
-            "plans": len(plans),
+            "skips": str(kinds[kind][at]),
+            "plans": len(gains),
         }
     return found
 

@@ -193,6 +193,28 @@ def test_time_that_is_up_ends_a_search_and_keeps_what_ended(
     assert len(kept(sqlite(tmp_path), "FAIL")) == 1, "the eighth was given up"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(36e3, ["", "6 h", "6 h"]), (200.0, ["", "3 min", "2 min", "80 s"])]
+)
+def test_a_search_says_how_long_it_will_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: list[str]
+) -> None:
+    """500 trials of 40 seconds, or as many as there is time for; an earlier run's took none of this one's."""
+    for _ in ("begun", "gone on with"):
+        made = hurried(tmp_path, seconds, 40.0, monkeypatch)
+        told: list[str] = []
+
+        def tell(stage: str, done: int, total: int, note: str = "", /, *, told: list[str] = told) -> None:
+            told.append(note)
+            if len(told) == len(expected):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            made.run(tell)
+        assert [note.partition(", about ")[2].removesuffix(" left") for note in told] == expected
+        assert all(note.startswith("best predicted speed-up ") for note in told)
+
+
 def test_time_that_is_up_before_a_trial_ended_is_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

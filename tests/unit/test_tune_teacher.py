@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError
 from foredraft.model.runner import Runner
 from foredraft.tune import teacher as teacher_module
 from foredraft.tune.calibration import Calibration, Text
@@ -120,6 +123,42 @@ def test_a_trial_leaves_nothing_behind(llm: LLM) -> None:
     assert np.array_equal(teacher.chances(plan), before)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_several_plans_have_what_each_has_alone(llm: LLM, temperature: float) -> None:
+    """Plans that begin alike, that differ from the first layer on, and one that comes twice."""
+    teacher = made(llm, temperature)
+    layers = llm.spec.layers
+    spelled = [*PLANS, "skip:attn=1/mlp=0", "skip:attn=1-2/mlp=0", "skip:attn=1/mlp=0,2", "skip:attn=2/mlp=0"]
+    plans = [Skips.spelled(each).plan(layers) for each in spelled]
+    alone = [teacher.rounds(plan) for plan in plans]
+    assert len({tuple(one.taus) for one in alone}) > 3, "plans that differ in nothing show nothing"
+    for plan, one, several in zip(spelled, alone, teacher.rounds_of(plans), strict=True):
+        assert several.taus == pytest.approx(one.taus, abs=1e-6), plan
+        assert several.emitted == pytest.approx(one.emitted, abs=1e-6), plan
+    before = teacher.chances(plans[1])
+    for chosen in (plans[:1], plans[3:5]):
+        list(teacher.rounds_of(chosen))
+    assert np.array_equal(teacher.chances(plans[1]), before)
+
+
+def test_what_plans_begin_with_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the layers that passes over the last drafts of the texts ran."""
+    teacher = made(llm, 0.0)
+    last = llm.spec.layers - 1
+    plans = [Skips.spelled(each).plan(last + 1) for each in ("skip:none", f"skip:attn={last}/mlp={last}")]
+    ran: list[tuple[int, int]] = []
+    forward = teacher.runner.forward
+
+    def watched(*given: Any, **named: Any) -> Any:
+        ran.append((named["resume"].depth if named["resume"] else 0, named["stop"]))
+        return forward(*given, **named)
+
+    monkeypatch.setattr(teacher.runner, "forward", watched)
+    list(teacher.rounds_of(plans))
+    assert ran[:3] == [(0, last), (last, last + 1), (last, last + 1)]
+    assert set(ran) == set(ran[:3])
+
+
 def test_memory_is_bounded_and_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits in pieces, and passes over few columns, give the same chances."""
     teacher = made(llm, 0.8)
@@ -156,3 +195,14 @@ def test_what_is_raised_between_passes_ends_a_trial(llm: LLM) -> None:
     teacher = Teacher(runner, written(llm, 0.0, count=2), LONGEST, stop)
     with pytest.raises(TimeoutError):
         teacher.rounds(Skips().plan(llm.spec.layers))
+
+
+def test_texts_that_do_not_fit_are_told_before_they_are_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = made(llm, 0.0).cache.memory.nbytes
+    monkeypatch.setattr(teacher_module, "free_memory", lambda device: need)
+    made(llm, 0.0)
+    monkeypatch.setattr(teacher_module, "free_memory", lambda device: need - 1)
+    with pytest.raises(ConfigError, match="of keys and values, but .* free on cpu; give fewer tokens"):
+        made(llm, 0.0)

@@ -54,9 +54,9 @@ def tune(
 
     model, loading: as `foredraft.load` takes them. out: a file for the plan, beside the one that is kept for
     `find_plan`. truncate: "left" drops the oldest tokens of a prompt that is too long. Raises what `load` and
-    `LLM.encode` raise, and ConfigError of a storage that cannot be used, prompts that are too few, or a
-    timeout in which no trial ended. A KeyboardInterrupt ends the search early: the study keeps its trials,
-    and the report says which they are; it is raised where there are none.
+    `LLM.encode` raise, and ConfigError of a storage that cannot be used, prompts that are too few, texts that
+    do not fit into memory, or a timeout in which no trial ended. A KeyboardInterrupt ends the search early:
+    the study keeps its trials, and the report says which they are; it is raised where there are none.
     """
     stages = _Stages()
     deadline = Deadline.after(options.timeout)

@@ -51,6 +51,10 @@ class Deadline:
     def passed(self) -> bool:
         return self.at is not None and time.monotonic() >= self.at
 
+    def within(self, seconds: float) -> float:
+        """So many, or what is left until then."""
+        return seconds if self.at is None else max(0.0, min(seconds, self.at - time.monotonic()))
+
     def check(self) -> None:
         """Raises OutOfTime once it has passed."""
         if self.passed:
@@ -117,7 +121,16 @@ class Search:
         done = len(self.trials())
         best = max((trial.predicted for trial in self.trials()), default=0.0)
         total = self.options.trials
-        progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
+        began, before = time.monotonic(), done
+
+        def tell() -> None:
+            note = f"best predicted speed-up {best:.2f}"
+            if before < done < total:
+                left = (time.monotonic() - began) / (done - before) * (total - done)
+                note += f", about {_spelled(self.deadline.within(left))} left"
+            progress("trials", min(done, total), total, note)
+
+        tell()
         # whoever goes on must not propose again what was proposed at the beginning
         self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
 
@@ -126,7 +139,7 @@ class Search:
             if trial.state is optuna.trial.TrialState.COMPLETE:
                 done += 1
                 best = max(best, trial.value)
-                progress("trials", min(done, total), total, f"best predicted speed-up {best:.2f}")
+                tell()
                 ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
                 if ended >= total:
                     study.stop()
@@ -214,3 +227,11 @@ def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
     for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):
         found.setdefault(trial.skips, trial)
     return list(found.values())[:count]
+
+
+def _spelled(seconds: float) -> str:
+    """Roughly, in the largest unit of which there are two."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -8,12 +8,13 @@ The texts are cut into drafts of K columns, which lie at different places in dif
 computes one draft of each of several texts. Passes go from the last draft of a text to its first, because a
 draft leaves its own keys where the target's were, and nobody who comes later looks there; before the next
 trial they are put back from a second copy. So the caches' layout, the kernels and the masks are those of
-decoding, and nothing here knows them.
+decoding, and nothing here knows them. Several plans may take turns within a pass: each writes its own keys
+before it looks at them, and layers in which plans begin alike are computed once (`branches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -21,13 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.build.memory import free_memory
 from foredraft.decode.operators import operators_of
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.errors import ConfigError
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
 from foredraft.model.device import upload
-from foredraft.model.runner import Runner, next_chunk
+from foredraft.model.runner import Resume, Runner, next_chunk
+from foredraft.tune.branches import Branch, branches
 from foredraft.tune.calibration import Calibration, Text
 from foredraft.tune.rounds import Floats, Rounds
 
@@ -40,7 +44,10 @@ Block = tuple[int, int, int]  # (row, position of the first column, how many)
 
 
 class Teacher:
-    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial."""
+    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial.
+
+    Raises ConfigError where the keys and values of the texts do not fit into memory.
+    """
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class Teacher:
             SamplingTable.of([params], device, operators=operators_of(runner)),
         )
         rows, positions = len(self.texts), max(len(text.ids) for text in self.texts)
+        _check_memory(runner, 2 * rows, positions + longest)
         # rows from `rows` on hold the target's keys and values, the first `rows` also the draft's
         self.cache: KVCache = runner.new_cache(2 * rows, positions + longest)
         width = max(self.lengths) + longest
@@ -75,23 +83,36 @@ class Teacher:
         """
         return Rounds.of(self.chances(plan, every_start=every_start), self.lengths)
 
-    @torch.inference_mode()
+    def rounds_of(self, plans: Sequence[Plan]) -> Iterator[Rounds]:
+        """As `rounds` of each, in less time."""
+        for flat in self._flat(plans):
+            yield Rounds.of(self._from_any_place(flat), self.lengths)
+
     def chances(self, plan: Plan, *, every_start: bool = False) -> Floats:
         """As `Rounds.of` takes them, [R, N, K]."""
         rows, longest = len(self.texts), self.longest
-        most = int(self.lengths[0])
         if not every_start:
-            flat = np.ones((rows, most + longest))
-            offsets = [row % longest for row in range(rows)]
-            for (row, first, count), own in self._drafted(plan, offsets):
-                flat[row, first : first + count] = own
-            return np.lib.stride_tricks.sliding_window_view(flat, longest, 1)[:, :most]
-        chances = np.ones((rows, most, longest))
+            [flat] = self._flat([plan])
+            return self._from_any_place(flat)
+        chances = np.ones((rows, int(self.lengths[0]), longest))
         for offset in range(longest):
-            for (row, first, count), own in self._drafted(plan, [offset] * rows):
+            for _, (row, first, count), own in self._drafted([plan], [offset] * rows):
                 if (first - offset) % longest == 0:  # what lies before the first whole draft comes again
                     chances[row, first, :count] = own
         return chances
+
+    def _flat(self, plans: Sequence[Plan]) -> Floats:
+        """A token's chance under each plan, at the one place in a draft that it has -> [P, R, N + K]."""
+        rows = len(self.texts)
+        flat = np.ones((len(plans), rows, int(self.lengths[0]) + self.longest))
+        offsets = [row % self.longest for row in range(rows)]
+        for those, (row, first, count), own in self._drafted(plans, offsets):
+            flat[list(those), row, first : first + count] = own
+        return flat
+
+    def _from_any_place(self, flat: Floats) -> Floats:
+        """[R, N + K] -> [R, N, K], as if a token had this chance at whatever place."""
+        return np.lib.stride_tricks.sliding_window_view(flat, self.longest, 1)[:, : int(self.lengths[0])]
 
     def blocks(self, offsets: list[int]) -> list[list[Block]]:
         """The drafts of each text, the last one first; `first` counts new tokens."""
@@ -125,28 +146,50 @@ class Teacher:
             starts.append(at)
         return upload(tokens, self.runner.decoder.device, torch.int64), starts
 
-    def _drafted(self, plan: Plan, offsets: list[int]) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """The chances of each draft's tokens, under this plan."""
+    @torch.inference_mode()
+    def _drafted(
+        self, plans: Sequence[Plan], offsets: list[int]
+    ) -> Iterator[tuple[tuple[int, ...], Block, NDArray[np.float32]]]:
+        """The chances of each draft's tokens, with the numbers of the plans under which they have them."""
+        tree = branches(plans)
         self.restore()
         for blocks in self.passes(self.blocks(offsets)):
             self.between()
             tokens, starts = self.inputs(blocks)
             counts = [count for _, _, count in blocks]
-            idle = [not count for count in counts]
-            hidden = self.runner.forward(
-                self.cache, tokens, starts, first_row=blocks[0][0], idle=idle, counts=counts, plan=plan,
-                want_logits=False, exact=False,
-            ).hidden  # fmt: skip
             device = tokens.device
             real = torch.arange(tokens.shape[1], device=device) < upload(counts, device)[:, None]
             next_tokens = upload(
                 [t for row, first, count in blocks for t in self._new(row)[first : first + count]], device
             )
             p = torch.cat([self._p[row, first : first + count] for row, first, count in blocks])
-            chances = (self._at(hidden[real], next_tokens) / p).clamp_max(1).cpu().numpy()
             ends = np.cumsum(counts)
-            for block, end in zip(blocks, ends, strict=True):
-                yield block, chances[end - block[2] : end]
+            for those, hidden in self._states(tree, blocks, tokens, starts):
+                chances = (self._at(hidden[real], next_tokens) / p).clamp_max(1).cpu().numpy()
+                for block, end in zip(blocks, ends, strict=True):
+                    yield those, block, chances[end - block[2] : end]
+
+    def _states(
+        self,
+        branch: Branch,
+        blocks: list[Block],
+        tokens: Tensor,
+        starts: list[int],
+        below: Tensor | None = None,
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """A pass by each plan of a branch, from the states `below` it; None: from the tokens -> which plans,
+        and what enters their norm before the head [B, T, D]."""
+        counts = [count for _, _, count in blocks]
+        known = [tokens.shape[1]] * len(blocks)
+        hidden = self.runner.forward(
+            self.cache, tokens, starts, first_row=blocks[0][0], idle=[not count for count in counts],
+            counts=counts, plan=branch.plan, stop=branch.stop, want_logits=False, exact=False,
+            resume=None if below is None else Resume(branch.start, below, known),
+        ).hidden  # fmt: skip
+        if not branch.forks:
+            yield branch.plans, hidden
+        for fork in branch.forks:
+            yield from self._states(fork, blocks, tokens, starts, hidden)
 
     def _new(self, row: int) -> tuple[int, ...]:
         return self.texts[row].ids[self.texts[row].start :]
@@ -175,3 +218,14 @@ class Teacher:
                 self._p[row, first + 1 - text.start : last + 1 - text.start] = own
             start = end
         self.cache.copy_row(home, row, stop)
+
+
+def _check_memory(runner: Runner, rows: int, positions: int) -> None:
+    decoder = runner.decoder
+    need = rows * KVCache.bytes_per_row(decoder.spec, positions, decoder.dtype)
+    free = free_memory(decoder.device)
+    if need > free:
+        raise ConfigError(
+            f"a trial's texts need {need / 2**30:.3g} GiB of keys and values, but {free / 2**30:.3g} GiB are"
+            f" free on {decoder.device}; give fewer tokens, or shorter prompts"
+        )
