@@ -252,9 +252,9 @@ def test_a_ban_takes_back_the_tokens_of_three_rounds() -> None:
 def test_bans_after_bans(policy: str) -> None:
     """A path ends, because no ban is met twice: its rollback bars the run's first token after that text for
     good. So with n new tokens a path has no more rollbacks than there are texts of n - 3 tokens or fewer: one
-    with three; with four at most four, of which no path meets more than three, for (1,) must come before the
-    ban after the prompt, and (0,) or (2,) after it. Each rollback multiplies the paths: with a draft model
-    under `Fixed(3)`, three tokens have 209, four 45 413, and five 300 million.
+    with three. With four these are the empty text and three more, of which a path meets (1,) before the ban
+    at the empty one, and (0,) or (2,) after it. Each rollback multiplies the paths: a draft model under
+    `Fixed(3)` has 209 with three tokens, 45 413 with four, 300 million with five.
     """
     drafters = (None, "draft-model", "tapping", "script")
     cases = [case("as it is", drafter, "late ban", new=4) for drafter in drafters]
@@ -297,8 +297,7 @@ def test_a_forgetful_stepper() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_with_everything(policy: str, world: str, constraint: str, greedy_drafts: bool) -> None:
-    """Late bans with three tokens: one can be taken back to, and four have millions of paths
-    (`test_bans_after_bans`)."""
+    """A late ban comes once on a path of three tokens; four have too many paths (`test_bans_after_bans`)."""
     new = 3 if constraint == "late ban" else 4
     cases = [case(t, d, constraint, new=new) for t in TRANSFORMS for d in DRAFTERS]
     enumerate_and_compare(cases, POLICIES[policy], world, greedy_drafts=greedy_drafts)
