@@ -142,13 +142,15 @@ class Case:
 
 @dataclass
 class Found:
-    """A case's outputs with their probabilities, and what was seen on the way."""
+    """A case's outputs with their probabilities, and what was seen on the way; rollbacks: how often, at most,
+    bans took one position back on one path."""
 
     law: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
     paths: int = 0
     drafted: int = 0
     accepted: int = 0
     rejections: int = 0
+    rollbacks: int = 0
 
 
 def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> list[Found]:
@@ -163,7 +165,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
         while todo and len(running) < engine.rows.capacity + 2:
             index, prefix = todo.pop()
             most -= 1
-            assert most, "there is no end to it"
+            assert most, "more paths than it may take"
             case, number = cases[index], next(ids)
             sequence = Sequence(
                 number,
@@ -192,6 +194,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
             case = found[index]
             case.law[tuple(sequence.new_ids)] += path.chance
             case.paths += 1
+            case.rollbacks = max(case.rollbacks, *sequence.attempts.values(), 0)
             for turn in sequence.rounds:
                 case.drafted += turn.drafted
                 case.accepted += turn.accepted
