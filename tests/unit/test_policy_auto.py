@@ -230,6 +230,21 @@ def test_a_drafter_that_comes_right_late_is_met_again() -> None:
     assert policy.ledger.spent == pytest.approx(found.ms, rel=0.1), "but for the last choice"
 
 
+def test_a_drafter_that_was_no_good_is_heard_again_in_later_requests() -> None:
+    """Reading takes 2.2 steps of 64; time without drafts earns that slowly."""
+    table = flat()
+    policy = Auto(LONGEST, table)
+    drafted = [
+        any(budget for round in run_short(policy, table).rounds for _, budget in round) for _ in range(40)
+    ]
+    assert drafted[0] and not drafted[1]
+    assert 2 <= sum(drafted) <= 8
+
+
+def run_short(policy: Auto, table: CostTable) -> Simulated:
+    return simulate(policy, table, [Row({"small": right_with(0.0)}, tokens=64, prompt=500)])
+
+
 def test_choices_are_a_function_of_the_table_and_the_outcomes() -> None:
     table = flat()
     one, other = (run(table, right_with(0.7), Auto(LONGEST, table)) for _ in range(2))

@@ -118,7 +118,7 @@ class Auto(Alone):
             plain = self.table.verifying(len(self._silent), len(self._silent))
             for sequence in self._silent:
                 sequence.policy_state.rest(self._rested, plain)
-            self.ledger.spent += self._rested * plain
+            self.ledger.rest(self._rested, plain)
             self._rested = 0
 
     def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:

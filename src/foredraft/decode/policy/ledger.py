@@ -17,7 +17,7 @@ from foredraft.decode.stats import Round
 __all__ = ["SHARE", "Account", "Ledger"]
 
 SHARE = 0.01  # of its time that a request may lose by drafting, one round aside
-FIRST = 0.01  # of a whole request's, that a drafter which is not known to pay may read in
+FIRST = 0.015  # of a whole request's, that a drafter which is not known to pay may read in
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
 EARNED = 0.005  # of all time, that reading may take whatever was gained
 KEPT = 50.0  # plain steps of what was gained that are remembered
@@ -79,9 +79,15 @@ class Ledger:
             account.read += first
             account.lost += ms - plain * tokens - others * ahead
             account.largest = max(account.largest, ms)
-        self.spent += ms + first
-        gained = self.gained + plain * sum(given) / batch - ms - first + EARNED * (ms + first)
-        self.gained = min(max(gained, -KEPT * plain), KEPT * plain)
+        self._spend(ms + first, plain * sum(given) / batch - ms - first, plain)
+
+    def rest(self, rounds: int, plain: float) -> None:
+        """So many plain rounds, of so many ms each."""
+        self._spend(rounds * plain, 0.0, plain)
+
+    def _spend(self, ms: float, gain: float, plain: float) -> None:
+        self.spent += ms
+        self.gained = min(max(self.gained + gain + EARNED * ms, -KEPT * plain), KEPT * plain)
 
     def may_read(self, account: Account, reading: float, whole: float, plain: float) -> bool:
         """Whether a drafter that is not known to pay may read a text, in a request that takes `whole` ms
