@@ -220,6 +220,14 @@ def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:
     assert simulate(policy, table, rows).speedup == 1.0, "it would not earn that again"
 
 
+def test_bad_luck_at_first_is_paid_by_what_others_gained() -> None:
+    table = flat(0.2, 0.03)
+    policy = Auto(LONGEST, table)
+    for seed in range(3):
+        run(table, right_with(0.95, seed), policy)
+    assert run(table, lambda position: position >= 6, policy).speedup > 2
+
+
 def test_a_drafter_that_comes_right_late_is_met_again() -> None:
     """After rounds that nobody was asked about."""
     table = flat(0.1)

@@ -27,6 +27,8 @@ from foredraft.model.runner import Stops
 
 __all__ = ["Auto"]
 
+Heard = tuple[Request, Choice, Round]
+
 STANDS = 7  # further rounds for which a choice stands
 
 
@@ -41,15 +43,14 @@ class Auto(Alone):
         self.table = table or CostTable.assumed()
         self.ledger = Ledger()
         self._shared: dict[tuple[str, bool], Candidate] = {}
-        self._rounds = 0.0  # for which these choices of these offers stand, while fewer than half of the rows
+        self._made: dict[tuple[object, ...], Choice] = {}  # by request and by who had something to offer
+        self._rounds = 0.0  # for which these stand, while fewer than half of the rows
         self._failed = 0  # were drafted for in vain in the last one
-        self._offered: list[tuple[object, ...]] = []
-        self._choices: list[Choice] = []
+        self._batch = 1
         self._rate = 0.0  # tokens per ms that they promise
-        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate,
-        self._age = 0  # for so many rounds
-        self._heard: list[list[tuple[Request, Round]]] = []  # of the rounds since, what is not yet learned of
-        self._read = 0.0, 0.0  # in the first of these (`_readings`)
+        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate
+        self._heard: list[list[Heard]] = []  # of the rounds since, what is not yet learned of
+        self._read = 0.0, 0.0  # in the first of these (`Weighing.readings`)
         self._silent: list[Sequence] = []  # none of whom drafts,
         self._rested = 0  # for so many rounds that nobody was asked about
 
@@ -67,52 +68,52 @@ class Auto(Alone):
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
-        self._age += 1
         failed, self._failed = self._failed, 0
-        stands = self._rounds >= 1 and offered == self._offered and 2 * failed < len(rows)
-        if stands:  # nothing is new enough
-            self._rounds -= 1
-            choices = [_within(*pair) for pair in zip(rows, self._choices, strict=True)]
+        if self._rounds < 1 or self._batch != len(rows) or 2 * failed >= len(rows):
+            self._made.clear()
+        if any(offer not in self._made for offer in offered):
+            self._weigh(rows, offered, anew=not self._made)
         else:
-            self._learn()
-            choices = self._weigh(rows, offered)
+            self._rounds -= 1
         self._heard.append([])
+        choices = [_within(row, self._made[offer]) for row, offer in zip(rows, offered, strict=True)]
+        for row, choice in zip(rows, choices, strict=True):
+            row.sequence.policy_state.choice = choice
         return choices
 
-    def _weigh(self, rows: Seq[Offers], offered: list[tuple[object, ...]]) -> list[Choice]:
-        """Choices that stand for some rounds."""
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        """Nothing yet: what a choice came to is only looked at when the next one is made."""
+        state: Request = sequence.policy_state
+        self._failed += state.choice.drafter is not None and not outcome.accepted
+        self._heard[-1].append((state, state.choice, outcome))
+
+    def _weigh(self, rows: Seq[Offers], offered: Seq[tuple[object, ...]], *, anew: bool) -> None:
+        """Choices that stand for some rounds, beside those that stand already or anew."""
+        self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
-        drafts = any(choice.budget for choice in choices)
-        turn = any(row.sequence.policy_state.trial for row in rows)
+        self._batch = len(rows)
+        self._made.update(zip(offered, choices, strict=True))
         self._read = weighing.readings(choices)
-        self._rounds = 0 if turn or any(self._read) else STANDS
+        turn = any(row.sequence.policy_state.trial for row in rows)
+        self._rounds = 0 if turn or any(self._read) else STANDS if anew else self._rounds
+        drafts = any(choice.budget for choice in choices)
         self._silent = []
         if not drafts and all(len(row.most) == len(row.sequence.drafters) for row in rows):
             self._silent = [row.sequence for row in rows]
             self._rounds = max(self._rounds, weighing.until_turn() - 1)
-        changed = turn or (offered, choices) != (self._offered, self._choices)
-        self._offered, self._choices = offered, choices
-        if changed or self._age > STANDS:  # what is learned meanwhile moves them little
-            self._rate = weighing.promised(choices) if drafts else 0.0
+        if drafts and (anew or turn or not self._rate):
+            self._rate = weighing.promised(choices)
             self._stops.clear()
-            self._age = STANDS if turn else 0
-        return choices
-
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Nothing yet: what a choice came to is only looked at when it does not stand any more."""
-        state: Request = sequence.policy_state
-        self._failed += state.choice.drafter is not None and not outcome.accepted
-        self._heard[-1].append((state, outcome))
 
     def _learn(self) -> None:
-        """Of all rounds since choices were weighed."""
+        """Of all rounds since choices were made."""
         for heard in self._heard:
-            rows = [(state.account, state.choice.drafter, outcome) for state, outcome in heard]
+            rows = [(state.account, choice.drafter, outcome) for state, choice, outcome in heard]
             self.ledger.settle(self.table, rows, *self._read)
             self._read = 0.0, 0.0
-            for state, outcome in heard:
-                state.learn(outcome, self.max_draft)
+            for state, choice, outcome in heard:
+                state.learn(choice, outcome, self.max_draft)
         self._heard.clear()
         if self._rested:
             plain = self.table.verifying(len(self._silent), len(self._silent))
@@ -134,8 +135,8 @@ class Auto(Alone):
         name = state.choice.drafter
         if state.trial or name is None:
             return Ends.never(budget)
-        record, batch = state.candidates[name].record, len(self._choices)
-        return ends(self.table, name, batch, sharing, self._rate, record, budget)
+        record = state.candidates[name].record
+        return ends(self.table, name, self._batch, sharing, self._rate, record, budget)
 
     def _candidate(self, row: Offers, name: str) -> Candidate:
         state: Request = row.sequence.policy_state

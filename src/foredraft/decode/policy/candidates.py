@@ -60,8 +60,8 @@ class Candidate:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Of one sequence. choice: who drafts for it; trial: because it is the turn of one that was not chosen;
-    silent: nobody would otherwise."""
+    """Of one sequence. choice: who drafts for it now; trial: because it is the turn of one that was not
+    chosen; silent: nobody would otherwise."""
 
     candidates: dict[str, Candidate] = field(default_factory=dict)
     prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
@@ -77,11 +77,11 @@ class Request:
         for candidate in self.candidates.values():
             candidate.wait(rounds)
 
-    def learn(self, outcome: Round, longest: int) -> None:
-        """Of a round of this choice; longest: of all drafts."""
+    def learn(self, choice: Choice, outcome: Round, longest: int) -> None:
+        """What came of it; longest: of all drafts."""
         for candidate in self.candidates.values():
             candidate.wait()
-        name, budget = self.choice
+        name, budget = choice
         if name is None:
             return
         candidate = self.candidates[name]

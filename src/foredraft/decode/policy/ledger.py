@@ -19,6 +19,7 @@ __all__ = ["SHARE", "Account", "Ledger"]
 SHARE = 0.01  # of its time that a request may lose by drafting, one round aside
 FIRST = 0.015  # of a whole request's, that a drafter which is not known to pay may read in
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
+BACKED = 4.0  # plain steps that a request may lose beyond its own share, of what others gained
 EARNED = 0.005  # of all time, that reading may take whatever was gained
 KEPT = 50.0  # plain steps of what was gained that are remembered
 
@@ -88,6 +89,11 @@ class Ledger:
     def _spend(self, ms: float, gain: float, plain: float) -> None:
         self.spent += ms
         self.gained = min(max(self.gained + gain + EARNED * ms, -KEPT * plain), KEPT * plain)
+
+    def backing(self, plain: float) -> float:
+        """ms that a request may lose of what all of them gained: where drafts pay, bad luck is no reason to
+        stop."""
+        return min(max(self.gained, 0.0), BACKED * plain)
 
     def may_read(self, account: Account, reading: float, whole: float, plain: float) -> bool:
         """Whether a drafter that is not known to pay may read a text, in a request that takes `whole` ms

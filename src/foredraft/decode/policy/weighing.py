@@ -2,8 +2,8 @@
 
 `budgets` has the equations. Guesses cost, and a `Ledger` bounds what they may: nobody drafts unless the loss
 of every request in the batch is at most `SHARE` of its time so far, and one round more: the largest that it
-has had, or a plain step where a drafter is only tried again. So no request is held up much by drafts, its
-own or those of others.
+has had, and a little of what requests gained together; or a plain step where a drafter is only tried again.
+So no request is held up much by drafts, its own or those of others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 @dataclass
 class Weighing:
     """Of what these rows are offered now. max_draft: tokens at most. candidate: what a row's request knows of
-    a drafter. plain: ms of a plain step of theirs."""
+    a drafter. plain: ms of a plain step of theirs; backing: that each may lose beyond its own share."""
 
     table: CostTable
     ledger: Ledger
@@ -36,26 +36,26 @@ class Weighing:
     candidate: Callable[[Offers, str], Candidate]
     rows: Seq[Offers]
     plain: float = field(init=False)
+    backing: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.plain = self.table.verifying(len(self.rows), len(self.rows))
+        self.backing = self.ledger.backing(self.plain)
 
     def choices(self) -> list[Choice]:
-        """Of every row; what is chosen, and why, is kept with its request."""
+        """Of every row; whether it is only tried is noted with its request."""
         rows, requests = self.rows, [_request(row) for row in self.rows]
         accounts = [request.account for request in requests]
         choices = [PLAIN] * len(rows)
-        if all(account.allows(account.largest) for account in accounts):
+        if all(account.allows(account.largest + self.backing) for account in accounts):
             choices = self._paying()
             again = self.readings(choices)[1]
-            if not all(account.allows(account.largest, again) for account in accounts):
+            if not all(account.allows(account.largest + self.backing, again) for account in accounts):
                 choices = [PLAIN] * len(rows)
         for request, choice in zip(requests, choices, strict=True):
             request.trial, request.silent = False, not choice.budget
-        if all(account.allows(self.plain, account.read) for account in accounts):
+        if all(account.allows(self.plain + self.backing, account.read) for account in accounts):
             choices = self._turns(choices)
-        for request, choice in zip(requests, choices, strict=True):
-            request.choice = choice
         return choices
 
     def promised(self, choices: Seq[Choice]) -> float:
@@ -89,9 +89,9 @@ class Weighing:
     def until_turn(self) -> float:
         """Plain rounds until there is something to decide again, while nobody drafts."""
         accounts = [_request(row).account for row in self.rows]
-        patient = max(account.until(self.plain, account.read, self.plain) for account in accounts)
+        patient = max(a.until(self.plain + self.backing, a.read, self.plain) for a in accounts)
         first = min(self._until(row, name, PLAIN, 0.0) for row in self.rows for name in row.most)
-        held = max(account.until(account.largest, 0.0, self.plain) for account in accounts)
+        held = max(a.until(a.largest + self.backing, 0.0, self.plain) for a in accounts)
         turn = max(patient, first)
         return min(held, turn) if held else turn  # somebody may pay once that is earned
 
@@ -175,7 +175,7 @@ class Weighing:
             own = 0.0  # that is apart
         elif own > SHARE * self.plain * row.sequence.remaining:
             return math.inf
-        return account.until(self.plain, account.read + reading + own, self.plain)
+        return account.until(self.plain + self.backing, account.read + reading + own, self.plain)
 
     def _may_read(self, row: Offers, name: str, others: float, gain: float | None = None) -> bool:
         """Whether it may read what it has not, for the share of a plain step that its drafts then save.
