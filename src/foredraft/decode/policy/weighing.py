@@ -148,11 +148,14 @@ class Weighing:
         return found[key]
 
     def _turns(self, choices: Seq[Choice]) -> list[Choice]:
-        """The choices, or instead of a row's a drafter that has waited long enough and might pay."""
-        reading = sum(self.readings(choices))
+        """The choices, or instead of a row's a drafter that has waited long enough and might pay; of one row
+        alone, while nobody drafts: it tells enough, for all of them."""
+        reading, drafts = sum(self.readings(choices)), any(choice.budget for choice in choices)
         turns: list[Choice] = []
         for row, choice in zip(self.rows, choices, strict=True):
-            others = (name for name in row.most if name != choice.drafter)
+            others = [name for name in row.most if name != choice.drafter]
+            if not drafts and any(turn.budget for turn in turns):
+                others = []
             name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
             if name is not None:
                 _request(row).trial = True
