@@ -126,7 +126,11 @@ def test_the_test_itself_can_tell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("policy", [Fixed(3), Fixed(5), RandomBudgets(5), StopUnsure(5), Fickle(4)], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [Fixed(3), Fixed(5), RandomBudgets(5), StopUnsure(5), Fickle(4)],
+    ids=lambda p: f"{p.name}-{p.max_draft}",
+)
 def test_many_samples(policy: Policy) -> None:
     for found, (drafter, options) in zip(sample(20_000, policy, new=9), ROWS, strict=True):
         assert_law(found, law(options), f"{drafter} {options}")
