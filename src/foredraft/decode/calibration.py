@@ -26,17 +26,15 @@ from foredraft.model.device import synchronise
 
 __all__ = ["Calibration", "measure"]
 
-CONTEXT = 256  # tokens of the texts that rounds are timed on, if there is room,
-GROWTH = 8  # rounds with long drafts, all tokens accepted, by which they may grow
-READ = 32  # and of one that drafters are timed reading
+CONTEXT = 256  # tokens of the texts that rounds are timed on, if there is room
+GROWTH = 8  # long drafts, all of whose tokens are kept, by which such a text may grow
+READ = 32  # tokens of the text that drafters are timed reading
 SECONDS = 0.05, 0.5  # after which no round is timed again: once two of each count, and before
 ROUNDS = 8.0  # plain rounds, or as many seconds as above if that is more, after which nothing more is tried
 REPEATS = 4
 READINGS = 2  # of a text, of which the quicker counts
 FRESH = 60.0  # seconds until a table is made anew, if nothing runs then
-RARE = (
-    200  # and rounds have taken so many times as long as it took to make: little of their time goes into it
-)
+RARE = 200  # and rounds have taken so many times as long as it took to make
 FILLER = "filler"
 
 Trial = tuple[str | None, int]  # who drafts how many tokens

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.decode.law import Law
+from foredraft.model.device import bits
 
-__all__ = ["Score", "bits", "numbers", "score", "scores_in"]
+__all__ = ["Score", "score", "scores_in"]
 
 Integers = NDArray[np.int64]
 
@@ -46,31 +47,26 @@ def score(logits: Tensor, p: Law, tokens: Tensor, top: int) -> Tensor:
     top: at most V."""
     own = logits.log_softmax(-1)
     processed = p.weights(logits.shape[-1]).log()
-    figures = [bits(x.gather(-1, tokens[..., None])) for x in (own, processed)]
+    figures = [bits(x.gather(-1, tokens[..., None])).long() for x in (own, processed)]
     for x in (own, processed):
         best = x.topk(top, dim=-1)
-        figures += [best.indices, bits(best.values)]
+        figures += [best.indices, bits(best.values).long()]
     return torch.cat(figures, -1)
 
 
 def scores_in(figures: Integers, tokens: list[int], top: int, shown: int) -> list[Score]:
     """What `score` made of one row, read: figures [T, 2 + 4 * top]; of the likeliest, only some are shown."""
-    own, processed = numbers(figures[:, :2]).T.tolist()
+    own, processed = _numbers(figures[:, :2]).T.tolist()
     ids, values, law_ids, law_values = (figures[:, 2 + i * top : 2 + i * top + shown] for i in range(4))
 
     def pairs(ids: Integers, values: Integers) -> list[list[tuple[int, float]]]:
-        rows = zip(ids.tolist(), numbers(values).tolist(), strict=True)
+        rows = zip(ids.tolist(), _numbers(values).tolist(), strict=True)
         return [[(i, v) for i, v in zip(*row, strict=True) if v > -math.inf] for row in rows]
 
     columns = zip(tokens, own, processed, pairs(ids, values), pairs(law_ids, law_values), strict=False)
     return [Score(*column) for column in columns]
 
 
-def bits(x: Tensor) -> Tensor:
-    """float32 as int64 that hold its bits."""
-    return x.contiguous().view(torch.int32).to(torch.int64)
-
-
-def numbers(x: Integers) -> NDArray[np.float32]:
-    """Back from `bits`."""
+def _numbers(x: Integers) -> NDArray[np.float32]:
+    """Back from `bits`, which came in int64."""
     return x.astype(np.int32).view(np.float32)

@@ -29,14 +29,15 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     is there already is not copied."""
     if tensors[0].device.type in HOST:
         return list(tensors)
-    flat = torch.cat([_whole(tensor).reshape(-1).long() for tensor in tensors]).cpu()
+    whole = [bits(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in whole]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [_as_was(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """Integers that hold its bits."""
-    return tensor.contiguous().view(torch.int32) if tensor.is_floating_point() else tensor
+def bits(x: Tensor) -> Tensor:
+    """float32 as int32 that hold its bits."""
+    return x.contiguous().view(torch.int32)
 
 
 def _as_was(part: Tensor, tensor: Tensor) -> Tensor:

@@ -153,10 +153,10 @@ class Weighing:
         reading, drafts = sum(self.readings(choices)), any(choice.budget for choice in choices)
         turns: list[Choice] = []
         for row, choice in zip(self.rows, choices, strict=True):
-            others = [name for name in row.most if name != choice.drafter]
-            if not drafts and any(turn.budget for turn in turns):
-                others = []
-            name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
+            name = None
+            if drafts or not any(turn.budget for turn in turns):
+                others = (name for name in row.most if name != choice.drafter)
+                name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
             if name is not None:
                 _request(row).trial = True
                 choice = Choice(name, max(1, best_length(self.table, 1, self._prospect(row, name))[1]))
