@@ -141,6 +141,15 @@ def test_a_batch_of_good_rows_gains() -> None:
     assert simulate(policy, table, rows()).speedup >= 0.9 * best > 1
 
 
+def test_where_nobody_drafts_one_row_at_a_time_is_tried() -> None:
+    """Once its drafter is known for no good; the first time, all of them draft."""
+    policy, table = Auto(LONGEST, flat()), flat()
+    for most in (8, 1):
+        rows = [Row({"small": right_with(0.0)}) for _ in range(8)]
+        rounds = simulate(policy, table, rows).rounds
+        assert max(sum(budget > 0 for _, budget in round) for round in rounds) == most
+
+
 @pytest.mark.parametrize(("bad", "share"), [(0, 0.95), (1, 1.0), (8, 0.97)])
 def test_a_batch_drafts_for_those_who_gain(bad: int, share: float) -> None:
     """Where steps of a smaller batch take less, whoever gains nothing gets that back when others are done."""
