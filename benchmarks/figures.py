@@ -214,7 +214,7 @@ def layer_skipping() -> list[str]:
             (
                 f"`{workload}`, `{policy}`" + (", temperature 1" if name == "sampled" else ""),
                 gain([row]),
-                f"{costs.drafting['layer-skip']:.2f}",
+                f"{costs.drafting['layer-skip'].first:.2f}, {costs.drafting['layer-skip'].further:.2f}",
                 *drafts([row], "alpha"),
                 *drafts([row], "mean_accepted_length", digits=1),
                 f"{row.ceiling.speedup:.2f}, {row.perfect.speedup:.2f}",

@@ -23,7 +23,7 @@ from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.figures import divergence
 from foredraft.bench.machine import bandwidth
 from foredraft.bench.prediction import ceiling, predicted
-from foredraft.bench.records import Cost, Costs, Spread
+from foredraft.bench.records import Cost, Costs, DraftCost, Spread
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
 from foredraft.model.weights import weight_bytes
@@ -142,7 +142,8 @@ class Bench:
         step = median(seconds[1])
         spreads = {n: Spread.of(seconds[n]) for n in rows}
         verifying = tuple(Cost(n, found.median / step, found) for n, found in spreads.items() if found)
-        drafting = {} if draft is None else {DRAFT: median(seconds[DRAFT]) / self.longest / step}
+        c = 0.0 if draft is None else median(seconds[DRAFT]) / self.longest / step
+        drafting = {} if draft is None else {DRAFT: DraftCost(c, c)}
         read = self._bytes_per_step(target.decoder, CONTEXT) / step
         share = None if self.bandwidth is None else read / self.bandwidth.bytes_per_second
         return Costs(1, CONTEXT, verifying, drafting, share)
@@ -199,8 +200,7 @@ class Bench:
             stats.append(both[DRAFT][2])
             shares.append(repeated(both[DRAFT][1]))
         whole = Stats.merge(stats)
-        assert whole.mean_accepted_length is not None
-        promised = predicted(costs, DRAFT, whole.drafted / whole.rounds, whole.mean_accepted_length)
+        promised = predicted(costs, DRAFT, whole)
         return {
             "identical": identical,
             "repeated_4grams": shares,

@@ -9,13 +9,14 @@ import pytest
 
 from foredraft.bench.contender import Timing
 from foredraft.bench.figures import Group, Runs, Series, divergence, row_of
-from foredraft.bench.prediction import accepted_length, ceiling, predicted, round_cost, verifying
+from foredraft.bench.prediction import accepted_length, ceiling, forwards_cost, predicted, verifying
 from foredraft.bench.records import (
     Bandwidth,
     Ceiling,
     Cost,
     Costs,
     Divergence,
+    DraftCost,
     Exactness,
     Model,
     Report,
@@ -53,7 +54,9 @@ class Named:
 
 def costs() -> Costs:
     verifying = [Cost(rows, v, Spread(v * STEP, v * STEP, v * STEP, 5)) for rows, v in enumerate(V, start=1)]
-    return Costs(1, 256, tuple(verifying), {"draft-model": 0.25, "lookup": 0.0}, 0.5)
+    return Costs(
+        1, 256, tuple(verifying), {"draft-model": DraftCost(0.35, 0.15), "lookup": DraftCost(0.0, 0.0)}, 0.5
+    )
 
 
 def plain(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
@@ -107,13 +110,22 @@ def test_what_a_peer_makes_while_it_reads_the_prompt_is_not_decoding() -> None:
 
 
 def test_prediction_takes_the_drafts_as_they_were() -> None:
+    """Round by round: a pass over four tokens takes more than twice what one over two adds to a step, and a
+    draft's first step more than its others."""
     known = costs()
-    assert predicted(known, "draft-model", 2, 2.6) == pytest.approx(2.6 / (0.5 + 1.3))
-    assert predicted(known, "draft-model", 1.5, 2.6) == pytest.approx(2.6 / (0.375 + 1.2))  # between 2 and 3
-    assert predicted(known, "lookup", 1.5, 2.6) == pytest.approx(2.6 / 1.2)
-    assert predicted(known, "lookup", 3, 4) == pytest.approx(4 / 1.6)  # the longest draft
-    assert predicted(known, "draft-model", 0, 1) == pytest.approx(1)
-    assert round_cost(known, None, 0) == 1
+
+    def of(*rounds: Round) -> Stats:
+        return Stats.merge([Stats.of(rounds[:1]), Stats.of(rounds[1:])])
+
+    even, uneven = of(Round(2, 1, 2), Round(2, 2, 3)), of(Round(1, 1, 2), Round(3, 2, 3))
+    assert predicted(known, "draft-model", even) == pytest.approx(2.5 / (0.5 + 1.3))
+    assert predicted(known, "lookup", even) == pytest.approx(2.5 / 1.3)
+    assert predicted(known, "draft-model", uneven) == pytest.approx(2.5 / (0.5 + (1.1 + 1.6) / 2))
+    idle = of(Round(0, 0, 1), Round(3, 3, 4))
+    assert predicted(known, "draft-model", idle) == pytest.approx(2.5 / (0.65 / 2 + (1.0 + 1.6) / 2))
+    left = of(Round(1, 1, 2, (0.9, 0.2)), Round(0, 0, 1, (0.1,)))  # places that were left to the target
+    assert predicted(known, "draft-model", left) == pytest.approx(1.5 / ((0.35 + 0.5) / 2 + (1.1 + 1.0) / 2))
+    assert forwards_cost(known, None, of(Round(0, 0, 1), Round(0, 0, 1))) == 1
 
 
 def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:
@@ -124,7 +136,7 @@ def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:
     assert row.drafting.mean_accepted_length == 2.5 and row.drafting.mean_draft_length == 2
     assert row.drafting.alpha == pytest.approx(6 / 8) and row.drafting.acceptance_rate == pytest.approx(6 / 8)
     assert row.drafting.acceptance_by_position == (1.0, 0.5)
-    expected = 2.5 / (2 * 0.25 + 1.3)
+    expected = 2.5 / (0.5 + 1.3)
     measured = (0.11 / 0.08 + 0.11 / 0.1) / 2
     assert row.predicted is not None and row.predicted.median == pytest.approx(expected)
     assert row.measured_over_predicted is not None
@@ -152,13 +164,13 @@ def test_the_length_that_is_accepted() -> None:
 
 
 def test_a_ceiling_is_the_best_of_all_lengths() -> None:
-    known = costs()  # c 0.25, v 1.1, 1.3, 1.6
-    one, two, three = (1.5 / 1.35, 1.75 / 1.8, 1.875 / 2.35)
+    known = costs()  # c 0.35 and 0.15, v 1.1, 1.3, 1.6
+    one, two, three = (1.5 / 1.45, 1.75 / 1.8, 1.875 / 2.25)
     assert one > two > three
     assert ceiling(known, "draft-model", 0.5) == Ceiling(0.5, 1, pytest.approx(one))  # type: ignore[arg-type]
-    assert ceiling(known, "draft-model", 1.0) == Ceiling(1.0, 3, pytest.approx(4 / 2.35))  # type: ignore[arg-type]
+    assert ceiling(known, "draft-model", 1.0) == Ceiling(1.0, 3, pytest.approx(4 / 2.25))  # type: ignore[arg-type]
     assert ceiling(known, "lookup", 0.9).speedup == pytest.approx(accepted_length(0.9, 3) / 1.6)
-    never = replace(known, drafting={"draft-model": 2.0})
+    never = replace(known, drafting={"draft-model": DraftCost(2.0, 2.0)})
     assert ceiling(never, "draft-model", 0.9).speedup == pytest.approx(
         1.9 / 3.1
     )  # it cannot pay, and says so
@@ -178,7 +190,7 @@ def test_a_ceiling_is_the_best_of_all_lengths() -> None:
 def test_ceilings_where_verifying_is_free(c: float, alpha: float, length: int, speedup: float) -> None:
     """Of the walltime formula with one pass as dear as a step; the last two are Draft & Verify's plans."""
     free = tuple(Cost(rows, 1.0, Spread(STEP, STEP, STEP, 5)) for rows in (1, 2, 32))
-    best = ceiling(replace(costs(), verifying=free, drafting={"x": c}), "x", alpha)
+    best = ceiling(replace(costs(), verifying=free, drafting={"x": DraftCost(c, c)}), "x", alpha)
     assert best.speedup == pytest.approx(speedup, abs=0.006)
     assert best.draft_length == length
 

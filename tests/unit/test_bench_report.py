@@ -23,6 +23,7 @@ from foredraft.bench.records import (
     Cost,
     Costs,
     Divergence,
+    DraftCost,
     Drafting,
     Exactness,
     Model,
@@ -80,7 +81,7 @@ def report(**more: Any) -> Report:
         "machine": {"cpu": "Some Processor", "threads": 1},
         "models": (Model("target", "big", 21_145_920, 42_291_840, "bfloat16"),),
         "bandwidth": Bandwidth(23.4e9, "read, best of 20"),
-        "costs": (Costs(1, 319, verifying, {"draft-model": 0.17}, 0.44),),
+        "costs": (Costs(1, 319, verifying, {"draft-model": DraftCost(0.27, 0.13)}, 0.44),),
         "rows": (
             row("tables", "plain", 1.0),
             drafted("tables", "draft-model", 1.83),
@@ -179,8 +180,8 @@ class TestFigures:
         assert "big, 21.1 M parameters, bfloat16, 42.3 MB a step" in text
         assert "23.4 GB/s (read, best of 20)" in text
         assert (
-            "5.00 ms at 319 tokens of context, 44% of that bandwidth; a token of draft-model costs 0.17"
-            in text
+            "5.00 ms at 319 tokens of context, 44% of that bandwidth; a draft of draft-model costs 0.27, and 0.13 a token"
+            " after its first" in text
         )
         assert "temperature0 repeats1 coupledno max_repeated0.3 methods– " in text
         assert "cpuSome Processor threads1" in text

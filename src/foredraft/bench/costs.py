@@ -2,9 +2,9 @@
 
 Contract: medians of bare rounds (`bare`) in interleaved turns, after a warm-up. A `Meter` takes the turns one
 by one, in the midst of what its costs are to explain: a machine that shares its memory has other costs from
-one minute to the next. c is a token's share of the longest draft. All host work of a round is missing here,
-which is what makes the predicted speed-up (`prediction`) that of a round without any (docs/architecture.md,
-"Words").
+one minute to the next. c is measured by drafts of one token and by the longest. All host work of a round is
+missing here, which is what makes the predicted speed-up (`prediction`) that of a round without any
+(docs/architecture.md, "Words").
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from foredraft.bench.bare import SETTLE, BareRounds, Work, draft_seconds, one_after_the_other
-from foredraft.bench.records import Cost, Costs, Spread
+from foredraft.bench.records import Cost, Costs, DraftCost, Spread
 from foredraft.bench.timing import Turns
 from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.llm import LLM
@@ -34,12 +34,13 @@ class Meter:
         if batch == 1:
             rows += [wide for wide in WIDE if longest + 1 < wide <= target.max_queries]
         bare = BareRounds(target, batch, context, max(rows))
-        works: dict[int | str, Work] = {wide: bare.forward(wide) for wide in rows}
+        works: dict[int | tuple[str, int], Work] = {wide: bare.forward(wide) for wide in rows}
         self._drafters = tuple(llm.engine.drafters)
         for name, drafter in llm.engine.drafters.items():
             if isinstance(drafter, ModelDrafter):
-                draft = bare.draft(drafter.draft_pass, longest)
-                works[name] = one_after_the_other(draft, works[longest + 1])
+                for length in sorted({1, longest}):
+                    draft = bare.draft(drafter.draft_pass, length)
+                    works[name, length] = one_after_the_other(draft, works[length + 1])
         self._turns = Turns(works, llm.engine.device, SETTLE)
         self._turns.take(counts=False)
 
@@ -57,13 +58,18 @@ class Meter:
             spread = Spread.of(seconds[rows])
             assert spread is not None
             verifying.append(Cost(rows, spread.median / step, spread))
-        passes = seconds[self.longest + 1]
-        drafting = {
-            name: draft_seconds(seconds[name], passes) / self.longest / step if name in seconds else 0.0
-            for name in self._drafters
-        }
+        drafting = {name: self._draft_cost(name, step) for name in self._drafters}
         share = None if read_seconds is None else read_seconds / step
         return Costs(self.batch, self.context, tuple(verifying), drafting, share, workload)
+
+    def _draft_cost(self, name: str, step: float) -> DraftCost:
+        seconds, longest = self._turns.seconds, self.longest
+        if (name, 1) not in seconds:
+            return DraftCost(0.0, 0.0)
+        first, whole = (
+            draft_seconds(seconds[name, length], seconds[length + 1]) / step for length in (1, longest)
+        )
+        return DraftCost(first, max(0.0, whole - first) / max(1, longest - 1))
 
 
 def measure_costs(

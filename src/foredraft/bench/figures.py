@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from foredraft.bench.contender import Contender, Timing
-from foredraft.bench.prediction import ceiling, predicted, round_cost
+from foredraft.bench.prediction import ceiling, forwards_cost, predicted
 from foredraft.bench.records import (
     PLAIN,
     Ceiling,
@@ -105,7 +105,7 @@ def row_of(
     drafting = _drafting(name, counted) if drafts else None
 
     def foretold(runs: Runs) -> float:
-        return _predicted(series.costs, drafter, runs.stats(name))
+        return predicted(series.costs, drafter, runs.stats(name))
 
     return Row(
         workload=series.workload,
@@ -160,19 +160,14 @@ def _drafting(name: str, counted: Sequence[Runs]) -> Drafting | None:
     )
 
 
-def _predicted(costs: Costs, drafter: str | None, stats: Stats) -> float:
-    return predicted(costs, drafter, stats.drafted / stats.rounds, stats.tokens / stats.rounds)
-
-
 def _ceiling(costs: Costs, drafter: str | None, alpha: float | None) -> Ceiling | None:
     return None if drafter is None or alpha is None else ceiling(costs, drafter, alpha)
 
 
 def _overhead(costs: Costs, drafter: str | None, runs: Runs, name: str) -> float:
     """o: a round's time in plain steps, less what its forwards cost."""
-    stats = runs.stats(name)
     rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
-    return median(rounds) / costs.step_seconds - round_cost(costs, drafter, stats.drafted / stats.rounds)
+    return median(rounds) / costs.step_seconds - forwards_cost(costs, drafter, runs.stats(name))
 
 
 def _bandwidth_share(series: Series, name: str) -> float | None:

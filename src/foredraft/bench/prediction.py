@@ -1,7 +1,9 @@
 """What costs make of drafts: the speed-up to expect, and the best that there is. Pure: no clock, no model.
 
-S = tau / (k c + v(k + 1)) with tau tokens and k drafted ones a round: theorem 3.8 of Leviathan et al. 2023,
-arXiv:2211.17192, but for a verifying pass that may cost more than a plain step. No host work is counted.
+S = tau / (c_1 + ... + c_s + v(k + 1)) with tau tokens, k drafted ones and s steps of the drafter's a round:
+theorem 3.8 of Leviathan et al. 2023, arXiv:2211.17192, but for a verifying pass that may cost more than a
+plain step, a first draft step that may cost more than others, and drafts of several lengths. No host work is
+counted.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from foredraft.bench.records import Ceiling, Costs
+from foredraft.decode.stats import Stats
 
-__all__ = ["accepted_length", "ceiling", "predicted", "round_cost", "verifying"]
+__all__ = ["accepted_length", "ceiling", "forwards_cost", "predicted", "verifying"]
 
 
 def accepted_length(alpha: float, length: int) -> float:
@@ -30,20 +33,24 @@ def verifying(costs: Costs, rows: float) -> float:
     return known[0][1]  # a single row, and no other was measured
 
 
-def round_cost(costs: Costs, drafter: str | None, length: float) -> float:
-    """k c + v(k + 1) at a mean draft length k."""
-    drafting = length * costs.drafting[drafter] if drafter is not None else 0.0
-    return verifying(costs, length + 1) + drafting
+def forwards_cost(costs: Costs, drafter: str | None, stats: Stats) -> float:
+    """Of a round's forwards, the mean over all rounds; None: nobody drafted."""
+    drafting = 0.0 if drafter is None else costs.drafting[drafter].of(stats.steps, stats.drafts)
+    passes = sum(count * verifying(costs, 1 + drafted) for drafted, count in enumerate(stats.lengths))
+    return (drafting + passes) / stats.rounds
 
 
-def predicted(costs: Costs, drafter: str | None, length: float, tau: float) -> float:
-    """S = tau / (k c + v(k + 1)): the speed-up if nothing but forwards took time."""
-    return tau / round_cost(costs, drafter, length)
+def predicted(costs: Costs, drafter: str | None, stats: Stats) -> float:
+    """S: the speed-up if nothing but forwards took time."""
+    return stats.tokens / stats.rounds / forwards_cost(costs, drafter, stats)
 
 
 def ceiling(costs: Costs, drafter: str, alpha: float) -> Ceiling:
     """The largest S of drafts of one length, of all from one token to the widest pass that was measured."""
     lengths = range(1, costs.verifying[-1].rows)
-    found = [(predicted(costs, drafter, k, accepted_length(alpha, k)), k) for k in lengths]
+    found = [
+        (accepted_length(alpha, k) / (costs.drafting[drafter].of(k) + verifying(costs, k + 1)), k)
+        for k in lengths
+    ]
     speedup, length = max(found, key=lambda pair: pair[0])
     return Ceiling(alpha, length, speedup)

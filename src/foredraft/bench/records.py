@@ -21,6 +21,7 @@ __all__ = [
     "Cost",
     "Costs",
     "Divergence",
+    "DraftCost",
     "Drafting",
     "Exactness",
     "Model",
@@ -85,19 +86,31 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCost:
+    """c of a draft's first step, which finds the drafter's weights as the target left them, and of each
+    further one."""
+
+    first: float
+    further: float
+
+    def of(self, steps: float, drafts: float = 1.0) -> float:
+        """Of so many steps in so many drafts."""
+        return drafts * self.first + (steps - drafts) * self.further
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Bare forwards over `batch` sequences with `context` tokens each, every one after one of its own kind.
 
-    verifying: by rows, rising, from 1 on. drafting: c, by drafter: a token's share of what a round with the
-    longest draft takes beyond its verifying pass; 0.0 where no forward is needed. bandwidth_share: of the
-    machine's read bandwidth that the forward over one row attains. workload: between whose runs they were
-    timed; None where they were timed alone.
+    verifying: by rows, rising, from 1 on. drafting: by drafter: what a round takes beyond its verifying pass;
+    0 where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one
+    row attains. workload: between whose runs they were timed; None where they were timed alone.
     """
 
     batch: int
     context: int
     verifying: tuple[Cost, ...]
-    drafting: dict[str, float]
+    drafting: dict[str, DraftCost]
     bandwidth_share: float | None
     workload: str | None = None
 
@@ -109,8 +122,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What costs allow at best: the largest tau / (k c + v(k + 1)) over draft lengths k, and that length, if
-    each drafted token were accepted with probability alpha."""
+    """What costs allow at best: the largest tau / (c_1 + ... + c_k + v(k + 1)) over draft lengths k, and that
+    length, if each drafted token were accepted with probability alpha."""
 
     alpha: float
     draft_length: int
@@ -193,9 +206,10 @@ class Row:
         ceiling: What its c and v allow at best at the alpha of its drafts; None where nothing was drafted, or
             where no single drafter's costs stand behind it.
         perfect: The same at alpha 1: more than that no drafts of this cost can gain.
-        predicted: tau / (k c + v(k + 1)) at each prompt's own tau and mean draft length k.
+        predicted: tau by the mean of c_1 + ... + c_s + v(k + 1) over the rounds, with each prompt's own tau and
+            drafts: of k tokens, for which the drafter took s steps.
         measured_over_predicted: `speedup` by that, prompt by prompt.
-        overhead: o: what is left of a round's time beside k c + v(k + 1), in plain steps; of several
+        overhead: o: what is left of a round's time beside those forwards, in plain steps; of several
             sequences too low, since c and v are of full batches, which the first and last rounds are not.
         round_time: None of peers.
         repeated: Share of 4-grams that occurred before in the same output.

@@ -86,7 +86,10 @@ def _facts(report: Report) -> dict[str, str]:
         facts["memory"] = f"{report.bandwidth.bytes_per_second / 1e9:.1f} GB/s ({report.bandwidth.method})"
     for costs in report.typical_costs:
         share = "" if costs.bandwidth_share is None else f", {costs.bandwidth_share:.0%} of that bandwidth"
-        drafting = "".join(f"; a token of {name} costs {cost:.2f}" for name, cost in costs.drafting.items())
+        drafting = "".join(
+            f"; a draft of {name} costs {cost.first:.2f}, and {cost.further:.2f} a token after its first"
+            for name, cost in costs.drafting.items()
+        )
         facts[f"plain step, batch {costs.batch}"] = (
             f"{costs.step_seconds * 1e3:.2f} ms at {costs.context} tokens of context{share}{drafting}"
         )

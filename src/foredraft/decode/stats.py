@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 __all__ = ["Round", "Stats"]
 
@@ -28,6 +29,12 @@ class Round:
     emitted: int
     sure: tuple[float, ...] = ()
 
+    @property
+    def steps(self) -> int:
+        """Of the drafter, as far as anybody was told: one for each token that was drafted, and one more where
+        a place was left to the target."""
+        return len(self.sure) or self.drafted
+
 
 @dataclass(slots=True)
 class Stats:
@@ -40,6 +47,8 @@ class Stats:
         drafted: Tokens proposed.
         accepted: Of them, kept.
         rejections: Rounds that a rejection ended.
+        drafts: Rounds for which a drafter took a step.
+        steps: Of drafters.
         drafted_at: Drafts that reached each position, from the first on.
         accepted_at: Of them, those whose token there was kept.
     """
@@ -50,6 +59,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     rejections: int = 0
+    drafts: int = 0
+    steps: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -62,6 +73,8 @@ class Stats:
             stats.drafted += r.drafted
             stats.accepted += r.accepted
             stats.rejections += r.accepted < r.drafted
+            stats.drafts += r.steps > 0
+            stats.steps += r.steps
             stats._widen(r.drafted)
             for j in range(r.drafted):
                 stats.drafted_at[j] += 1
@@ -79,6 +92,8 @@ class Stats:
             total.drafted += s.drafted
             total.accepted += s.accepted
             total.rejections += s.rejections
+            total.drafts += s.drafts
+            total.steps += s.steps
             total._widen(len(s.drafted_at))
             for j, (drafted, accepted) in enumerate(zip(s.drafted_at, s.accepted_at, strict=True)):
                 total.drafted_at[j] += drafted
@@ -113,6 +128,12 @@ class Stats:
         """Of the drafts that reached position j, the share whose token there was kept."""
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rounds that drafted 0, 1, ... tokens."""
+        reached = [self.rounds, *self.drafted_at, 0]
+        return [here - further for here, further in pairwise(reached)]
 
     def as_dict(self) -> dict[str, object]:
         """The figures, for JSON."""

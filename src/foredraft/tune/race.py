@@ -71,7 +71,14 @@ def race(
             for (name, trial), contender in zip(names.items(), contenders[1:], strict=True)
         }
     return [
-        _finalist(trial, timings[PLAIN], timings[name], costs[name], agreements[name], temperature)
+        _finalist(
+            trial,
+            timings[PLAIN],
+            timings[name],
+            costs[name].of(trial.draft) / trial.draft,
+            agreements[name],
+            temperature,
+        )
         for name, trial in names.items()
     ]
 

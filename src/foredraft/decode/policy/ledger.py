@@ -67,8 +67,7 @@ class Ledger:
         depths: dict[str, int] = {}  # of each drafter, the most steps that it took
         for _, drafter, outcome in rows:
             if drafter is not None:
-                steps = len(outcome.sure) or outcome.drafted
-                depths[drafter] = max(depths.get(drafter, 0), steps)
+                depths[drafter] = max(depths.get(drafter, 0), outcome.steps)
         batch, given = len(rows), [1 + outcome.accepted for _, _, outcome in rows]
         plain, alone = table.verifying(batch, batch), table.verifying(1, 1)
         ms = again + table.verifying(batch, batch + sum(outcome.drafted for _, _, outcome in rows))
