@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import foredraft
 from caches import dense
 from checkpoints import save_checkpoint, save_pair
 from foredraft import SamplingParams
-from foredraft.decode import calibration
-from foredraft.decode.calibration import FRESH, measure
+from foredraft.decode import calibration, rehearsal
+from foredraft.decode.calibration import KEPT, RARE, Calibration, Measured
+from foredraft.decode.engine import Engine
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable
 from foredraft.decode.policy.ledger import SHARE
 from foredraft.drafters.draft_model import DraftModel
@@ -37,6 +39,12 @@ def loaded(folders: tuple[Path, Path], **options: Any) -> foredraft.LLM:
     )
 
 
+def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
+    measured = Measured.of(engine, batch, longest)
+    measured.take(engine)
+    return measured.table()
+
+
 def eager(llm: foredraft.LLM) -> Auto:
     """Its policy, with a table by which drafts cost next to nothing, and which nobody replaces."""
     policy = llm.engine.policy
@@ -51,7 +59,7 @@ def eager(llm: foredraft.LLM) -> Auto:
 def test_rounds_are_measured_and_leave_the_caches_as_they_were(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "SECONDS", (600.0, 600.0))  # all repeats: the least of them is no hiccup
+    monkeypatch.setattr(calibration, "SECONDS", (600.0, 600.0))  # all repeats: their medians are no hiccups
     llm = loaded(folders)
     engine = llm.engine
     for batch in (1, 4):
@@ -85,7 +93,7 @@ def test_a_text_is_read_when_the_device_has_read_it(
 
     monkeypatch.setattr(calibration, "SECONDS", (600.0, 600.0))
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(calibration, "synchronise", wait)
+    monkeypatch.setattr(rehearsal, "synchronise", wait)
     monkeypatch.setattr(DraftModel, "read", ahead)
     table = measure(loaded(folders).engine, 1, 5)
     assert table is not None
@@ -128,61 +136,106 @@ def test_tables_change_between_requests_only(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = loaded(folders)
-    clock, made, busy = [0.0], [], []
-    monkeypatch.setattr(calibration.time, "monotonic", lambda: clock[0])
+    policy: Any = llm.engine.policy
+    made: list[int] = []
+    busy: list[int] = []
 
-    def noted(engine: Any, batch: int, longest: int) -> CostTable:
-        made.append(batch)
+    def noted(measured: Measured, engine: Engine) -> None:
+        made.append(measured.batch)
         busy.append(len(engine.rows.sequences))
-        return CostTable({batch: {batch: 1.0}}, {})
+        measured.rounds[None, 0] = deque([1.0])
 
-    monkeypatch.setattr(calibration, "measure", noted)
+    monkeypatch.setattr(Measured, "take", noted)
     llm.generate([[5, 6]], GREEDY)
+    before = policy.table
     llm.generate([[5, 6]], GREEDY)
-    assert made == [1]
+    assert made == [1, 1], "the first took next to no time, so that there is more to measure at once"
+    assert policy.table is not before
+    monkeypatch.setattr(calibration, "RARE", 1e12)
     llm.generate([[5, 6]] * 3, GREEDY)
-    assert made == [1, 4], "the power of two that holds them, or all rows"
-    clock[0] += FRESH + 1
+    assert made == [1, 1, 1, 4], "the power of two that holds them, or all rows"
+    llm.generate([[5, 6]] * 3, GREEDY)
+    assert made == [1, 1, 1, 4]
+    policy.ledger.spent += 1e15
     llm.generate([[5, 6]], llm.params(speculation="none", max_new_tokens=4))
-    assert made == [1, 4], "nobody drafts"
+    assert made == [1, 1, 1, 4], "nobody drafts"
     llm.generate([[5, 6]], GREEDY)
-    assert made == [1, 4, 1]
-    clock[0] += FRESH + 1
+    assert made == [1, 1, 1, 4, 1]
+    policy.ledger.spent += 1e15
     step = llm.engine.round
 
     def later() -> Any:
-        clock[0] += FRESH + 1  # every table is stale again
+        policy.ledger.spent += 1e15  # there is more to measure again
         return step()
 
     monkeypatch.setattr(llm.engine, "round", later)
     llm.generate([[5, 6]] * 6, GREEDY)  # two of them wait for a row while others run
-    assert made == [1, 4, 1, 1, 4]
-    assert busy == [0] * 5
+    assert made == [1, 1, 1, 4, 1, 1, 4]
+    assert not any(busy)
 
 
 def test_what_takes_long_is_measured_seldom(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Four seconds each time: once before the first request, and then after 800 seconds of rounds."""
     llm = loaded(folders)
     clock, made = [0.0], []
-    monkeypatch.setattr(calibration.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
 
-    def slow(engine: Any, batch: int, longest: int) -> CostTable:
+    def slow(measured: Measured, engine: Engine) -> None:
         made.append(clock[0])
         clock[0] += 4.0
-        return CostTable({batch: {batch: 1.0}}, {})
+        measured.rounds[None, 0] = deque([1.0])
 
-    monkeypatch.setattr(calibration, "measure", slow)
+    monkeypatch.setattr(Measured, "take", slow)
     policy: Any = llm.engine.policy
+    calibrate = policy.calibrate
+    assert isinstance(calibrate, Calibration)
     for _ in range(100):
-        llm.generate([[5, 6]], GREEDY.but(max_new_tokens=2))
+        calibrate(llm.engine, 1)
         clock[0] += 20
     assert len(made) == 1, "nothing went on meanwhile"
     for _ in range(100):
-        llm.generate([[5, 6]], GREEDY.but(max_new_tokens=2))
         policy.ledger.spent += 20_000.0
-        clock[0] += 20
-    assert len(made) == 1 + 2
+        calibrate(llm.engine, 1)
+    assert len(made) == 1 + 100 * 20 // (4 * RARE)
+
+
+def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path, Path]) -> None:
+    """The least of many is the luck of one, and the first of them are of another hour. Of two, the less is
+    taken: only one was disturbed."""
+    engine = loaded(folders).engine
+    measured = Measured.of(engine, 1, 5)
+    measured.take(engine)
+    for _ in range(KEPT):
+        measured.take(engine)
+    assert {len(several) for several in measured.rounds.values()} == {KEPT}
+    told: list[tuple[str | None, int]] = []
+    measured.rounds.clear()
+
+    class Told(rehearsal.Rehearsal):
+        def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
+            told.append(trial)
+            return 1.0 + len(told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "Rehearsal", Told)
+        measured.begun = 1
+        measured.take(engine)
+        measured.take(engine)
+    assert sorted(told[: len(told) // 2], key=str) == sorted(measured.trials, key=str)
+    assert told[0] == measured.trials[1] and told[len(told) // 2] == measured.trials[2], (
+        "who is first, changes"
+    )
+    measured.rounds = {
+        (None, 0): deque([9.0, 2.0, 2.1, 1.0, 2.2]),
+        ("filler", 1): deque([2.6, 7.0]),
+        ("draft-model", 1): deque([3.0, 3.1, 3.2, 0.5]),
+    }
+    table = measured.table()
+    assert table is not None
+    assert table.passes[1] == [(1, 2.1), (2, 2.6)]
+    assert table.drafting("draft-model", 1, 1) == pytest.approx(0.4)
 
 
 def test_a_large_model_is_not_held_up_by_its_table(
