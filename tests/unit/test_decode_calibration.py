@@ -375,7 +375,9 @@ def test_a_request_without_drafts_is_not_held_up_by_others(folders: tuple[Path, 
     outputs = llm.generate([[5, 6, 7], [8, 9, 10]], [GREEDY, plain])
     account = held_up[-1].policy_state.account
     assert outputs[0].stats.drafted > outputs[0].stats.accepted * 0.9 > 0
-    assert account.spent > 10  # rounds in which nobody may draft are in no account
+    assert (
+        account.spent > 5
+    )  # rounds in which nobody may draft are in no account, nor those since a choice was made
     assert account.lost <= SHARE * account.spent + 2 * account.largest
 
 

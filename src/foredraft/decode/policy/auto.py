@@ -29,7 +29,8 @@ __all__ = ["Auto"]
 
 Heard = tuple[Request, Choice, Round]
 
-STANDS = 7  # further rounds for which a choice stands
+STANDS = 7  # further rounds for which a choice stands,
+SOON = 2  # and one for which drafters had to read: it may be the first that is heard of them
 
 
 class Auto(Alone):
@@ -69,8 +70,9 @@ class Auto(Alone):
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
         offered = [(row.sequence.policy_state, *row.most) for row in rows]
         failed, self._failed = self._failed, 0
-        if self._rounds < 1 or self._batch != len(rows) or 2 * failed >= len(rows):
+        if self._rounds < 1 or 2 * failed >= len(rows):
             self._made.clear()
+        self._batch = len(rows)
         if any(offer not in self._made for offer in offered):
             self._weigh(rows, offered, anew=not self._made)
         else:
@@ -92,11 +94,11 @@ class Auto(Alone):
         self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
-        self._batch = len(rows)
         self._made.update(zip(offered, choices, strict=True))
         self._read = weighing.readings(choices)
         turn = any(row.sequence.policy_state.trial for row in rows)
-        self._rounds = 0 if turn or any(self._read) else STANDS if anew else self._rounds
+        if anew or turn:
+            self._rounds = 0 if turn else SOON if any(self._read) else STANDS
         drafts = any(choice.budget for choice in choices)
         self._silent = []
         if not drafts and all(len(row.most) == len(row.sequence.drafters) for row in rows):
