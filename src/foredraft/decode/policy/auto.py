@@ -18,7 +18,7 @@ import torch
 from foredraft.decode.policy.candidates import Candidate, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import Ledger
-from foredraft.decode.policy.protocol import Alone, Choice, Offers
+from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.weighing import Weighing
 from foredraft.decode.sequence import Sequence
@@ -49,7 +49,8 @@ class Auto(Alone):
         self._failed = 0  # were drafted for in vain in the last one
         self._batch = 1
         self._rate = 0.0  # tokens per ms that they promise
-        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate
+        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate: of a batch,
+        self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
         self._heard: list[list[Heard]] = []  # of the rounds since, what is not yet learned of
         self._read = 0.0, 0.0  # in the first of these (`Weighing.readings`)
         self._silent: list[Sequence] = []  # none of whom drafts,
@@ -73,12 +74,13 @@ class Auto(Alone):
         if self._rounds < 1 or 2 * failed >= len(rows):
             self._made.clear()
         self._batch = len(rows)
-        if any(offer not in self._made for offer in offered):
+        if any(row.most and offer not in self._made for row, offer in zip(rows, offered, strict=True)):
             self._weigh(rows, offered, anew=not self._made)
         else:
             self._rounds -= 1
         self._heard.append([])
-        choices = [_within(row, self._made[offer]) for row, offer in zip(rows, offered, strict=True)]
+        made = (self._made.get(offer, PLAIN) for offer in offered)
+        choices = [_within(row, choice) for row, choice in zip(rows, made, strict=True)]
         for row, choice in zip(rows, choices, strict=True):
             row.sequence.policy_state.choice = choice
         return choices
@@ -107,6 +109,7 @@ class Auto(Alone):
         if drafts and (anew or turn or not self._rate):
             self._rate = weighing.promised(choices)
             self._stops.clear()
+            self._ends.clear()
 
     def _learn(self) -> None:
         """Of all rounds since choices were made."""
@@ -125,20 +128,24 @@ class Auto(Alone):
             self._rested = 0
 
     def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
-        key = tuple(sequence.id for sequence in sequences), tuple(budgets)
-        if key not in self._stops:
-            drafting = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if budget]
-            rows = {id(s): self._ends(s, budget, len(drafting)) for s, budget in drafting}
-            self._stops[key] = stops_of([rows.get(id(s)) for s in sequences], max(budgets), device)
+        drafting = [s if budget else None for s, budget in zip(sequences, budgets, strict=True)]
+        who = tuple(s and (s.id, s.policy_state.choice.drafter) for s in drafting)
+        if (key := (who, max(budgets))) not in self._stops:
+            sharing = len(drafting) - drafting.count(None)
+            rows = [None if s is None else self._ends_of(s, sharing) for s in drafting]
+            self._stops[key] = stops_of(rows, max(budgets), device)
         return self._stops[key]
 
-    def _ends(self, sequence: Sequence, budget: int, sharing: int) -> Ends:
+    def _ends_of(self, sequence: Sequence, sharing: int) -> Ends:
+        """Of the longest draft, found when so many rows or more shared the drafter's steps."""
         state: Request = sequence.policy_state
         name = state.choice.drafter
         if state.trial or name is None:
-            return Ends.never(budget)
-        record = state.candidates[name].record
-        return ends(self.table, name, self._batch, sharing, self._rate, record, budget)
+            return Ends.never(self.max_draft)
+        if (key := (sequence.id, name)) not in self._ends:
+            record = state.candidates[name].record
+            self._ends[key] = ends(self.table, name, self._batch, sharing, self._rate, record, self.max_draft)
+        return self._ends[key]
 
     def _candidate(self, row: Offers, name: str) -> Candidate:
         state: Request = row.sequence.policy_state

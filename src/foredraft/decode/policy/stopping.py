@@ -63,10 +63,10 @@ def ends(
 
 
 def stops_of(rows: Seq[Ends | None], most: int, device: torch.device) -> Stops:
-    """Of a batch, whose longest draft has `most` tokens; None: a row that does not draft."""
+    """Of a batch, whose longest draft has `most` tokens in this round; None: a row that does not draft."""
     nothing, bins = Ends.never(most), len(EDGES) + 1
     several = [nothing if row is None else row for row in rows]
-    padded = [[*row.chances, *_padded(row.keep, most), *_padded(row.more, most)] for row in several]
+    padded = [[*row.chances, *_cut(row.keep, most), *_cut(row.more, most)] for row in several]
     numbers = upload(padded, device, torch.float32)
     parts = numbers[:, :bins], numbers[:, bins : bins + most], numbers[:, bins + most :]
     return Stops(_edges(device), *(x.contiguous() for x in parts))
@@ -77,5 +77,6 @@ def _edges(device: torch.device) -> Tensor:
     return upload(EDGES, device, torch.float32)
 
 
-def _padded(values: list[float], most: int) -> list[float]:
-    return values + [0.0] * (most - len(values))
+def _cut(values: list[float], most: int) -> list[float]:
+    """So many, whose last are 0 where there are too few."""
+    return values[:most] + [0.0] * (most - len(values))
