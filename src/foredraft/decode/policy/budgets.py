@@ -42,9 +42,9 @@ def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float
     """Of one row, which takes its share of a batch that drafts as it does: tokens per ms at the best draft
     length, and that."""
     tokens, best, longest = 1.0, batch / table.verifying(batch, batch), 0
-    for length, survives in enumerate(prospect.survives, start=1):
+    rounds = table.rounds(prospect.drafter, batch, len(prospect.survives))
+    for length, (survives, ms) in enumerate(zip(prospect.survives, rounds, strict=True), start=1):
         tokens += survives
-        ms = table.drafting(prospect.drafter, batch, length) + table.verifying(batch, batch * (1 + length))
         if (rate := batch * tokens / ms) > best:
             best, longest = rate, length
     return best, longest

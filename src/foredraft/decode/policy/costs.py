@@ -34,6 +34,7 @@ class CostTable:
         self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
         self._steps: dict[tuple[str, int], tuple[float, float]] = {}
         self._columns: dict[tuple[int, int], list[float]] = {}
+        self._rounds: dict[tuple[str, int, int], list[float]] = {}
 
     @classmethod
     def assumed(cls) -> CostTable:
@@ -62,6 +63,17 @@ class CostTable:
             drafted = columns - batch
             near = ((b, _on_line(self.passes[b], b + drafted)) for b in _around(self.passes, batch))
             found = self._verifying[batch, columns] = _on_line(list(near), batch)
+        return found
+
+    def rounds(self, drafter: str, batch: int, most: int) -> list[float]:
+        """Of rounds in which every row drafts 1, 2, ... `most` tokens by it."""
+        found = self._rounds.get((drafter, batch, most))
+        if found is None:
+            lengths = range(1, most + 1)
+            found = [
+                self.drafting(drafter, batch, k) + self.verifying(batch, batch * (1 + k)) for k in lengths
+            ]
+            self._rounds[drafter, batch, most] = found
         return found
 
     def columns(self, batch: int, most: int) -> list[float]:

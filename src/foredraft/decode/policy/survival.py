@@ -47,10 +47,9 @@ class Track:
         return (sum(self.kept) + WEIGHT * assumed) / (sum(self.tried) + WEIGHT)
 
     def learn(self, drafted: int, accepted: int) -> None:
-        for position in range(len(self.tried)):
-            fade = self.fade if position < drafted else self.slowly
-            self.tried[position] *= fade
-            self.kept[position] *= fade
+        fade, slowly = self.fade, self.slowly
+        self.tried = [fade * x for x in self.tried[:drafted]] + [slowly * x for x in self.tried[drafted:]]
+        self.kept = [fade * x for x in self.kept[:drafted]] + [slowly * x for x in self.kept[drafted:]]
         for position in range(min(accepted + 1, drafted, len(self.tried))):
             self.tried[position] += 1
             self.kept[position] += position < accepted
