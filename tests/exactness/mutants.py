@@ -22,6 +22,7 @@ from planting import Mutant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import test_decode_accept as accept_unit
+import test_decode_noise as noise_unit
 import test_decode_sampling as sampling_unit
 
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
@@ -207,6 +208,10 @@ def shared_noise() -> None:
     assert all(turn.accepted == turn.drafted for s in sequences for turn in s.rounds)
 
 
+def shared_noise_beside_others() -> None:
+    coupled.test_drafts_of_the_target_itself_are_never_rejected("draft-model")
+
+
 def cancelled() -> None:
     identity.test_cancelling_keeps_what_was_said_and_is_final()
 
@@ -299,9 +304,9 @@ MUTANTS = [
         (
             (
                 Engine.round,
-                "coupled = [",
+                "keys = None if",
                 "\n    if p.probs is not None and p.probs.shape[1] > 1:\n"
-                "        p.probs[:, -1] = forward.logits[:, -1].softmax(-1)\n    coupled = [",
+                "        p.probs[:, -1] = forward.logits[:, -1].softmax(-1)\n    keys = None if",
             ),
         ),
         law_of_cut_drafts,
@@ -424,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "the round in the coupled key",
-        ((noise.NoiseKeys.bits, "None if purpose == COUPLED else self.round", "self.round"),),
+        ((noise.NoiseKeys._hash, "None if purpose == COUPLED else self.round", "self.round"),),
         seeded_text,
     ),
     Mutant(
@@ -658,8 +663,29 @@ MUTANTS = [
     ),
     Mutant(
         "coupled noise for rows that are not",
-        ((drafting._draw, "noise.pick(weights, keys, DRAFT)", "noise.pick(weights, keys, COUPLED)"),),
+        (
+            (
+                noise.NoiseKeys.bits,
+                "self._hash(purpose)",
+                "self._hash(COUPLED if purpose == DRAFT else purpose)",
+            ),
+        ),
         law_of_sampled_drafts,
+    ),
+    Mutant(
+        "coupled noise for rows that are not, beside some that are",
+        ((noise.NoiseKeys._drafting, "all(self.coupled)", "any(self.coupled)"),),
+        noise_unit.test_each_row_drafts_by_its_own_noise_or_by_what_it_shares,
+    ),
+    Mutant(
+        "noise of their own for rows that are coupled",
+        ((noise.NoiseKeys.bits, "any(self.coupled)", "False"),),
+        shared_noise,
+    ),
+    Mutant(
+        "noise of their own for rows that are coupled, beside some that are not",
+        ((noise.NoiseKeys.bits, "any(self.coupled)", "all(self.coupled)"),),
+        shared_noise_beside_others,
     ),
     Mutant(
         "draft keys off by one",

@@ -124,9 +124,8 @@ class Engine:
         masks = inputs.masks(draft.tokens)
         p, finite = law_of(forward.logits, inputs.table, masks, past)
         rollback = Rollback.of(inputs.table, p, forward.logits, masks, past)
-        coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
-        verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
+        verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, rollback)
         judge = p if rollback is None else rollback.judge
         signal = self.policy.wants if inputs.weighed else None
         readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
