@@ -13,7 +13,18 @@ import test_enumeration as enumeration
 import test_identity as identity
 from parts import LateBan, RandomBudgets, StopUnsure
 
-from foredraft.decode import accept, drafting, merging, noise, operators, rows, sampling, sequence
+from foredraft.decode import (
+    accept,
+    choices,
+    drafting,
+    faults,
+    merging,
+    noise,
+    operators,
+    rows,
+    sampling,
+    sequence,
+)
 from foredraft.decode.draft import RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
@@ -383,7 +394,7 @@ MUTANTS = [
     ),
     Mutant(
         "a round drafted by whoever drafted before",
-        ((Engine._budgets, "row.sequence.drafter = choice.drafter", "pass"),),
+        ((choices.choose, "row.sequence.drafter = choice.drafter", "pass"),),
         choices_among_drafters,
         (AssertionError, KeyError),
     ),
@@ -456,7 +467,7 @@ MUTANTS = [
                 "if self.finish is not None:",
                 "if self.finish is not None and (index + 1 == len(tokens) or self.finish is not Finish.LENGTH):",
             ),
-            (Engine._offers, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
+            (choices._offers, "min(sequence.remaining, widest)", "widest"),
         ),
         limits,
     ),
@@ -550,7 +561,7 @@ MUTANTS = [
     ),
     Mutant(
         "the target's own row emptied for what it drafted",
-        ((Engine._cure, "if cache is self.cache:", "if False:"),),
+        ((faults.cure, "if cache is target:", "if False:"),),
         broken_self_drafts,
     ),
     Mutant(
@@ -621,7 +632,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row that its draft broke drafts again at once",
-        ((Engine._offers, "if sequence.wary", "if False"),),
+        ((choices._offers, "if sequence.wary", "if False"),),
         broken_drafts,
     ),
     Mutant(
@@ -631,7 +642,7 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter that breaks keeps its rows",
-        ((Engine._cure, "cache.zero_row(sequence.row)", "pass"),),
+        ((faults.cure, "cache.zero_row(sequence.row)", "pass"),),
         broken_drafter,
     ),
     Mutant(
