@@ -13,7 +13,18 @@ import test_enumeration as enumeration
 import test_identity as identity
 from parts import LateBan, RandomBudgets, StopUnsure
 
-from foredraft.decode import accept, drafting, merging, noise, operators, rows, sampling, sequence
+from foredraft.decode import (
+    accept,
+    choices,
+    drafting,
+    faults,
+    merging,
+    noise,
+    operators,
+    rows,
+    sampling,
+    sequence,
+)
 from foredraft.decode.draft import RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
@@ -22,6 +33,7 @@ from planting import Mutant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import test_decode_accept as accept_unit
+import test_decode_noise as noise_unit
 import test_decode_sampling as sampling_unit
 
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
@@ -207,6 +219,10 @@ def shared_noise() -> None:
     assert all(turn.accepted == turn.drafted for s in sequences for turn in s.rounds)
 
 
+def shared_noise_beside_others() -> None:
+    coupled.test_drafts_of_the_target_itself_are_never_rejected("draft-model")
+
+
 def cancelled() -> None:
     identity.test_cancelling_keeps_what_was_said_and_is_final()
 
@@ -299,9 +315,9 @@ MUTANTS = [
         (
             (
                 Engine.round,
-                "coupled = [",
+                "keys = None if",
                 "\n    if p.probs is not None and p.probs.shape[1] > 1:\n"
-                "        p.probs[:, -1] = forward.logits[:, -1].softmax(-1)\n    coupled = [",
+                "        p.probs[:, -1] = forward.logits[:, -1].softmax(-1)\n    keys = None if",
             ),
         ),
         law_of_cut_drafts,
@@ -378,7 +394,7 @@ MUTANTS = [
     ),
     Mutant(
         "a round drafted by whoever drafted before",
-        ((Engine._budgets, "row.sequence.drafter = choice.drafter", "pass"),),
+        ((choices.choose, "row.sequence.drafter = choice.drafter", "pass"),),
         choices_among_drafters,
         (AssertionError, KeyError),
     ),
@@ -424,7 +440,7 @@ MUTANTS = [
     ),
     Mutant(
         "the round in the coupled key",
-        ((noise.NoiseKeys.bits, "None if purpose == COUPLED else self.round", "self.round"),),
+        ((noise.NoiseKeys._hash, "None if purpose == COUPLED else self.round", "self.round"),),
         seeded_text,
     ),
     Mutant(
@@ -451,7 +467,7 @@ MUTANTS = [
                 "if self.finish is not None:",
                 "if self.finish is not None and (index + 1 == len(tokens) or self.finish is not Finish.LENGTH):",
             ),
-            (Engine._offers, "min(sequence.remaining, self.target.max_queries)", "self.target.max_queries"),
+            (choices._offers, "min(sequence.remaining, widest)", "widest"),
         ),
         limits,
     ),
@@ -545,7 +561,7 @@ MUTANTS = [
     ),
     Mutant(
         "the target's own row emptied for what it drafted",
-        ((Engine._cure, "if cache is self.cache:", "if False:"),),
+        ((faults.cure, "if cache is target:", "if False:"),),
         broken_self_drafts,
     ),
     Mutant(
@@ -616,7 +632,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row that its draft broke drafts again at once",
-        ((Engine._offers, "if sequence.wary", "if False"),),
+        ((choices._offers, "if sequence.wary", "if False"),),
         broken_drafts,
     ),
     Mutant(
@@ -626,7 +642,7 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter that breaks keeps its rows",
-        ((Engine._cure, "cache.zero_row(sequence.row)", "pass"),),
+        ((faults.cure, "cache.zero_row(sequence.row)", "pass"),),
         broken_drafter,
     ),
     Mutant(
@@ -658,8 +674,29 @@ MUTANTS = [
     ),
     Mutant(
         "coupled noise for rows that are not",
-        ((drafting._draw, "noise.pick(weights, keys, DRAFT)", "noise.pick(weights, keys, COUPLED)"),),
+        (
+            (
+                noise.NoiseKeys.bits,
+                "self._hash(purpose)",
+                "self._hash(COUPLED if purpose == DRAFT else purpose)",
+            ),
+        ),
         law_of_sampled_drafts,
+    ),
+    Mutant(
+        "coupled noise for rows that are not, beside some that are",
+        ((noise.NoiseKeys._drafting, "all(self.coupled)", "any(self.coupled)"),),
+        noise_unit.test_each_row_drafts_by_its_own_noise_or_by_what_it_shares,
+    ),
+    Mutant(
+        "noise of their own for rows that are coupled",
+        ((noise.NoiseKeys.bits, "any(self.coupled)", "False"),),
+        shared_noise,
+    ),
+    Mutant(
+        "noise of their own for rows that are coupled, beside some that are not",
+        ((noise.NoiseKeys.bits, "any(self.coupled)", "all(self.coupled)"),),
+        shared_noise_beside_others,
     ),
     Mutant(
         "draft keys off by one",

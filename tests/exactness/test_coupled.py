@@ -63,6 +63,17 @@ def test_neighbours_of_the_other_rule_change_nothing(alone: list[list[int]]) -> 
     assert [s.new_ids for s in wishes] == alone
 
 
+@pytest.mark.parametrize("drafter", ["draft-model", "looping"])
+def test_drafts_of_the_target_itself_are_never_rejected(drafter: str) -> None:
+    """Beside rows of the other rule, too, which draft by noise of their own."""
+    engine = make_engine(TARGET, TARGET, Fixed(3), rows=4)
+    wishes = [request((1, 2), drafter, seed=seed, max_new_tokens=NEW) for seed in range(4)]
+    others = [request((1, 2), drafter, acceptance="speculative", max_new_tokens=NEW) for _ in wishes]
+    run(engine, [s for pair in zip(wishes, others, strict=True) for s in pair])
+    assert all(turn.accepted == turn.drafted for s in wishes for turn in s.rounds)
+    assert all(s.rounds[0].drafted == 3 for s in wishes)
+
+
 def test_siblings_each_have_their_own_text() -> None:
     def siblings(drafter: str | None) -> list[Sequence]:
         return [request((2, 0, 1), drafter, seed=9, sample=i, group=1, max_new_tokens=NEW) for i in range(6)]

@@ -238,6 +238,53 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
     assert table.drafting("draft-model", 1, 1) == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.04, 0.06, 0.2])
+def test_the_first_time_of_each_counts_only_where_there_is_no_time_for_another(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """As long as each round takes: all repeats; the second ones in part, or not at all; not even all once."""
+    clock, told = [0.0], list[tuple[tuple[str | None, int], bool]]()
+
+    class Told(rehearsal.Rehearsal):
+        def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
+            clock[0] += seconds
+            told.append((trial, after_another))
+            return 1e3 * seconds + (0.0 if after_another else 100.0)
+
+    monkeypatch.setattr(calibration, "Rehearsal", Told)
+    monkeypatch.setattr(calibration, "ROUNDS", 1.0)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    engine = loaded(folders).engine
+    measured = Measured.of(engine, 1, 5)
+    measured.take(engine)
+    trials, times = measured.trials, [trial for trial, _ in told]
+    assert len(trials) == 7
+    assert times == (trials * (calibration.REPEATS + 1))[: len(times)]
+    assert len(told) == {0.0: 7 * (calibration.REPEATS + 1), 0.04: 13, 0.06: 9, 0.2: 3}[seconds]
+    warm, cold = 1e3 * seconds, 1e3 * seconds + 100.0
+    assert {trial: list(several) for trial, several in measured.rounds.items()} == {
+        trial: [cold] if times.count(trial) == 1 else [warm] * (times.count(trial) - 1) for trial in times
+    }
+
+
+def test_what_there_was_no_time_for_at_first_is_remembered_no_longer(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(rehearsal.Rehearsal):
+        def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
+            return float(measured.begun)
+
+    monkeypatch.setattr(calibration, "Rehearsal", Told)
+    engine = loaded(folders).engine
+    measured = Measured.of(engine, 1, 5)
+    measured.begun = 1  # there was no time for any
+    for _ in range(KEPT + 3):
+        measured.take(engine)
+    assert {trial: list(several) for trial, several in measured.rounds.items()} == {
+        trial: [float(time) for time in range(4, KEPT + 4)] for trial in measured.trials
+    }
+
+
 def test_a_large_model_is_not_held_up_by_its_table(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

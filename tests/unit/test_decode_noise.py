@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_coupled_noise_belongs_to_the_position() -> None:
     assert not torch.equal(
         NOISE.pick(w, keys(range(50)), DRAFT), NOISE.pick(w, keys(range(50), turn=9), DRAFT)
     )
+
+
+def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
+    """Whoever is beside it."""
+    own = keys(range(4), range(5), turn=2)
+    for coupled in itertools.product([False, True], repeat=4):
+        found = replace(own, coupled=coupled, _hashed={})
+        rows = zip(coupled, own.bits(COUPLED), own.bits(DRAFT), strict=True)
+        want = torch.stack([shared if is_coupled else drafting for is_coupled, shared, drafting in rows])
+        assert torch.equal(found.bits(DRAFT), want)
+        for purpose in (ACCEPT, RESIDUAL, COUPLED):
+            assert torch.equal(found.bits(purpose), own.bits(purpose))
+        assert torch.equal(found.column(3).bits(DRAFT), want[:, 3:4])
 
 
 def test_no_attempts_are_attempt_zero() -> None:

@@ -5,11 +5,10 @@ It serves where nobody has to look at a token before the next is drawn."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from foredraft.decode.draft import Draft, Looper, RoundInputs
 from foredraft.decode.law import Law
-from foredraft.decode.noise import COUPLED, DRAFT, Noise
+from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.policy import Policy
 from foredraft.model.device import upload
 from foredraft.model.runner import Stops
@@ -39,7 +38,7 @@ def at_once(
     if not (greedy or table.all_greedy):
         if not noise.raced:
             return None
-        drawing = table.drawing(_draft_keys(inputs)[:, : max(most)])
+        drawing = table.drawing(inputs.noise.bits(DRAFT)[:, : max(most)])
         if drawing is None:
             return None
     drafted = drafter.draft(behind, starts, most, drawing, stops)
@@ -55,15 +54,3 @@ def at_once(
         sick = upload([length < count for length, count in zip(lengths, counts, strict=True)], inputs.device)
     q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs[:, :width])
     return Draft(tokens, upload(lengths, inputs.device), q, drafter.resume(), sick, drafted.sure, lengths)
-
-
-def _draft_keys(inputs: RoundInputs) -> Tensor:
-    """[B, K + 1]: what each row draws its draft by. Coupled rows share the position's noise with the target;
-    the others use their own."""
-    coupled = [s.params.is_coupled for s in inputs.sequences]
-    if all(coupled):
-        return inputs.noise.bits(COUPLED)
-    own = inputs.noise.bits(DRAFT)
-    if not any(coupled):
-        return own
-    return torch.where(upload(coupled, own.device)[:, None], inputs.noise.bits(COUPLED), own)

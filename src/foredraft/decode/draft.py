@@ -102,6 +102,11 @@ class RoundInputs:
         return torch.stack(masks)
 
     @cached_property
+    def coupled(self) -> list[bool]:
+        """[B]: rows whose text is one whatever drafts it: drafts share their target's noise."""
+        return [s.params.is_coupled for s in self.sequences]
+
+    @cached_property
     def noise(self) -> NoiseKeys:
         """Keys of every position that the round may draw at, from each row's next one on: uploaded once, if
         anything is drawn at all."""
@@ -118,7 +123,7 @@ class RoundInputs:
             ]
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
-        return NoiseKeys(base, position, attempt, rounds, self.table.operators)
+        return NoiseKeys(base, position, attempt, rounds, self.table.operators, self.coupled)
 
 
 class Drafter(Protocol):

@@ -27,7 +27,7 @@ from foredraft.decode.draft import (
 )
 from foredraft.decode.law import Law
 from foredraft.decode.merging import merged
-from foredraft.decode.noise import COUPLED, DRAFT, Noise
+from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import law_of
 from foredraft.decode.sequence import Sequence
@@ -86,7 +86,6 @@ def _step_through(
         if whole is not None:
             return whole
     width = max(budgets)
-    coupled = [s.params.is_coupled for s in sequences]
     known = list(budgets)  # host: no draft is longer
     survival = torch.ones(len(sequences), device=device)
     sures: list[Tensor] = []  # of each step: [B, 1], -1 where the row took none
@@ -120,7 +119,7 @@ def _step_through(
             survival = stops.survival(sure, survival)
             sures.append(sure.where(_still(wanted[:, j], going, j), -1.0)[:, None])
             draws, on = _both(draws, ~(survival < stops.keep[:, j])), survival >= stops.more[:, j]
-        token = _draw(q, inputs, j, coupled, noise)  # [B, 1]
+        token = _draw(q, inputs, j, noise)  # [B, 1]
         drawn.append(token)
         laws.append(q)
         possible.append(finite if draws is None else finite & draws[:, None])
@@ -200,17 +199,6 @@ def _padded(rows: list[list[int]]) -> list[list[int]]:
     return [row + [0] * (width - len(row)) for row in rows]
 
 
-def _draw(q: Law, inputs: RoundInputs, column: int, coupled: list[bool], noise: Noise) -> Tensor:
-    """[B, 1]. Coupled rows share the position's noise with the target; the others use their own."""
-
-    def pick(weights: Tensor) -> Tensor:
-        keys = inputs.noise.column(column)
-        if all(coupled):
-            return noise.pick(weights, keys, COUPLED)
-        own = noise.pick(weights, keys, DRAFT)
-        if not any(coupled):
-            return own
-        shared = upload(coupled, weights.device)[:, None]
-        return torch.where(shared, noise.pick(weights, keys, COUPLED), own)
-
-    return q.draw(pick)
+def _draw(q: Law, inputs: RoundInputs, column: int, noise: Noise) -> Tensor:
+    """[B, 1]"""
+    return q.draw(lambda weights: noise.pick(weights, inputs.noise.column(column), DRAFT))

@@ -6,28 +6,26 @@ Batch 1 is B = 1 and plain decoding is K = 0, not other paths. Before each round
 length is len(tokens) - 1: the last token is pending. Rollback is setting a length. The device is read
 once per round, in `reading`, and after each draft step that a policy or a constraint may end.
 
-A value that is not finite harms its own request alone, and only if plain decoding met it too: a row whose
-draft led there is wiped past its text and takes its next step without a draft; a drafter that gives such
-logits starts anew, and the second time the request goes on without it.
+A value that is not finite harms its own request alone, and only if plain decoding met it too (`faults`).
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict, accept
-from foredraft.decode.draft import Draft, Drafter, RoundInputs, as_guesser, as_reader, as_stepper
+from foredraft.decode.choices import choose, may_draft
+from foredraft.decode.draft import Draft, Drafter, RoundInputs
 from foredraft.decode.drafting import propose
+from foredraft.decode.faults import cure, not_finite
 from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.operators import DEFINITION, Operators
-from foredraft.decode.policy import Offers, Policy
-from foredraft.decode.prompt_scores import score_chunk
+from foredraft.decode.policy import Policy
+from foredraft.decode.prompts import read_chunk
 from foredraft.decode.reading import Reading, read
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, law_of
@@ -37,12 +35,9 @@ from foredraft.decode.stats import Round
 from foredraft.decode.target import Target
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Forward, next_chunk
+from foredraft.model.runner import Forward
 
 __all__ = ["Engine"]
-
-logger = logging.getLogger(__name__)
-
 
 Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], Verdict]
 
@@ -103,7 +98,7 @@ class Engine:
         if self.scheduler.steady:
             return self.round()
         waiting, calibrate = self.scheduler.waiting, self.policy.calibrate
-        if calibrate is not None and not self.rows.sequences and _may_draft(waiting):
+        if calibrate is not None and not self.rows.sequences and may_draft(waiting):
             calibrate(self, len(waiting))
         self._start(self.scheduler.admit())
         busy = self.scheduler.running
@@ -124,9 +119,8 @@ class Engine:
         masks = inputs.masks(draft.tokens)
         p, finite = law_of(forward.logits, inputs.table, masks, past)
         rollback = Rollback.of(inputs.table, p, forward.logits, masks, past)
-        coupled = [s.params.is_coupled for s in inputs.sequences]
         keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
-        verdict = self.accept(draft, p, keys, self.noise, coupled, rollback)
+        verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, rollback)
         judge = p if rollback is None else rollback.judge
         signal = self.policy.wants if inputs.weighed else None
         readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
@@ -139,49 +133,15 @@ class Engine:
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.operators)
-        table, budgets = self._table[1], self._budgets(sequences, idle)
-        return RoundInputs.of(sequences, idle, budgets, table, self.vocabulary, self.device)
-
-    def _budgets(self, sequences: list[Sequence], idle: list[bool]) -> list[int] | None:
-        """Who drafts for each row, and how much at most: the policy's choice; 0 = a plain step. None where it
-        was not asked."""
-        running = [s for s, i in zip(sequences, idle, strict=True) if not i]
-        if not _may_draft(sequences) or self.policy.rests(running):
-            return None
-        budgets = [0] * len(sequences)
-        rows = [self._offers(s) for s in running]
-        for row, choice in zip(rows, self.policy.choose(rows), strict=True):
-            if choice.drafter in row.most and choice.budget > 0:
-                row.sequence.drafter = choice.drafter
-                budgets[row.sequence.row] = min(choice.budget, row.most[choice.drafter])
-        return budgets
-
-    def _offers(self, sequence: Sequence) -> Offers:
-        """A round emits one more token than it drafts, so no draft is longer than what may be emitted, but
-        for one."""
-        offers = Offers(sequence, {})
-        if sequence.wary:
-            return offers
-        room = min(sequence.remaining, self.target.max_queries) - 1
-        for name in sequence.drafters:
-            drafter, most = self.drafters[name], room
-            if drafter.max_length is not None:
-                most = min(most, drafter.max_length - len(sequence.tokens))
-            if self.policy.weighs and most > 0:
-                if (reader := as_reader(drafter)) is not None:
-                    offers.behind[name] = len(sequence.tokens) - 1 - reader.length(sequence)
-                elif (guesser := as_guesser(drafter)).free:
-                    most = len(guesser.propose([(sequence, most)])[0])
-            if most > 0:
-                offers.most[name] = most
-        return offers
+        budgets = choose(sequences, idle, self.drafters, self.policy, self.target.max_queries)
+        return RoundInputs.of(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         """One forward over [pending, *draft] of every row."""
         pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
         tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
         width, longest = tokens.shape[1], inputs.budgets if draft.known is None else draft.known
-        taps = sorted({depth for s in inputs.sequences for depth in self._taps(s)})
+        taps = sorted({d for s in inputs.sequences for name in s.drafters for d in self.drafters[name].taps})
         resume = draft.resume
         if resume is not None and any(tap < resume.depth for tap in taps):
             resume = None  # another row's drafter wants states that would not be computed
@@ -206,7 +166,7 @@ class Engine:
             sequence.round_count += 1
             sequence.wary, sequence.proven = reading.broken, not reading.broken
             if reading.broken and reading.drafted == 0:
-                over.append((sequence, Finish.ERROR, _not_finite(sequence)))
+                over.append((sequence, Finish.ERROR, not_finite(sequence)))
                 continue
             if reading.broken:
                 # Whole, whatever the coins said. Drafts that lead to such values are never judged then, and
@@ -231,7 +191,7 @@ class Engine:
             if inputs.weighed:
                 self.policy.learn(sequence, outcome, reading.sure)
             if reading.sick:
-                self._cure(sequence)
+                cure(sequence, self.drafters, self.cache)
             if sequence.finish is not None:
                 over.append((sequence, sequence.finish, None))
         for sequence, finish, error in over:
@@ -249,57 +209,22 @@ class Engine:
             return Round(read, read, emitted, reading.draft_sure)
         return Round(reading.drafted, reading.accepted, emitted, reading.draft_sure)
 
-    def _cure(self, sequence: Sequence) -> None:
-        """After logits of its drafter that are not finite: empty what only the drafter wrote, or give up."""
-        assert sequence.drafter is not None
-        drafter = self.drafters[sequence.drafter]
-        for cache in drafter.caches:
-            if cache is self.cache:
-                cache.wipe(sequence.row, len(sequence.tokens) - 1)
-            else:
-                cache.zero_row(sequence.row)
-        sequence.drafter_faults += 1
-        if sequence.drafter_faults > 1:
-            logger.warning(
-                "request %d goes on without %s: its logits are not finite", sequence.id, drafter.name
-            )
-            drafter.leave(sequence)
-            sequence.drafters = tuple(name for name in sequence.drafters if name != drafter.name)
-            sequence.drafter = None
-
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
-        """The next chunk of its prompt through the target, and its drafter."""
-        start, stop = self.cache.lengths[sequence.row], len(sequence.prompt) - 1
-        end = next_chunk(start, stop, self.target.chunk)
-        taps = self._taps(sequence)
-        forward = self.target.prefill(self.cache, sequence.row, sequence.prompt[start:end], start, taps=taps)
-        self.cache.lengths[sequence.row] = end
-        if sequence.params.prompt_logprobs is not None and not self._score(sequence, forward.hidden, start):
-            return
-        for name in sequence.drafters:
-            drafter = self.drafters[name]
-            if drafter.taps:
-                drafter.observe(sequence, start, {d: forward.taps[d][0, : end - start] for d in drafter.taps})
-            fits = drafter.max_length is None or stop <= drafter.max_length
-            # one that can never draft need not read, nor one that may never be chosen
-            stepper = as_stepper(drafter)
-            if stepper is not None and fits and not self.policy.weighs:
-                stepper.read(sequence, start, end)
-        if end == stop:
+        """The next chunk of its prompt through the target, and its drafters."""
+        sound = read_chunk(
+            sequence,
+            self.target,
+            self.cache,
+            [self.drafters[name] for name in sequence.drafters],
+            ahead=not self.policy.weighs,
+            operators=self.operators,
+        )
+        if not sound:
+            self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
+        elif self.cache.lengths[sequence.row] == len(sequence.prompt) - 1:
             sequence.state = State.RUNNING
             self._start([sequence])
-
-    def _score(self, sequence: Sequence, hidden: Tensor, start: int) -> bool:
-        """Scores of the prompt's tokens after the chunk's; False where the request fails for it."""
-        scores = score_chunk(self.target.head, hidden, sequence, start, self.operators)
-        if scores is None:
-            self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
-            return False
-        # whoever reads the prompt anew, because its first reader was cancelled, scores it anew
-        del sequence.prompt_scores[start + 1 :]
-        sequence.prompt_scores += scores
-        return True
 
     def _start(self, ready: list[Sequence]) -> None:
         for sequence in ready:
@@ -321,18 +246,3 @@ class Engine:
         sibling = self.scheduler.leave(sequence, finish, error)
         if sibling is not None:
             self._start([sibling])
-
-    def _taps(self, sequence: Sequence) -> tuple[int, ...]:
-        return tuple(depth for name in sequence.drafters for depth in self.drafters[name].taps)
-
-
-def _may_draft(sequences: Iterable[Sequence]) -> bool:
-    """Whether anybody may, for one of them; a policy is neither asked nor told anything where nobody may."""
-    return any(sequence.drafters for sequence in sequences)
-
-
-def _not_finite(sequence: Sequence) -> str:
-    where = len(sequence.tokens)
-    if sequence.constraint is not None:
-        return f"the model gives no allowed token at position {where} a finite logit"
-    return f"the model's logits at position {where} are not finite"

@@ -15,12 +15,15 @@ token id v. Two laws drawn with one key therefore tend to agree: the coupling th
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from foredraft.decode.operators import DEFINITION, Operators
+from foredraft.model.device import upload
 
 __all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "ROLLBACK", "Keys", "Noise", "NoiseKeys", "seed_key"]
 
@@ -74,22 +77,34 @@ class Keys:
 @dataclass(frozen=True)
 class NoiseKeys(Keys):
     """position: [B, T] int64, absolute; attempt: [B, T] int64, how many rollbacks of a ban crossed the
-    position, None where none did; round: [B] int64, the sequence's own count."""
+    position, None where none did; round: [B] int64, the sequence's own count. coupled: [B], rows whose drafts
+    are drawn by the target's noise; none of them if empty."""
 
     base: Tensor
     position: Tensor
     attempt: Tensor | None
     round: Tensor
     operators: Operators = DEFINITION
+    coupled: Seq[bool] = ()
     _hashed: dict[int, Tensor] = field(default_factory=dict, repr=False)  # purpose -> bits
 
     def bits(self, purpose: int) -> Tensor:
-        """The round is left out for `coupled`: its noise belongs to the position."""
+        """What coupled rows draft by is what their target draws by."""
         if purpose not in self._hashed:
-            rounds = None if purpose == COUPLED else self.round
-            hashed = self.operators.keys(self.base, rounds, self.position, self.attempt, purpose)
-            self._hashed[purpose] = hashed
+            mixed = purpose == DRAFT and any(self.coupled)
+            self._hashed[purpose] = self._drafting() if mixed else self._hash(purpose)
         return self._hashed[purpose]
+
+    def _drafting(self) -> Tensor:
+        shared = self.bits(COUPLED)
+        if all(self.coupled):
+            return shared
+        return torch.where(upload(self.coupled, shared.device)[:, None], shared, self._hash(DRAFT))
+
+    def _hash(self, purpose: int) -> Tensor:
+        """The round is left out for `coupled`: its noise belongs to the position."""
+        rounds = None if purpose == COUPLED else self.round
+        return self.operators.keys(self.base, rounds, self.position, self.attempt, purpose)
 
 
 @dataclass(frozen=True)
