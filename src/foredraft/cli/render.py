@@ -34,6 +34,8 @@ STAGES = {
     "prefill": "Reading the prompt",
     "compare": "Comparing",
     "calibrate": "Texts to try plans on (tokens)",
+    "costs": "Timing passes (turns)",
+    "rank": "Plans to begin with (sub-layers run)",
     "trials": "Trials",
     "decode": "Decoding held-out prompts",
 }
