@@ -162,8 +162,15 @@ def test_the_fastest_wins_if_it_is_faster_and_right_and_as_predicted(
 
 
 def test_a_search_goes_on_and_at_a_temperature_it_is_another(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    calibrate, temperatures = run_module.calibrate, []
+
+    def watched(llm: Any, prompts: Any, tokens: int, temperature: float, progress: Any) -> Any:
+        temperatures.append(temperature)
+        return calibrate(llm, prompts, tokens, temperature, progress)
+
+    monkeypatch.setattr(run_module, "calibrate", watched)
     assert main(given(command, "--trials", "4", "--finalists", "1")) == 0
     first = document(capsys)
     assert main(given(command, "--trials", "6", "--finalists", "1")) == 0
@@ -174,6 +181,7 @@ def test_a_search_goes_on_and_at_a_temperature_it_is_another(
     third = document(capsys)
     assert third["study"] != first["study"] and len(third["trials"]) == 3
     assert third["finalists"][0]["identical"] is None
+    assert temperatures == [0.0, 1.0], "who goes on reads the texts that were written"
 
 
 def test_an_interrupt_keeps_the_study(

@@ -23,6 +23,7 @@ from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import measure_plan_costs
+from foredraft.tune.kept import TextPlace
 from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress, silent
 from foredraft.tune.race import race
@@ -71,7 +72,10 @@ def tune(
     ids = [llm.fitting(own, _room(options, prompts), truncate) for own in llm.encode(list(prompts))]
     kept, held_out = hold_out(ids)
     with stages("calibrate"):
-        calibration = calibrate(llm, kept, options.tokens, options.temperature, progress)
+        texts = TextPlace(folder, hash, llm, kept, options.tokens, options.temperature)
+        calibration = texts.read_or(
+            lambda: calibrate(llm, kept, options.tokens, options.temperature, progress)
+        )
         teacher = Teacher(runner, calibration, longest, deadline.check)
     with stages("costs"):
         context = int(median(text.start + text.new // 2 for text in calibration.texts))
