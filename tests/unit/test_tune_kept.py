@@ -141,6 +141,7 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "a negative token": told(lambda kept: kept["texts"][0][0].append(-1)),
     "no token": told(lambda kept: kept["texts"][0][0].append(2.5)),
     "another prompt": told(lambda kept: kept["texts"][0][0].insert(0, 3)),
+    "a start from the end": told(lambda kept: kept["texts"].append([[*PROMPTS[0], 3, 4], -2])),
     "no start": told(lambda kept: kept["texts"][0].__setitem__(1, None)),
 }
 

@@ -69,7 +69,8 @@ class TextPlace:
 
     def _sound(self, text: Text) -> bool:
         ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
-        return ids and type(text.start) is int and text.new > 0 and text.ids[: text.start] in self.prompts
+        start = type(text.start) is int and 0 < text.start < len(text.ids)
+        return ids and start and text.ids[: text.start] in self.prompts
 
     def _keep(self, found: Calibration) -> None:
         if self.file is None:
