@@ -219,8 +219,8 @@ def test_every_stage_tells_how_far_it_is(
     monkeypatch.setattr(ProgressBars, "show", heard)
     assert main(given(command, "--trials", "3", "--finalists", "1")) == 0
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
-    assert stages[-5:] == ["calibrate", "costs", "rank", "trials", "decode"]
-    for stage in stages[-5:]:
+    assert stages[-6:] == ["calibrate", "read", "costs", "rank", "trials", "decode"]
+    for stage in stages[-6:]:
         steps = [(done, total) for own, done, total in told if own == stage]
         assert stage in STAGES and steps == sorted(steps) and steps[-1][0] == steps[-1][1]
     told.clear()

@@ -76,7 +76,7 @@ def tune(
         calibration = texts.read_or(
             lambda: calibrate(llm, kept, options.tokens, options.temperature, progress)
         )
-        teacher = Teacher(runner, calibration, longest, deadline.check)
+        teacher = Teacher(runner, calibration, longest, deadline.check, progress)
     with stages("costs"):
         context = int(median(text.start + text.new // 2 for text in calibration.texts))
         name = _study_name(hash, llm, calibration, longest)

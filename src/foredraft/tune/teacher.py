@@ -34,6 +34,7 @@ from foredraft.model.device import upload
 from foredraft.model.runner import Resume, Runner, next_chunk
 from foredraft.tune.branches import Branch, branches
 from foredraft.tune.calibration import Calibration, Text
+from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.rounds import Floats, Rounds
 
 __all__ = ["Block", "Teacher"]
@@ -45,7 +46,8 @@ Block = tuple[int, int, int]  # (row, position of the first column, how many)
 
 
 class Teacher:
-    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial.
+    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial. progress:
+    told of the tokens of the texts as they are read, once.
 
     Raises ConfigError where the keys and values of the texts do not fit into memory.
     """
@@ -56,6 +58,7 @@ class Teacher:
         calibration: Calibration,
         longest: int,
         between: Callable[[], None] = lambda: None,
+        progress: Progress = silent,
     ) -> None:
         self.runner, self.longest, self.between = runner, longest, between
         self.texts = sorted(calibration.texts, key=lambda text: -text.new)  # so that passes are full
@@ -72,8 +75,10 @@ class Teacher:
         self.cache: KVCache = runner.new_cache(rows, positions)  # of the target, and of drafts over it
         width = max(self.lengths) + longest
         self._p = torch.ones(rows, int(width), device=device)  # of each new token, under the target's law
+        read = Steps(progress, "read", sum(len(text.ids) for text in self.texts))
         for row, text in enumerate(self.texts):
             self._read(row, text)
+            read(len(text.ids))
         self.targets = tuple(self.cache.take(row, *_overwritten(text)) for row, text in enumerate(self.texts))
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> Rounds:
