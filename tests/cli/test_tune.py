@@ -12,6 +12,7 @@ import pytest
 import foredraft
 from checkpoints import save_pair
 from foredraft.cli import main
+from foredraft.cli.render import STAGES, ProgressBars
 from foredraft.drafters.plans import find_plan, model_hash, read_plan
 from foredraft.tune import run as run_module
 from foredraft.tune.exits import ExitCosts
@@ -161,8 +162,15 @@ def test_the_fastest_wins_if_it_is_faster_and_right_and_as_predicted(
 
 
 def test_a_search_goes_on_and_at_a_temperature_it_is_another(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    calibrate, temperatures = run_module.calibrate, []
+
+    def watched(llm: Any, prompts: Any, tokens: int, temperature: float, progress: Any) -> Any:
+        temperatures.append(temperature)
+        return calibrate(llm, prompts, tokens, temperature, progress)
+
+    monkeypatch.setattr(run_module, "calibrate", watched)
     assert main(given(command, "--trials", "4", "--finalists", "1")) == 0
     first = document(capsys)
     assert main(given(command, "--trials", "6", "--finalists", "1")) == 0
@@ -173,6 +181,7 @@ def test_a_search_goes_on_and_at_a_temperature_it_is_another(
     third = document(capsys)
     assert third["study"] != first["study"] and len(third["trials"]) == 3
     assert third["finalists"][0]["identical"] is None
+    assert temperatures == [0.0, 1.0], "who goes on reads the texts that were written"
 
 
 def test_an_interrupt_keeps_the_study(
@@ -196,6 +205,27 @@ def test_an_interrupt_keeps_the_study(
     monkeypatch.setattr(run_module.Teacher, "rounds", rounds)
     assert main(given(command, "--finalists", "1")) == 0
     assert document(capsys)["trials"][:5] == told["trials"]
+
+
+def test_every_stage_tells_how_far_it_is(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its beginning to its end; what the study has is not measured again."""
+    told: list[tuple[str, int, int]] = []
+
+    def heard(self: object, stage: str, done: int, total: int, note: str = "") -> None:
+        told.append((stage, done, total))
+
+    monkeypatch.setattr(ProgressBars, "show", heard)
+    assert main(given(command, "--trials", "3", "--finalists", "1")) == 0
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages[-6:] == ["calibrate", "read", "costs", "rank", "trials", "decode"]
+    for stage in stages[-6:]:
+        steps = [(done, total) for own, done, total in told if own == stage]
+        assert stage in STAGES and steps == sorted(steps) and steps[-1][0] == steps[-1][1]
+    told.clear()
+    assert main(given(command, "--trials", "4", "--finalists", "1")) == 0
+    assert not {"costs", "rank"} & {stage for stage, _, _ in told}
 
 
 @pytest.mark.parametrize(

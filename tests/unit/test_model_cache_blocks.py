@@ -74,15 +74,24 @@ def check_copies() -> None:
         assert torch.equal(dense(blocked), plain.data), length
 
 
-def check_the_rest_of_copies() -> None:
-    """The first positions are held already, and may be left out."""
-    for dtype, (start, length) in itertools.product(DTYPES, itertools.combinations(EDGES, 2)):
+def check_spans() -> None:
+    """What was taken is what is put back, and nothing beside it."""
+    for dtype, (start, stop) in itertools.product(DTYPES, itertools.combinations(EDGES, 2)):
         plain, blocked = pair(dtype)
-        for cache in (plain, blocked):
-            cache.copy_row(0, 2, start)
-            cache.copy_row(0, 2, length, start)
-        assert torch.equal(plain.data[:, :, 2, :, :length], plain.data[:, :, 0, :, :length])
-        assert torch.equal(dense(blocked), plain.data), (start, length)
+        before = plain.data.clone()
+        spans = [cache.take(1, start, stop) for cache in (plain, blocked)]
+        for cache, span in zip((plain, blocked), spans, strict=True):
+            assert span.bytes == KVCache.bytes_of(SPEC, stop - start, dtype)
+            cache.memory.zero_()
+            cache.put_back(span)
+        within = slice(start, stop)
+        assert torch.equal(plain.data[:, :, 1, :, within], before[:, :, 1, :, within])
+        plain.data[:, :, 1, :, within] = 0
+        assert not plain.data.any()
+        blocked_now = dense(blocked)
+        assert torch.equal(blocked_now[:, :, 1, :, within], before[:, :, 1, :, within]), (start, stop)
+        blocked_now[:, :, 1, :, within] = 0
+        assert not blocked_now.any(), (start, stop)
 
 
 def check_wipes() -> None:
@@ -94,7 +103,7 @@ def check_wipes() -> None:
         assert torch.equal(dense(blocked), plain.data), length
 
 
-CHECKS = [check_the_layout, check_reading_and_writing, check_copies, check_the_rest_of_copies, check_wipes]
+CHECKS = [check_the_layout, check_reading_and_writing, check_copies, check_spans, check_wipes]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -130,54 +139,75 @@ MUTANTS = [
     ),
     Mutant(
         "a block that is held in part left out of a copy",
-        ((KVCache._parted, "held.append(parted[:, :, :, :some])", "held.append(parted[:, :, :, :0])"),),
+        ((KVCache._views, "found.append(keys[:, :, last, :, : stop % BLOCK])", "pass"),),
         check_copies,
     ),
     Mutant(
         "a block that is held in part copied whole",
-        ((KVCache._parted, "held.append(parted[:, :, :, :some])", "held.append(parted)"),),
+        ((KVCache._views, ": stop % BLOCK])", "])"),),
         check_copies,
     ),
     Mutant(
         "whole blocks forgotten",
-        (
-            (
-                KVCache._parted,
-                "held.append(keys[:, :, start // BLOCK if self.blocked else start : whole])",
-                "pass",
-            ),
-        ),
+        ((KVCache._views, "keys[:, :, first:last]", "keys[:, :, first:first]"),),
         check_copies,
     ),
     Mutant(
-        "the rest begins at the next block",
-        (
-            (
-                KVCache._parted,
-                "start // BLOCK if self.blocked",
-                "(start + BLOCK - 1) // BLOCK if self.blocked",
-            ),
-        ),
-        check_the_rest_of_copies,
+        "a span begins at the next block",
+        ((KVCache._views, "found.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
+        check_spans,
     ),
     Mutant(
-        "the rest begins a position late",
-        ((KVCache._parted, "values[:, :, start:length]", "values[:, :, start + 1 : length]"),),
-        check_the_rest_of_copies,
+        "a span takes the block's earlier keys along",
+        (
+            (
+                KVCache._views,
+                "found.append(keys[:, :, first - 1, :, start % BLOCK :])",
+                "found.append(keys[:, :, first - 1])",
+            ),
+        ),
+        check_spans,
+    ),
+    Mutant(
+        "a span begins a position late",
+        (
+            (
+                KVCache._views,
+                "self._values[:, row, :, start:stop]",
+                "self._values[:, row, :, start + 1 : stop]",
+            ),
+        ),
+        check_spans,
+    ),
+    Mutant(
+        "a span within a block takes the rest of it along",
+        ((KVCache._views, "start % BLOCK : stop % BLOCK]", "start % BLOCK :]"),),
+        check_spans,
+    ),
+    Mutant(
+        "a span that is no copy",
+        ((KVCache.take, "part.clone()", "part"),),
+        check_spans,
     ),
     Mutant(
         "wiping takes the block's earlier keys along",
-        ((KVCache._parted, "past.append(parted[:, :, :, some:])", "past.append(parted)"),),
+        (
+            (
+                KVCache._views,
+                "found.append(keys[:, :, first - 1, :, start % BLOCK :])",
+                "found.append(keys[:, :, first - 1])",
+            ),
+        ),
         check_wipes,
     ),
     Mutant(
         "wiping begins at the next block",
-        ((KVCache._parted, "past.append(parted[:, :, :, some:])", "pass"),),
+        ((KVCache._views, "found.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
         check_wipes,
     ),
     Mutant(
         "wiping skips a block",
-        ((KVCache._parted, "whole + bool(some)", "whole + 1"),),
+        ((KVCache._views, "keys[:, :, first:last]", "keys[:, :, first + 1 : last]"),),
         check_wipes,
     ),
 ]

@@ -30,6 +30,7 @@ from foredraft.tune.exits import ExitCosts, measure_exit_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
+from foredraft.tune.search import warm_starts
 from foredraft.tune.teacher import Teacher
 
 ROWS = tuple(Cost(rows, 1 + rows / 10, Spread(rows, rows, rows, 1)) for rows in (1, 2, 3, 4, 8))
@@ -164,6 +165,41 @@ def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
     assert PlanCosts.told(json.dumps(asdict(found))) == found
 
 
+class Heard:
+    """What a search tells of how far it is."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int]] = []
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None:
+        self.told.append((stage, done, total))
+
+
+def test_costs_tell_each_turn(llm: LLM) -> None:
+    heard = Heard()
+    measure_plan_costs(llm, 20, 3, 0.0, heard, 2)
+    turns = 3 + 3 + 2  # forwards, plans, exits; of each, one warms up
+    assert heard.told == [("costs", done, turns) for done in range(turns + 1)]
+
+
+def test_rankings_tell_what_they_ran(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, sub_layers = Heard(), 2 * 3
+    forward, layers = teacher.runner.forward, []
+
+    def watched(*given: Any, **named: Any) -> Any:
+        layers.append(named["stop"] - named["resume"].depth)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(teacher.runner, "forward", watched)
+    warm_starts(teacher, heard)
+    # a pass through one layer alone runs one sub-layer of it
+    ran = sum(2 * count if count == 3 else 1 for count in layers)
+    steps = [done for _, done, _ in heard.told]
+    assert {(stage, total) for stage, _, total in heard.told} == {("rank", ran)}
+    assert steps[0] == 0 and steps[-1] == ran and steps == sorted(set(steps))
+    assert len(steps) == 1 + (1 + sub_layers) + sub_layers
+
+
 def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def c(exit: int) -> float:
         return 0.2 + 0.2 * exit
@@ -171,14 +207,16 @@ def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.Monkey
     def v(exit: int, rows: int) -> float:
         return 1 + 0.1 * rows - 0.02 * exit * rows
 
-    def timed(llm: LLM, exits: list[int], context: int, longest: int, repeats: int) -> dict[Any, list[float]]:
+    def timed(
+        llm: LLM, exits: list[int], context: int, longest: int, repeats: int, after: object
+    ) -> dict[Any, list[float]]:
         assert exits == [1, 2] and longest == 3
         verify = {("verify", exit, rows): [2 * v(exit, rows)] * 3 for exit in exits for rows in (2, 3, 4)}
         rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in exits}
         return {"step": [2.0] * 3, **verify, **rounds}
 
     monkeypatch.setattr(exits_module, "_timed", timed)
-    found = measure_exit_costs(llm, 20, 3, 3)
+    found = measure_exit_costs(llm, 20, 3, 3, int)
     assert found is not None
     for exit in (1, 2, 5):
         step, verifying = found.at(exit)
@@ -211,7 +249,7 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
     monkeypatch.setattr(exits_module, "interleaved", lambda given, *_, **__: works.update(given))
-    exits_module._timed(llm, [exit], 20, 2, 1)
+    exits_module._timed(llm, [exit], 20, 2, 1, int)
     works["round", exit]()
     plan = Skips(exit=exit).plan(3)
     assert calls == [(1, None, plan, True), (1, None, plan, True), (3, (exit, [2], 3), None, True)]

@@ -26,7 +26,7 @@ OWNER = "nobody"  # root may not run it
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "warm_starts", lambda teacher: dict(WARM))
+    monkeypatch.setattr(search_module, "warm_starts", lambda *_: dict(WARM))
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from searching import (
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "warm_starts", lambda teacher: dict(WARM))
+    monkeypatch.setattr(search_module, "warm_starts", lambda *_: dict(WARM))
 
 
 def test_a_search_begins_with_the_plans_it_is_given_and_tries_as_many_as_asked(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_plan_without_its_last_layers_runs_as_an_exit_where_that_is_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: PlanCosts, way: str
 ) -> None:
     warm = {"nothing": Skips(), "exit 2": Skips(exit=2)}
-    monkeypatch.setattr(search_module, "warm_starts", lambda teacher: warm)
+    monkeypatch.setattr(search_module, "warm_starts", lambda *_: warm)
     found = searched(sqlite(tmp_path), costs=costs, trials=3)
     trial = {trial.origin: trial for trial in found.trials()}["exit 2"]
     assert trial.skips == way

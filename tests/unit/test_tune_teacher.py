@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import foredraft
+from caches import held
 from checkpoints import save_checkpoint
 from foredraft import LLM, SamplingParams
 from foredraft.decode.policy import Fixed
@@ -20,6 +22,7 @@ from foredraft.model.runner import Runner
 from foredraft.tune import teacher as teacher_module
 from foredraft.tune.calibration import Calibration, Text
 from foredraft.tune.teacher import Teacher
+from planting import Edit, Mutant, assert_caught
 
 LONGEST = 4
 PLANS = ["skip:none", "skip:attn=1/mlp=0", "skip:attn=0-1/mlp=1-2", "skip:attn=0-2/mlp=0-2"]
@@ -114,13 +117,49 @@ def test_chances_are_those_of_drafts_taken_step_by_step(llm: LLM, spelled: str, 
             assert trial[row, first, :span] == pytest.approx(every[row, first, :span], abs=1e-6)
 
 
-def test_a_trial_leaves_nothing_behind(llm: LLM) -> None:
-    teacher = made(llm, 0.0)
+def check_that_a_trial_leaves_nothing_behind(llm: LLM, temperature: float) -> None:
+    teacher = made(llm, temperature)
     layers = llm.spec.layers
     plan, other = (Skips.spelled(spelled).plan(layers) for spelled in PLANS[1:3])
     before = teacher.chances(plan).copy()
     teacher.chances(other)
     assert np.array_equal(teacher.chances(plan), before)
+
+
+def check_that_rows_are_the_targets_again(llm: LLM) -> None:
+    """Prompts, which no copy holds, too; no draft reads the last token."""
+    teacher = made(llm, 0.0)
+    before = [held(teacher.cache, row, len(text.ids) - 1) for row, text in enumerate(teacher.texts)]
+    for spelled in PLANS:
+        teacher.chances(Skips.spelled(spelled).plan(llm.spec.layers), every_start=True)
+    teacher.restore()
+    for row, text in enumerate(teacher.texts):
+        assert torch.equal(held(teacher.cache, row, len(text.ids) - 1), before[row])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_trial_leaves_nothing_behind(llm: LLM, temperature: float) -> None:
+    check_that_a_trial_leaves_nothing_behind(llm, temperature)
+    check_that_rows_are_the_targets_again(llm)
+
+
+SHORT = (teacher_module._overwritten, "text.start - 1", "text.start")
+LATE = (teacher_module._overwritten, "len(text.ids) - 1", "len(text.ids) - 2")
+NOT_PUT_BACK = (Teacher.restore, "self.cache.put_back(span)", "pass")
+
+
+@pytest.mark.parametrize("edit", [SHORT, NOT_PUT_BACK], ids=["begins late", "not put back"])
+def test_chances_tell_of_a_copy_that_is_wrong(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_that_a_trial_leaves_nothing_behind, llm, 0.8)
+    assert_caught(Mutant("a copy that is wrong", (edit,), check), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "edit", [SHORT, LATE, NOT_PUT_BACK], ids=["begins late", "ends early", "not put back"]
+)
+def test_rows_tell_of_a_copy_that_is_wrong(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_that_rows_are_the_targets_again, llm)
+    assert_caught(Mutant("a copy that is wrong", (edit,), check), monkeypatch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -197,10 +236,23 @@ def test_what_is_raised_between_passes_ends_a_trial(llm: LLM) -> None:
         teacher.rounds(Skips().plan(llm.spec.layers))
 
 
+def taken(teacher: Teacher) -> int:
+    return teacher.cache.memory.nbytes + sum(span.bytes for span in teacher.targets)
+
+
+def test_keys_and_values_are_held_once_and_those_of_new_tokens_twice(llm: LLM) -> None:
+    teacher = made(llm, 0.0)
+    spec, memory = llm.spec, teacher.cache.memory
+    position = 2 * spec.layers * spec.kv_heads * spec.head_dim * memory.itemsize
+    assert memory.nbytes == len(teacher.texts) * teacher.cache.stored * position
+    assert taken(teacher) == memory.nbytes + teacher.tokens * position
+    assert taken(teacher) < 1.05 * memory.nbytes
+
+
 def test_texts_that_do_not_fit_are_told_before_they_are_read(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need = made(llm, 0.0).cache.memory.nbytes
+    need = taken(made(llm, 0.0))
     monkeypatch.setattr(teacher_module, "free_memory", lambda device: need)
     made(llm, 0.0)
     monkeypatch.setattr(teacher_module, "free_memory", lambda device: need - 1)

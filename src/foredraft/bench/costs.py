@@ -9,6 +9,7 @@ missing here, which is what makes the predicted speed-up (`prediction`) that of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -79,9 +80,12 @@ def measure_costs(
     longest: int,
     read_seconds: float | None = None,
     repeats: int = REPEATS,
+    after: Callable[[], object] = lambda: None,
 ) -> Costs:
-    """All at once; as `Meter` takes them."""
+    """All at once; as `Meter` takes them. after: called after the turn that warms up, and each other one."""
     meter = Meter(llm, batch, context, longest)
+    after()
     for _ in range(repeats):
         meter.turn()
+        after()
     return meter.costs(read_seconds)

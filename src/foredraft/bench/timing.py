@@ -180,9 +180,12 @@ def interleaved(
     repeats: int,
     warm: int = 4,
     settle: int = 0,
+    after: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
-    """Seconds of each, by its key, in `repeats` turns (`Turns`) after `warm` ones that do not count."""
+    """Seconds of each, by its key, in `repeats` turns (`Turns`) after `warm` ones that do not count. after:
+    called after each turn."""
     turns = Turns(works, device, settle)
     for turn in range(-warm, repeats):
         turns.take(counts=turn >= 0)
+        after()
     return turns.seconds

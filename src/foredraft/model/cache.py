@@ -16,6 +16,7 @@ overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +31,20 @@ BLOCK = 32  # positions of a block of keys
 
 def _stored(positions: int, slack: int) -> int:
     return math.ceil((positions + 2 * slack) / QUANTUM) * QUANTUM
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A copy of some of a row's positions, from `start` on, before `stop`; parts: as the cache has them."""
+
+    row: int
+    start: int
+    stop: int
+    parts: tuple[Tensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 class KVCache:
@@ -91,32 +106,44 @@ class KVCache:
         words = keys.to(self.dtype).reshape(*keys.shape[:2], -1, word)  # [H, T, D / word, word]
         self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
-    def copy_row(self, source: int, target: int, length: int, start: int = 0) -> None:
-        """Make `target` hold the first `length` positions of `source`; it holds `start` of them already."""
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make `target` hold the first `length` positions of `source`."""
         if source != target:
-            held = self._parted(source, length, start)[0]
-            for one, other in zip(held, self._parted(target, length, start)[0], strict=True):
+            for one, other in zip(
+                self._views(source, 0, length), self._views(target, 0, length), strict=True
+            ):
                 other.copy_(one)
         self.lengths[target] = length
 
+    def take(self, row: int, start: int, stop: int) -> Span:
+        """A copy of a row's positions from `start` on, before `stop`."""
+        return Span(row, start, stop, tuple(part.clone() for part in self._views(row, start, stop)))
+
+    def put_back(self, span: Span) -> None:
+        """Make its row hold these positions as they were when it was taken."""
+        for part, place in zip(span.parts, self._views(span.row, span.start, span.stop), strict=True):
+            place.copy_(part)
+
     def wipe(self, row: int, length: int) -> None:
         """Zero what lies past the first `length` positions."""
-        for past in self._parted(row, length)[1]:
-            past.zero_()
+        for part in self._views(row, length, self.stored):
+            part.zero_()
 
-    def _parted(self, row: int, length: int, start: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        """A row's keys and values, as views: of the first `length` positions, and of those past them. Of the
-        first, those before `start` may be left out."""
-        keys, values = self._keys[:, row], self._values[:, row]
-        held, past = [values[:, :, start:length]], [values[:, :, length:]]
-        whole, some = divmod(length, BLOCK) if self.blocked else (length, 0)
-        if some:
-            parted = keys[:, :, whole]  # [layers, H, D / word, 32, word]
-            held.append(parted[:, :, :, :some])
-            past.append(parted[:, :, :, some:])
-        held.append(keys[:, :, start // BLOCK if self.blocked else start : whole])
-        past.append(keys[:, :, whole + bool(some) :])
-        return held, past
+    def _views(self, row: int, start: int, stop: int) -> list[Tensor]:
+        """A row's values and keys from position `start` on, before `stop`, as views: keys in blocks are whole
+        blocks, and blocks in part before and after them."""
+        keys, values = self._keys[:, row], self._values[:, row, :, start:stop]
+        if not self.blocked:
+            return [values, keys[:, :, start:stop]]
+        first, last = math.ceil(start / BLOCK), stop // BLOCK  # of the whole ones
+        if first > last:  # all of it within one block [layers, H, D / word, 32, word]
+            return [values, keys[:, :, last, :, start % BLOCK : stop % BLOCK]]
+        found = [values, keys[:, :, first:last]]
+        if start % BLOCK:
+            found.append(keys[:, :, first - 1, :, start % BLOCK :])
+        if stop % BLOCK:
+            found.append(keys[:, :, last, :, : stop % BLOCK])
+        return found
 
     def zero_row(self, row: int) -> None:
         """Forget a row, its garbage too."""
@@ -126,5 +153,9 @@ class KVCache:
     @staticmethod
     def bytes_per_row(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
         """What one row of a cache with that many usable positions takes."""
-        values = 2 * spec.layers * spec.kv_heads * spec.head_dim * _stored(positions, SLACK)
-        return values * dtype.itemsize
+        return KVCache.bytes_of(spec, _stored(positions, SLACK), dtype)
+
+    @staticmethod
+    def bytes_of(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
+        """What the keys and values of so many positions take, by themselves."""
+        return 2 * spec.layers * spec.kv_heads * spec.head_dim * positions * dtype.itemsize

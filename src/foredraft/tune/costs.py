@@ -31,6 +31,7 @@ from foredraft.llm import LLM
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.tune.exits import ExitCosts, measure_exit_costs
+from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.rounds import Floats
 
 __all__ = ["PlanCosts", "measure_plan_costs"]
@@ -80,12 +81,19 @@ class PlanCosts:
 
 
 def measure_plan_costs(
-    llm: LLM, context: int, longest: int, temperature: float, repeats: int = REPEATS
+    llm: LLM,
+    context: int,
+    longest: int,
+    temperature: float,
+    progress: Progress = silent,
+    repeats: int = REPEATS,
 ) -> PlanCosts:
     """At batch 1, with `context` tokens before the drafts, which are `longest` tokens long."""
-    bare = measure_costs(llm, 1, context, longest, repeats=repeats)
+    spec, of_exits = llm.spec, max(1, repeats // 2)
+    turns = 2 * (1 + repeats) + (1 + of_exits if spec.layers > 1 else 0)  # each warms up for one
+    after = Steps(progress, "costs", turns)
+    bare = measure_costs(llm, 1, context, longest, repeats=repeats, after=after)
     verifying = {cost.rows: cost.v for cost in bare.verifying}
-    spec = llm.spec
     full = Plan.full(spec.layers)
     windows = tuple(dict.fromkeys(spec.windows))
     layers_of = {window: [i for i, own in enumerate(spec.windows) if own == window] for window in windows}
@@ -96,7 +104,7 @@ def measure_plan_costs(
         full.without(mlp=everything),
         full.without(everything, everything),
     ]
-    step, *drafts = _timed(llm, plans, context, longest, temperature, repeats)
+    step, *drafts = _timed(llm, plans, context, longest, temperature, repeats, after)
     counts = [
         [1, *(sum(plan.attention[i] for i in layers) for layers in layers_of.values()), sum(plan.mlp)]
         for plan in plans
@@ -107,12 +115,18 @@ def measure_plan_costs(
     return PlanCosts(
         step, fixed, tuple(by_window[window] for window in spec.windows), mlp,
         tuple(verifying[rows] for rows in range(2, longest + 2)),
-        measure_exit_costs(llm, context, longest, max(1, repeats // 2)),
+        measure_exit_costs(llm, context, longest, of_exits, after),
     )  # fmt: skip
 
 
 def _timed(
-    llm: LLM, plans: list[Plan], context: int, longest: int, temperature: float, repeats: int
+    llm: LLM,
+    plans: list[Plan],
+    context: int,
+    longest: int,
+    temperature: float,
+    repeats: int,
+    after: Callable[[], None],
 ) -> list[float]:
     """Seconds of a plain step, and of one draft step of each plan: its share of the longest draft, which is
     made in one call where the engine would."""
@@ -125,7 +139,7 @@ def _timed(
     for number, plan in enumerate(plans):
         works[number] = one_after_the_other(bare.draft(DraftPass(runner, plan), longest, draws), verify)
     works["step"] = bare.forward(1)
-    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE)
+    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE, after=after)
     drafts = [draft_seconds(seconds[number], seconds["verify"]) / longest for number in range(len(plans))]
     return [median(seconds["step"]), *drafts]
 

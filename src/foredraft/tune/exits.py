@@ -8,6 +8,7 @@ the same layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,13 +39,16 @@ class ExitCosts:
         return _on(self.step, exit), [max(1.0, _on(line, exit)) for line in self.verifying]
 
 
-def measure_exit_costs(llm: LLM, context: int, longest: int, repeats: int) -> ExitCosts | None:
-    """At batch 1, with `context` tokens before the drafts. None where a model has no layer to exit before."""
+def measure_exit_costs(
+    llm: LLM, context: int, longest: int, repeats: int, after: Callable[[], None]
+) -> ExitCosts | None:
+    """At batch 1, with `context` tokens before the drafts; `after` each turn (`Turns`), of which there is one
+    more than repeats. None where a model has no layer to exit before."""
     layers = llm.spec.layers
     if layers < 2:
         return None
     exits = sorted({1, layers - 1})
-    seconds = _timed(llm, exits, context, longest, repeats)
+    seconds = _timed(llm, exits, context, longest, repeats, after)
     step, last = median(seconds["step"]), longest + 1
 
     def v(exit: int, rows: int) -> float:
@@ -60,7 +64,9 @@ def measure_exit_costs(llm: LLM, context: int, longest: int, repeats: int) -> Ex
     return ExitCosts(_line(exits, drafts), tuple(verifying))
 
 
-def _timed(llm: LLM, exits: list[int], context: int, longest: int, repeats: int) -> dict[object, list[float]]:
+def _timed(
+    llm: LLM, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
+) -> dict[object, list[float]]:
     """Seconds of "step", of ("verify", exit, rows), and of ("round", exit), a whole one."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
@@ -73,7 +79,7 @@ def _timed(llm: LLM, exits: list[int], context: int, longest: int, repeats: int)
         draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm.spec.layers), exact=True)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
         works["round", exit] = one_after_the_other(draft, works["verify", exit, longest + 1])
-    return interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE)
+    return interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE, after=after)
 
 
 def _line(exits: list[int], costs: list[float]) -> Line:

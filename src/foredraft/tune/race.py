@@ -29,7 +29,8 @@ from foredraft.ngrams import repeated
 from foredraft.tune.agreement import Agreement
 from foredraft.tune.calibration import Text
 from foredraft.tune.options import Options
-from foredraft.tune.records import AGREEMENT, Finalist, Progress, Trial
+from foredraft.tune.progress import Progress
+from foredraft.tune.records import AGREEMENT, Finalist, Trial
 
 __all__ = ["race"]
 

@@ -16,7 +16,7 @@ What comes back are, for a number of sub-layers, which to leave out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,15 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Resume
 from foredraft.tune.teacher import Block, Teacher
 
-__all__ = ["clasp", "every_other", "greedy", "skips_of"]
+__all__ = ["clasp", "every_other", "greedy", "skips_of", "sub_layers_run"]
 
 COLUMNS = 256  # that a plan is ranked on
+
+Told = Callable[[int], None]  # through how many sub-layers the columns went
+
+
+def _untold(count: int) -> None:
+    return None
 
 
 def skips_of(sub_layers: Iterable[int]) -> Skips:
@@ -43,21 +49,29 @@ def every_other(layers: int) -> Skips:
     return Skips(odd, odd)
 
 
+def sub_layers_run(layers: int, most: int) -> int:
+    """Through how many the columns go in `greedy` and in `clasp`, together."""
+    numbers = range(2 * layers)
+    return 2 * layers * (1 + len(numbers)) + sum(1 + min(number + 1, most + 1) for number in numbers)
+
+
 @torch.inference_mode()
-def greedy(teacher: Teacher) -> list[int]:
+def greedy(teacher: Teacher, told: Told = _untold) -> list[int]:
     """All sub-layers, the one that changes least first."""
     sample = _Sample(teacher)
     layers = sample.layers
     whole = sample.run(sample.entering, 0, layers, Plan.full(layers))
+    told(2 * layers)
     change = []
     for number in range(2 * layers):
         plan = skips_of([number]).plan(layers)
         change.append(1 - sample.cosine(whole, sample.run(sample.entering, 0, layers, plan)))
+        told(2 * layers)
     return sorted(range(2 * layers), key=change.__getitem__)
 
 
 @torch.inference_mode()
-def clasp(teacher: Teacher, most: int) -> list[tuple[int, ...]]:
+def clasp(teacher: Teacher, most: int, told: Told = _untold) -> list[tuple[int, ...]]:
     """For 0, 1, ..., `most` sub-layers: which to leave out."""
     sample = _Sample(teacher)
     target = sample.entering  # h_i
@@ -74,6 +88,7 @@ def clasp(teacher: Teacher, most: int) -> list[tuple[int, ...]]:
             better = skipped > kept
             made.append(states[count - 1] if better else ran[count])
             chosen.append((*left_out[count - 1], number) if better else left_out[count])
+        told(1 + len(states))
         states, left_out = made, chosen
     return left_out
 

@@ -7,18 +7,14 @@ docs/architecture.md. A figure that could not be had is None, never 0 or NaN.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from foredraft.bench.records import Spread
 from foredraft.tune.costs import PlanCosts
 
-__all__ = ["AGREEMENT", "Finalist", "Progress", "Report", "Trial"]
+__all__ = ["AGREEMENT", "Finalist", "Report", "Trial"]
 
 AGREEMENT = 0.03  # of predicted and decoded tau, in a plan that is kept
-
-
-class Progress(Protocol):
-    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

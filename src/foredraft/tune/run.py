@@ -23,9 +23,11 @@ from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import measure_plan_costs
+from foredraft.tune.kept import TextPlace
 from foredraft.tune.options import Options
+from foredraft.tune.progress import Progress, silent
 from foredraft.tune.race import race
-from foredraft.tune.records import Finalist, Progress, Report
+from foredraft.tune.records import Finalist, Report
 from foredraft.tune.search import Deadline, Search, best_of
 from foredraft.tune.study import StudyPlace
 from foredraft.tune.teacher import Teacher
@@ -36,10 +38,6 @@ ROWS = 8  # texts that are written side by side
 FORMAT = 2  # of what a study holds; no other's is gone on with
 
 
-def _silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    return None
-
-
 def tune(
     prompts: Sequence[str],
     options: Options,
@@ -47,7 +45,7 @@ def tune(
     model: str | None = None,
     out: Path | None = None,
     truncate: Literal["left"] | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **loading: Any,
 ) -> Report:
     """Search for the sub-layers that drafts of this model leave out, and keep the plan if it wins.
@@ -74,14 +72,17 @@ def tune(
     ids = [llm.fitting(own, _room(options, prompts), truncate) for own in llm.encode(list(prompts))]
     kept, held_out = hold_out(ids)
     with stages("calibrate"):
-        calibration = calibrate(llm, kept, options.tokens, options.temperature, progress)
-        teacher = Teacher(runner, calibration, longest, deadline.check)
+        texts = TextPlace(folder, hash, llm, kept, options.tokens, options.temperature)
+        calibration = texts.read_or(
+            lambda: calibrate(llm, kept, options.tokens, options.temperature, progress)
+        )
+        teacher = Teacher(runner, calibration, longest, deadline.check, progress)
     with stages("costs"):
         context = int(median(text.start + text.new // 2 for text in calibration.texts))
         name = _study_name(hash, llm, calibration, longest)
         search = Search(
             place, name, options, teacher,
-            lambda: measure_plan_costs(llm, context, longest, options.temperature), deadline,
+            lambda: measure_plan_costs(llm, context, longest, options.temperature, progress), deadline,
         )  # fmt: skip
     finished, finalists = True, tuple[Finalist, ...]()
     try:
@@ -144,7 +145,7 @@ def _finalists(
     """The best plans of the search, in real decoding."""
     with _unrecorded(search.teacher.runner):
         with stages("rank"):
-            search.begin()
+            search.begin(progress)
         with stages("search"):
             search.run(progress)
     with stages("decode"):

@@ -21,8 +21,9 @@ from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.options import Options
-from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
-from foredraft.tune.records import Progress, Trial
+from foredraft.tune.progress import Progress, Steps, silent
+from foredraft.tune.ranking import clasp, every_other, greedy, skips_of, sub_layers_run
+from foredraft.tune.records import Trial
 from foredraft.tune.rounds import Floats
 from foredraft.tune.study import StudyPlace, make_sampler, optuna
 from foredraft.tune.teacher import Teacher
@@ -61,11 +62,12 @@ class Deadline:
             raise OutOfTime
 
 
-def warm_starts(teacher: Teacher) -> dict[str, Skips]:
+def warm_starts(teacher: Teacher, progress: Progress = silent) -> dict[str, Skips]:
     """Different plans to begin with, by what they are; early exits come last."""
     layers = teacher.runner.decoder.spec.layers
     found = {"nothing": Skips(), "every other layer": every_other(layers)}
-    ranked, programmed = greedy(teacher), clasp(teacher, 2 * layers - 1)
+    steps = Steps(progress, "rank", sub_layers_run(layers, 2 * layers - 1))
+    ranked, programmed = greedy(teacher, steps), clasp(teacher, 2 * layers - 1, steps)
     for eighth in range(1, SIZES):
         size = round(2 * layers * eighth / SIZES)
         for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
@@ -157,12 +159,12 @@ class Search:
                 " fewer tokens"
             )
 
-    def begin(self) -> None:
+    def begin(self, progress: Progress = silent) -> None:
         """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
         self.place.give_up_unborn(self.study)
         told = self.study.user_attrs.get("begin with")
         if told is None:
-            plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
+            plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher, progress).items()}
             told = json.dumps(plans)
             self.study.set_user_attr("begin with", told)
         state = optuna.trial.TrialState

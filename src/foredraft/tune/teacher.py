@@ -7,9 +7,10 @@ from there on. Where the runner's passes are exact at any shape, they are equal 
 The texts are cut into drafts of K columns, which lie at different places in different texts, and a pass
 computes one draft of each of several texts. Passes go from the last draft of a text to its first, because a
 draft leaves its own keys where the target's were, and nobody who comes later looks there; before the next
-trial they are put back from a second copy. So the caches' layout, the kernels and the masks are those of
-decoding, and nothing here knows them. Several plans may take turns within a pass: each writes its own keys
-before it looks at them, and layers in which plans begin alike are computed once (`branches`).
+trial they are put back from a copy, of the new tokens alone: no draft writes to a prompt but to its last
+token. So the caches' layout, the kernels and the masks are those of decoding, and nothing here knows them.
+Several plans may take turns within a pass: each writes its own keys before it looks at them, and layers in
+which plans begin alike are computed once (`branches`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from foredraft.model.device import upload
 from foredraft.model.runner import Resume, Runner, next_chunk
 from foredraft.tune.branches import Branch, branches
 from foredraft.tune.calibration import Calibration, Text
+from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.rounds import Floats, Rounds
 
 __all__ = ["Block", "Teacher"]
@@ -44,7 +46,8 @@ Block = tuple[int, int, int]  # (row, position of the first column, how many)
 
 
 class Teacher:
-    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial.
+    """longest: K, of the drafts. between: called before every pass; what it raises ends the trial. progress:
+    told of the tokens of the texts as they are read, once.
 
     Raises ConfigError where the keys and values of the texts do not fit into memory.
     """
@@ -55,6 +58,7 @@ class Teacher:
         calibration: Calibration,
         longest: int,
         between: Callable[[], None] = lambda: None,
+        progress: Progress = silent,
     ) -> None:
         self.runner, self.longest, self.between = runner, longest, between
         self.texts = sorted(calibration.texts, key=lambda text: -text.new)  # so that passes are full
@@ -66,14 +70,16 @@ class Teacher:
             params.greedy,
             SamplingTable.of([params], device, operators=operators_of(runner)),
         )
-        rows, positions = len(self.texts), max(len(text.ids) for text in self.texts)
-        _check_memory(runner, 2 * rows, positions + longest)
-        # rows from `rows` on hold the target's keys and values, the first `rows` also the draft's
-        self.cache: KVCache = runner.new_cache(2 * rows, positions + longest)
+        rows, positions = len(self.texts), max(len(text.ids) for text in self.texts) + longest
+        _check_memory(runner, self.texts, positions)
+        self.cache: KVCache = runner.new_cache(rows, positions)  # of the target, and of drafts over it
         width = max(self.lengths) + longest
         self._p = torch.ones(rows, int(width), device=device)  # of each new token, under the target's law
+        read = Steps(progress, "read", sum(len(text.ids) for text in self.texts))
         for row, text in enumerate(self.texts):
             self._read(row, text)
+            read(len(text.ids))
+        self.targets = tuple(self.cache.take(row, *_overwritten(text)) for row, text in enumerate(self.texts))
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> Rounds:
         """What drafts of this plan make of the texts.
@@ -123,10 +129,9 @@ class Teacher:
         return found
 
     def restore(self) -> None:
-        """Put the target's keys and values back wherever a draft may have been."""
-        rows = len(self.texts)
-        for row, text in enumerate(self.texts):
-            self.cache.copy_row(rows + row, row, len(text.ids), text.start - 1)
+        """Put the target's keys and values back wherever a draft was and another one looks."""
+        for span in self.targets:
+            self.cache.put_back(span)
 
     def passes(self, blocks: list[list[Block]]) -> Iterator[list[Block]]:
         """Which drafts a pass computes: of neighbouring rows, one each; of no columns where a row is done."""
@@ -207,22 +212,30 @@ class Teacher:
     @torch.inference_mode()
     def _read(self, row: int, text: Text) -> None:
         """The target's own pass over a text, and what it thought of its new tokens."""
-        home, start, stop = len(self.texts) + row, 0, len(text.ids)
+        start, stop = 0, len(text.ids)
         while start < stop:
             end = next_chunk(start, stop, self.runner.chunk)
-            hidden = self.runner.prefill(self.cache, home, list(text.ids[start:end]), start).hidden[0]
+            hidden = self.runner.prefill(self.cache, row, list(text.ids[start:end]), start).hidden[0]
             first, last = max(start, text.start - 1), min(end, stop - 1)
             if first < last and not self._greedy:  # a greedy text has each of its tokens for certain
                 tokens = upload(list(text.ids[first + 1 : last + 1]), hidden.device)
                 own = self._at(hidden[first - start : last - start], tokens)
                 self._p[row, first + 1 - text.start : last + 1 - text.start] = own
             start = end
-        self.cache.copy_row(home, row, stop)
 
 
-def _check_memory(runner: Runner, rows: int, positions: int) -> None:
+def _overwritten(text: Text) -> tuple[int, int]:
+    """The positions of the tokens that drafts read, and so write keys of: each is before a new one. What the
+    padding of a pass writes after them is never looked at."""
+    return text.start - 1, len(text.ids) - 1
+
+
+def _check_memory(runner: Runner, texts: Sequence[Text], positions: int) -> None:
+    """A row of so many positions for each text, and the copies."""
     decoder = runner.decoder
-    need = rows * KVCache.bytes_per_row(decoder.spec, positions, decoder.dtype)
+    copied = sum(stop - start for start, stop in map(_overwritten, texts))
+    need = len(texts) * KVCache.bytes_per_row(decoder.spec, positions, decoder.dtype)
+    need += KVCache.bytes_of(decoder.spec, copied, decoder.dtype)
     free = free_memory(decoder.device)
     if need > free:
         raise ConfigError(
