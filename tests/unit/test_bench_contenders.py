@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +29,8 @@ from foredraft.bench.records import DraftCost
 from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import weigh
 from foredraft.build.policies import make_policy
-from foredraft.decode.policy import Alone, CostTable
+from foredraft.decode.calibration import Measured
+from foredraft.decode.policy import Alone
 from foredraft.kinds import DRAFTERS, POLICIES
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
@@ -411,17 +413,18 @@ def test_a_policy_that_weighs_costs_measures_them_once_for_all_who_have_it(
 ) -> None:
     target: Any = setting.llm.engine.target
     policy = make_policy("auto", {}, 3, target)
-    measured: list[int] = []
-    table = CostTable({1: {1: 1.0, 4: 1.0}}, {"lookup": {1: (0.0, 0.0)}, "draft-model": {1: (0.0, 0.0)}})
+    told: list[int] = []
 
-    def measure(engine: Any, batch: int, longest: int) -> CostTable:
-        measured.append(longest)
-        return table
+    def take(measured: Measured, engine: Any) -> None:
+        told.append(measured.longest)
+        trials = (None, 0), ("filler", 3), ("draft-model", 1), ("draft-model", 3)
+        measured.rounds = {trial: deque([1.0]) for trial in trials}
 
-    monkeypatch.setattr("foredraft.decode.calibration.measure", measure)
+    monkeypatch.setattr(Measured, "take", take)
+    monkeypatch.setattr("foredraft.decode.calibration.RARE", 1e12)
     for drafter in ("lookup", "draft-model", "lookup"):
         Ours(drafter, setting.llm, drafter).under(policy).run(PROMPTS[:1], TOKENS)
-    assert measured == [3]
+    assert told == [3]
     made: Any = policy
     assert made.table.drafts["draft-model"] == {1: (0.0, 0.0)}
 
