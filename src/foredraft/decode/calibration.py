@@ -54,9 +54,9 @@ class Calibration:
             start = time.perf_counter()
             measured.take(engine)
             self._due[size] = spent + RARE * 1e3 * (time.perf_counter() - start)
-        if due:
-            tables = (measured.table() for measured in self._measured.values())
-            self.policy.table = CostTable.joined(table for table in tables if table is not None)
+        made = (measured.table() for measured in self._measured.values())
+        if due and (tables := [table for table in made if table is not None]):
+            self.policy.table = CostTable.joined(tables)
 
 
 @dataclass
