@@ -225,8 +225,8 @@ def layer_skipping() -> list[str]:
         )
     return table(
         (
-            "workload", "over own plain", "c", "α", "τ", "ceiling at α, at 1", "measured ÷ predicted",
-            "repeated", "identical",
+            "workload", "over own plain", "c of a first step, of others", "α", "τ", "ceiling at α, at 1",
+            "measured ÷ predicted", "repeated", "identical",
         ),
         *lines,
     )  # fmt: skip
