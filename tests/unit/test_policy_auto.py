@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,33 @@ def test_bad_rows_hold_nobody_up(bad: int) -> None:
     for _ in range(3):
         rows = [Row({"small": right_with(0.0 if row < bad else 0.8, row)}) for row in range(8)]
         assert simulate(policy, table, rows).speedup >= 0.96
+
+
+@pytest.mark.parametrize("spread", [0, 11])
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_choice_outlives_rows_that_leave_or_fall_silent(
+    monkeypatch: pytest.MonkeyPatch, spread: int, silent: bool
+) -> None:
+    """Eight rows whose drafts are always right: the others are not weighed anew when one ends, nor when it has
+    nothing to offer for a while."""
+    policy, table = Auto(LONGEST, flat()), flat()
+    weighed: list[int] = []
+    weigh = policy._weigh
+
+    def counted(rows: Any, *given: Any, **named: Any) -> None:
+        weighed.append(len(rows))
+        weigh(rows, *given, **named)
+
+    def offers(row: int) -> Callable[[int], int]:
+        return lambda done: 0 if silent and (done // 20 + row) % 4 == 0 else LONGEST
+
+    monkeypatch.setattr(policy, "_weigh", counted)
+    rows = [
+        Row({"small": right_with(1.0)}, tokens=240 + spread * row, offered={"small": offers(row)})
+        for row in range(8)
+    ]
+    simulate(policy, table, rows)
+    assert len(weighed) <= 8
 
 
 def test_a_batch_of_good_rows_gains() -> None:
