@@ -6,7 +6,8 @@ warm, on one loaded model; `auto` both as it meets a drafter for the first time 
 earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
 and quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its
 mean draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests
-have a seed, so that all contenders write the same text.
+have a seed, so that all contenders write the same text. `auto` goes by costs that it measures when the models
+were loaded, and measures again: so they are loaded several times.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
@@ -21,14 +22,15 @@ and on prompts whose plain output repeats under 30 % of its 4-grams within 64 to
                 the last two also with drafts that end by their length alone
     batch       the draft model for eight sequences together
 
-    python benchmarks/auto.py --new-tokens 256 --repeats 5
+    python benchmarks/auto.py --new-tokens 256 --repeats 5 --loads 3
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -164,8 +166,43 @@ def with_table(policy: Auto, table: CostTable) -> Auto:
     return policy
 
 
-def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A case: all contenders on every prompt in turns."""
+@dataclass
+class Runs:
+    """Of all contenders of a case: seconds of each turn, what they wrote, and whether it was what plain
+    decoding writes. tables: the costs that `auto` went by, of each load, at its end."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    outputs: dict[str, list[Output]] = field(default_factory=lambda: defaultdict(list))
+    same: dict[str, bool] = field(default_factory=lambda: defaultdict(lambda: True))
+    tables: list[CostTable] = field(default_factory=list)
+
+
+def contenders_of(
+    case: str, known: Auto, lengths: Sequence[int]
+) -> dict[str, tuple[Callable[[], Policy], str]]:
+    """name -> (a policy for one request, who drafts); a fresh one knows the table, and no drafter."""
+    contenders: dict[str, tuple[Callable[[], Policy], str]] = {
+        "plain": (lambda: known, "none"),
+        "auto, first request": (lambda: Auto(known.max_draft, known.table), "draft-model"),
+        "auto": (lambda: known, "draft-model"),
+    }
+    if case == "choice":
+        by_length = ByLength(known.max_draft)
+        contenders |= {
+            "auto": (lambda: known, "auto"),
+            "auto, first request": (lambda: Auto(known.max_draft, known.table), "auto"),
+            "auto, lookup": (lambda: known, "lookup"),
+        }
+        for name in MODELS:
+            contenders[f"auto, {name}"] = lambda: known, name
+            contenders[f"by length, {name}"] = lambda: with_table(by_length, known.table), name
+    for gamma in lengths:
+        contenders[f"fixed {gamma}"] = (lambda gamma=gamma: Fixed(gamma), "draft-model")  # type: ignore[misc]
+    return contenders
+
+
+def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
+    """A case on models that are loaded for it: all contenders on every prompt in turns."""
     batch = CASES[case][0]
     llm = foredraft.load(
         dtype=options.dtype,
@@ -183,27 +220,7 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
     engine.rows.caches = list({id(c): c for c in (engine.cache, *drafter.caches)}.values())
     known = engine.policy
     assert isinstance(known, Auto)
-    # name -> (a policy for one request, who drafts); a fresh one knows the table, and no drafter
-    contenders: dict[str, tuple[Callable[[], Policy], str]] = {
-        "plain": (lambda: known, "none"),
-        "auto, first request": (lambda: Auto(known.max_draft, known.table), "draft-model"),
-        "auto": (lambda: known, "draft-model"),
-    }
-    if case == "choice":
-        by_length = ByLength(known.max_draft)
-        contenders |= {
-            "auto": (lambda: known, "auto"),
-            "auto, first request": (lambda: Auto(known.max_draft, known.table), "auto"),
-            "auto, lookup": (lambda: known, "lookup"),
-        }
-        for name in MODELS:
-            contenders[f"auto, {name}"] = lambda: known, name
-            contenders[f"by length, {name}"] = lambda: with_table(by_length, known.table), name
-    for gamma in map(int, options.lengths.split(",")):
-        contenders[f"fixed {gamma}"] = (lambda gamma=gamma: Fixed(gamma), "draft-model")  # type: ignore[misc]
-    runs: dict[str, list[float]] = {name: [] for name in contenders}
-    found: dict[str, list[Output]] = {name: [] for name in contenders}
-    same: dict[str, bool] = dict.fromkeys(contenders, True)
+    contenders = contenders_of(case, known, [int(length) for length in options.lengths.split(",")])
     for group in groups:
         outputs = request(llm, group, "none", options.new_tokens, options.temperature)[1]
         plain = [output.token_ids for output in outputs]
@@ -215,28 +232,36 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
                 engine.policy = make()
                 seconds, outputs = request(llm, group, speculation, options.new_tokens, options.temperature)
                 engine.policy = known
-                same[name] &= [output.token_ids for output in outputs] == plain
+                runs.same[name] &= [output.token_ids for output in outputs] == plain
                 if turn >= 0:
-                    runs[name].append(seconds)
-                    found[name] += outputs
-    table = known.table
+                    runs.seconds[name].append(seconds)
+                    runs.outputs[name] += outputs
+    runs.tables.append(known.table)
+
+
+def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A case, as often as models are loaded."""
+    runs = Runs()
+    for _ in range(options.loads):
+        run(case, options, runs)
+    plain = runs.seconds["plain"]
     return {
         "case": case,
-        "batch": batch,
-        "table": {"passes": table.passes, "drafts": table.drafts},
+        "batch": CASES[case][0],
+        "tables": [{"passes": table.passes, "drafts": table.drafts} for table in runs.tables],
         "contenders": [
             {
                 "name": name,
-                "speedup": spread([one / other for one, other in zip(runs["plain"], own, strict=True)]),
-                "overall": sum(runs["plain"]) / sum(own),
+                "speedup": spread([one / other for one, other in zip(plain, own, strict=True)]),
+                "overall": sum(plain) / sum(own),
                 "seconds": spread(own),
-                "identical_to_plain": same[name],
-                "mean_draft_length": sum(o.stats.drafted for o in found[name])
-                / sum(o.stats.rounds for o in found[name]),
-                "mean_accepted_length": Stats.merge(o.stats for o in found[name]).mean_accepted_length,
-                "repeated_4grams": median(repeated(o.token_ids) for o in found[name]),
+                "identical_to_plain": runs.same[name],
+                "mean_draft_length": sum(o.stats.drafted for o in runs.outputs[name])
+                / sum(o.stats.rounds for o in runs.outputs[name]),
+                "mean_accepted_length": Stats.merge(o.stats for o in runs.outputs[name]).mean_accepted_length,
+                "repeated_4grams": median(repeated(o.token_ids) for o in runs.outputs[name]),
             }
-            for name, own in runs.items()
+            for name, own in runs.seconds.items()
         ],
     }
 
@@ -248,7 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of each case, or batches of them")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="turns on each prompt, after a first one")
+    parser.add_argument("--loads", type=int, default=3, help="times that the models are loaded")
     parser.add_argument("--max-draft", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")

@@ -79,12 +79,16 @@ class Measured:
         return cls(batch, min(longest, engine.target.max_queries - 1), drafters)
 
     @property
+    def timed(self) -> list[str]:
+        """The drafters that take time."""
+        return [name for name, takes_time in self.drafters.items() if takes_time]
+
+    @property
     def trials(self) -> list[Trial]:
         """What matters most is first, since time may not do for all."""
-        timed = [name for name, takes_time in self.drafters.items() if takes_time]
         trials: list[Trial] = [(None, 0), (FILLER, self.longest)]
-        trials += [(name, 1) for name in (*timed, FILLER)]
-        trials += [(name, self.longest) for name in timed]
+        trials += [(name, 1) for name in (*self.timed, FILLER)]
+        trials += [(name, self.longest) for name in self.timed]
         return trials + [(FILLER, length) for length in (2, 4) if length < self.longest]
 
     def take(self, engine: Engine) -> None:
@@ -106,8 +110,7 @@ class Measured:
         started = time.perf_counter()  # what it takes to touch a cache for the first time is no round's
         for repeat in range(REPEATS + 1):
             if repeat == 1:
-                timed = (name for name, takes_time in self.drafters.items() if takes_time)
-                self.reads = {name: rehearsal.reading(name) for name in timed}
+                self.reads = {name: rehearsal.reading(name) for name in self.timed}
             for trial in self.trials:
                 taken = time.perf_counter() - started
                 if (repeat and taken > SECONDS[repeat < 3]) or (len(self.rounds) >= 2 and self._long(taken)):
