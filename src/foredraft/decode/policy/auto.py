@@ -30,7 +30,10 @@ __all__ = ["Auto"]
 Heard = tuple[Request, Choice, Round]
 
 STANDS = 7  # further rounds for which a choice stands,
-SOON = 2  # and one for which drafters had to read: it may be the first that is heard of them
+SOON = (
+    2  # and one for which drafters had to read, for it may be the first that is heard of them; and at least
+)
+# one by which somebody in a batch may lose more than it should
 
 
 class Auto(Alone):
@@ -102,6 +105,8 @@ class Auto(Alone):
         if anew or turn:
             self._rounds = 0 if turn else SOON if any(self._read) else STANDS
         drafts = any(choice.budget for choice in choices)
+        if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
+            self._rounds = min(self._rounds, max(weighing.bears(choices) - 1, SOON))
         self._silent = []
         if not drafts and all(len(row.most) == len(row.sequence.drafters) for row in rows):
             self._silent = [row.sequence for row in rows]

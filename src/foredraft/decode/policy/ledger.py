@@ -16,10 +16,10 @@ from foredraft.decode.stats import Round
 
 __all__ = ["SHARE", "Account", "Ledger"]
 
-SHARE = 0.01  # of its time that a request may lose by drafting, one round aside
-FIRST = 0.015  # of a whole request's, that a drafter which is not known to pay may read in
+SHARE = 0.008  # of its time that a request may lose by drafting, one round aside
+FIRST = 0.012  # of a whole request's, that a drafter which is not known to pay may read in
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
-BACKED = 4.0  # plain steps that a request may lose beyond its own share, of what others gained
+BACKED = 2.0  # plain steps that a request may lose beyond its own share, of what others gained
 EARNED = 0.005  # of all time, that reading may take whatever was gained
 KEPT = 50.0  # plain steps of what was gained that are remembered
 
@@ -35,13 +35,17 @@ class Account:
     read: float = 0.0
     largest: float = 0.0
 
+    def left(self, credit: float) -> float:
+        """ms that drafts may lose now, beside the credit of one round; below 0 there may be none."""
+        return SHARE * self.spent + credit - self.lost
+
     def allows(self, credit: float, more: float = 0.0) -> bool:
-        """Whether there may be drafts that lose so much more, beside the credit of one round."""
-        return self.lost + more <= SHARE * self.spent + credit
+        """Whether there may be drafts that lose so much more."""
+        return more <= self.left(credit)
 
     def until(self, credit: float, more: float, plain: float) -> float:
         """Plain rounds until it allows that."""
-        return max(0.0, (self.lost + more - credit - SHARE * self.spent) / (SHARE * plain))
+        return max(0.0, (more - self.left(credit)) / (SHARE * plain))
 
 
 class Ledger:

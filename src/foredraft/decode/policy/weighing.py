@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.candidates import Candidate, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import SHARE, Ledger
@@ -86,6 +86,13 @@ class Weighing:
                 again += self._reading(row, name)
         return first, again
 
+    def bears(self, choices: Seq[Choice]) -> float:
+        """Rounds of these until a request has lost what it may, if it gains nothing; one at least."""
+        ms = round_ms(self.table, choices)
+        accounts = [_request(row).account for row in self.rows]
+        left = min(account.left(max(account.largest, ms) + self.backing) for account in accounts)
+        return 1 + max(0.0, left // (ms - self.plain)) if ms > self.plain else math.inf
+
     def until_turn(self) -> float:
         """Plain rounds until there is something to decide again, while nobody drafts."""
         accounts = [_request(row).account for row in self.rows]
@@ -118,10 +125,9 @@ class Weighing:
         remaining = batch * row.sequence.remaining
         for name in row.most:
             rate, length = self._length(row, name)
-            gain = 1 - batch / (self.plain * rate)
             if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
-                rate = remaining / (remaining / rate + own) / SURE
-            if length and rate > best and self._may_read(row, name, reading, gain):
+                rate = remaining / (remaining / rate + batch * own) / SURE
+            if length and rate > best and self._may_read(row, name, reading, pays=True):
                 best, chosen = rate, name
         return chosen
 
@@ -180,22 +186,14 @@ class Weighing:
             return math.inf
         return account.until(self.plain + self.backing, account.read + reading + own, self.plain)
 
-    def _may_read(self, row: Offers, name: str, others: float, gain: float | None = None) -> bool:
-        """Whether it may read what it has not, for the share of a plain step that its drafts then save.
-
-        That must be saved again in the rest of the text; and while the drafter is not known well, the ledger
-        must allow it, as it will be when the text has all the tokens that were asked for. others: ms that
-        other rows read in this round.
-        """
+    def _may_read(self, row: Offers, name: str, others: float, *, pays: bool = False) -> bool:
+        """Whether it may read what it has not: if its drafts promise to save that again in the rest of the
+        text (`pays`), and it is known well; else if the ledger allows it, as it will be when the text has all
+        the tokens that were asked for. others: ms that other rows read in this round."""
         reading = self._reading(row, name)
-        if not reading:
+        if not reading or (pays and self.candidate(row, name).known.seen >= KNOWN):
             return True
         account, ahead = _request(row).account, self.plain * row.sequence.remaining
-        if gain is not None:
-            if reading > gain * ahead:
-                return False
-            if self.candidate(row, name).known.seen >= KNOWN:
-                return True
         whole = self.table.verifying(1, len(row.sequence.prompt)) + account.spent + ahead
         return self.ledger.may_read(account, others + reading, whole, self.plain)
 
