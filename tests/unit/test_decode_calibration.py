@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from caches import dense
 from checkpoints import save_checkpoint, save_pair
 from foredraft import SamplingParams
 from foredraft.decode import calibration, rehearsal
+from foredraft.decode import engine as engine_module
 from foredraft.decode.calibration import KEPT, RARE, Calibration, Measured
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable
 from foredraft.decode.policy.ledger import SHARE
+from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigError, RequestError
 
@@ -39,8 +42,8 @@ def loaded(folders: tuple[Path, Path], **options: Any) -> foredraft.LLM:
     )
 
 
-def measure(engine: Engine, batch: int, longest: int) -> CostTable | None:
-    measured = Measured.of(engine, batch, longest)
+def measure(engine: Engine, batch: int, longest: int, *, draws: bool = False) -> CostTable | None:
+    measured = Measured.of(engine, batch, draws, longest)
     measured.take(engine)
     return measured.table()
 
@@ -174,6 +177,48 @@ def test_tables_change_between_requests_only(
     assert not any(busy)
 
 
+def test_what_draws_has_a_table_of_its_own(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = loaded(folders)
+    policy: Any = llm.engine.policy
+    made: list[tuple[int, bool]] = []
+
+    def noted(measured: Measured, engine: Engine) -> None:
+        made.append((measured.batch, measured.draws))
+        measured.rounds[None, 0] = deque([2.0 if measured.draws else 1.0])
+
+    monkeypatch.setattr(Measured, "take", noted)
+    monkeypatch.setattr(calibration, "RARE", 1e12)
+    drawn = replace(GREEDY, temperature=0.5)
+    plain_steps = []
+    for params in (GREEDY, drawn, GREEDY, [GREEDY, drawn], drawn):
+        llm.generate([[5, 6], [7]], params)
+        plain_steps.append(policy.table.verifying(1, 1))
+    assert made == [(1, False), (2, False), (1, True), (2, True)]
+    assert plain_steps == [1.0, 2.0, 1.0, 2.0, 2.0]
+    policy.ledger.spent += 1e18  # there is more to measure of all
+    llm.generate([[5, 6], [7]], GREEDY)
+    assert made[4:] == [(1, False), (2, False)] and policy.table.verifying(1, 1) == 1.0
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_rounds_draw_as_requests_do(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    laws: list[bool] = []
+    made = engine_module.law_of
+
+    def watched(*given: Any) -> Any:
+        law, finite = made(*given)
+        laws.append(law.all_certain)
+        return law, finite
+
+    monkeypatch.setattr(engine_module, "law_of", watched)
+    assert measure(loaded(folders).engine, 2, 5, draws=draws) is not None
+    assert set(laws) == {not draws}
+
+
 def test_what_takes_long_is_measured_seldom(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,13 +236,14 @@ def test_what_takes_long_is_measured_seldom(
     policy: Any = llm.engine.policy
     calibrate = policy.calibrate
     assert isinstance(calibrate, Calibration)
+    waiting = Sequence(0, [5, 6], GREEDY, 0)
     for _ in range(100):
-        calibrate(llm.engine, 1)
+        calibrate(llm.engine, [waiting])
         clock[0] += 20
     assert len(made) == 1, "nothing went on meanwhile"
     for _ in range(100):
         policy.ledger.spent += 20_000.0
-        calibrate(llm.engine, 1)
+        calibrate(llm.engine, [waiting])
     assert len(made) == 1 + 100 * 20 // (4 * RARE)
 
 
@@ -205,7 +251,7 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
     """The least of many is the luck of one, and the first of them are of another hour. Of two, the less is
     taken: only one was disturbed."""
     engine = loaded(folders).engine
-    measured = Measured.of(engine, 1, 5)
+    measured = Measured.of(engine, 1, False, 5)
     measured.take(engine)
     for _ in range(KEPT):
         measured.take(engine)
@@ -255,7 +301,7 @@ def test_the_first_time_of_each_counts_only_where_there_is_no_time_for_another(
     monkeypatch.setattr(calibration, "ROUNDS", 1.0)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     engine = loaded(folders).engine
-    measured = Measured.of(engine, 1, 5)
+    measured = Measured.of(engine, 1, False, 5)
     measured.take(engine)
     trials, times = measured.trials, [trial for trial, _ in told]
     assert len(trials) == 7
@@ -276,7 +322,7 @@ def test_what_there_was_no_time_for_at_first_is_remembered_no_longer(
 
     monkeypatch.setattr(calibration, "Rehearsal", Told)
     engine = loaded(folders).engine
-    measured = Measured.of(engine, 1, 5)
+    measured = Measured.of(engine, 1, False, 5)
     measured.begun = 1  # there was no time for any
     for _ in range(KEPT + 3):
         measured.take(engine)

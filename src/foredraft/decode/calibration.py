@@ -12,14 +12,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median_low
 
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Auto, CostTable
 from foredraft.decode.rehearsal import FILLER, Rehearsal, Trial
+from foredraft.decode.sequence import Sequence
 
 __all__ = ["Calibration", "Measured"]
+
+Kind = tuple[int, bool]  # rows, and whether tokens are drawn
 
 SECONDS = 0.25, 0.5  # after which no round is timed at first: once two of each count, and before
 ROUNDS = 8.0  # plain rounds, or as many seconds as the second if that is more, after which nothing is timed
@@ -31,41 +35,44 @@ RARE = 200  # times as long rounds of requests take, until one of each is timed 
 class Calibration:
     """Keeps the table of an `Auto` policy, whose `calibrate` it is.
 
-    Tables are by batch size, powers of two up to the cache's rows, as they are met.
+    There is one for greedy requests and one for those that draw, whose rounds take longer: as they are met,
+    and by batch size, powers of two up to the cache's rows.
     """
 
     def __init__(self, policy: Auto) -> None:
         self.policy = policy
-        self._measured: dict[int, Measured] = {}  # by rows
-        self._due: dict[int, float] = {}  # ms that rounds have to take until there is more to measure
+        self._measured: dict[Kind, Measured] = {}
+        self._due: dict[Kind, float] = {}  # ms that rounds have to take until there is more to measure
+        self._tables: dict[bool, CostTable] = {}
 
-    def __call__(self, engine: Engine, waiting: int) -> None:
+    def __call__(self, engine: Engine, waiting: Seq[Sequence]) -> None:
+        draws = any(sequence.params.temperature > 0 for sequence in waiting)
         batch = 1
-        while batch < min(waiting, engine.cache.rows):
+        while batch < min(len(waiting), engine.cache.rows):
             batch *= 2
         spent = self.policy.ledger.spent
-        due = [
-            size for size in sorted({1, min(batch, engine.cache.rows)}) if spent >= self._due.get(size, 0.0)
-        ]
-        for size in due:
-            if size not in self._measured:
-                self._measured[size] = Measured.of(engine, size, self.policy.max_draft)
-            measured = self._measured[size]
+        kinds = [(size, draws) for size in sorted({1, min(batch, engine.cache.rows)})]
+        due = [kind for kind in kinds if spent >= self._due.get(kind, 0.0)]
+        for kind in due:
+            if kind not in self._measured:
+                self._measured[kind] = Measured.of(engine, *kind, self.policy.max_draft)
             start = time.perf_counter()
-            measured.take(engine)
-            self._due[size] = spent + RARE * 1e3 * (time.perf_counter() - start)
-        made = (measured.table() for measured in self._measured.values())
+            self._measured[kind].take(engine)
+            self._due[kind] = spent + RARE * 1e3 * (time.perf_counter() - start)
+        made = (measured.table() for (_, drew), measured in self._measured.items() if drew == draws)
         if due and (tables := [table for table in made if table is not None]):
-            self.policy.table = CostTable.joined(tables)
+            self._tables[draws] = CostTable.joined(tables)
+        self.policy.table = self._tables.get(draws, self.policy.table)
 
 
 @dataclass
 class Measured:
-    """Rounds of `batch` rows with drafts of up to `longest` tokens. drafters: whether one takes time at all.
-    rounds: ms of each kind. reads: of each drafter that does, ms that a token more takes of a text that it
-    reads."""
+    """Rounds of `batch` rows with drafts of up to `longest` tokens, drawn (`draws`) or greedy ones. drafters:
+    whether one takes time at all. rounds: ms of each kind. reads: of each drafter that does, ms that a token
+    more takes of a text that it reads."""
 
     batch: int
+    draws: bool
     longest: int
     drafters: dict[str, bool]
     rounds: dict[Trial, deque[float]] = field(default_factory=dict)
@@ -73,10 +80,10 @@ class Measured:
     begun: int = 0  # times that it was told to take some
 
     @classmethod
-    def of(cls, engine: Engine, batch: int, longest: int) -> Measured:
+    def of(cls, engine: Engine, batch: int, draws: bool, longest: int) -> Measured:
         """Nothing yet."""
         drafters = {name: not getattr(drafter, "free", False) for name, drafter in engine.drafters.items()}
-        return cls(batch, min(longest, engine.target.max_queries - 1), drafters)
+        return cls(batch, draws, min(longest, engine.target.max_queries - 1), drafters)
 
     @property
     def timed(self) -> list[str]:
@@ -93,7 +100,7 @@ class Measured:
 
     def take(self, engine: Engine) -> None:
         """Time some rounds more, if there is room for them."""
-        rehearsal = Rehearsal(engine, self.batch, self.longest)
+        rehearsal = Rehearsal(engine, self.batch, self.longest, draws=self.draws)
         if not rehearsal.fits:
             return
         with rehearsal:

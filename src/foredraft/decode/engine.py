@@ -99,7 +99,7 @@ class Engine:
             return self.round()
         waiting, calibrate = self.scheduler.waiting, self.policy.calibrate
         if calibrate is not None and not self.rows.sequences and may_draft(waiting):
-            calibrate(self, len(waiting))
+            calibrate(self, list(waiting))
         self._start(self.scheduler.admit())
         busy = self.scheduler.running
         if (sequence := self.scheduler.prefilling) is not None:

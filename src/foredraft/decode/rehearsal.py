@@ -35,9 +35,10 @@ Trial = tuple[str | None, int]  # who drafts how many tokens
 
 
 class Rehearsal:
-    """Of `batch` rows with drafts of up to `longest` tokens. Has the engine's caches while it is entered."""
+    """Of `batch` rows with drafts of up to `longest` tokens, drawn (`draws`) or greedy ones. Has the engine's
+    caches while it is entered."""
 
-    def __init__(self, engine: Engine, batch: int, longest: int) -> None:
+    def __init__(self, engine: Engine, batch: int, longest: int, *, draws: bool = False) -> None:
         assert not engine.rows.sequences
         self.policy = _Told()
         drafters: dict[str, Any] = {**engine.drafters, FILLER: _Filler()}
@@ -51,7 +52,7 @@ class Rehearsal:
             operators=engine.operators,
             greedy_drafts=engine.greedy_drafts,
         )
-        self.batch, self.longest = batch, longest
+        self.batch, self.longest, self.draws = batch, longest, draws
         limits = [drafter.max_length for drafter in drafters.values()]
         self.most = min([engine.cache.positions, *(limit for limit in limits if limit is not None)])
         self.context: int = min(CONTEXT, self.most - 4 * (longest + 1))
@@ -114,7 +115,7 @@ class Rehearsal:
         room = min(self.most - self.context, GROWTH * (self.longest + 1))
         for row in range(self.batch):
             prompt = [(1 + row + place) % self.engine.vocabulary for place in range(self.context)]
-            params = SamplingParams(temperature=0, max_new_tokens=room, ignore_eos=True)
+            params = SamplingParams(temperature=float(self.draws), max_new_tokens=room, ignore_eos=True)
             self.engine.submit(Sequence(row, prompt, params, 0, drafters=tuple(self.engine.drafters)))
         self.policy.trial = None, 0
         scheduler = self.engine.scheduler

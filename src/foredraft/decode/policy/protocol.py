@@ -19,7 +19,7 @@ __all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal"]
 
 # How sure the target was of the token that it gave last, from its own logits; 1 is certain.
 Signal: TypeAlias = Literal["probability", "entropy", "margin"]
-Calibrate: TypeAlias = Callable[[Any, int], None]
+Calibrate: TypeAlias = Callable[[Any, Seq[Sequence]], None]
 
 
 class Choice(NamedTuple):
@@ -53,8 +53,8 @@ class Policy(Protocol):
     its making.
     weighs: costs decide, so that a drafter reads a text only once it is chosen, and `Offers` tells what that
     takes and how much a drafter that is free has to say.
-    calibrate: called with the engine and the number of those that wait, before the first of them gets a row
-    and while nobody else has one.
+    calibrate: called with the engine and those that wait, before the first of them gets a row and while
+    nobody else has one.
     """
 
     @property
