@@ -33,16 +33,16 @@ def verifying(costs: Costs, rows: float) -> float:
     return known[0][1]  # a single row, and no other was measured
 
 
-def forwards_cost(costs: Costs, drafter: str | None, stats: Stats) -> float:
-    """Of a round's forwards, the mean over all rounds; None: nobody drafted."""
-    drafting = 0.0 if drafter is None else costs.drafting[drafter].of(stats.steps, stats.drafts)
+def forwards_cost(costs: Costs, stats: Stats) -> float:
+    """Of a round's forwards, the mean over all rounds, whoever drafted in them."""
+    drafting = sum(costs.drafting[name].of(steps, stats.drafts[name]) for name, steps in stats.steps.items())
     passes = sum(count * verifying(costs, 1 + drafted) for drafted, count in enumerate(stats.lengths))
     return (drafting + passes) / stats.rounds
 
 
-def predicted(costs: Costs, drafter: str | None, stats: Stats) -> float:
+def predicted(costs: Costs, stats: Stats) -> float:
     """S: the speed-up if nothing but forwards took time."""
-    return stats.tokens / stats.rounds / forwards_cost(costs, drafter, stats)
+    return stats.tokens / stats.rounds / forwards_cost(costs, stats)
 
 
 def ceiling(costs: Costs, drafter: str, alpha: float) -> Ceiling:

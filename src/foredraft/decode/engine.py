@@ -162,7 +162,7 @@ class Engine:
         for sequence, idle, budget, reading in rows:
             if idle:
                 continue
-            base = len(sequence.tokens) - 1
+            base, drafter = len(sequence.tokens) - 1, sequence.drafter if budget else None
             sequence.round_count += 1
             sequence.wary, sequence.proven = reading.broken, not reading.broken
             if reading.broken and reading.drafted == 0:
@@ -174,9 +174,9 @@ class Engine:
                 # first such value would be exact; but NaN reaches every column of its row, for no mask hides
                 # it (0 * NaN), and which was the first cannot be told without another pass.
                 self.cache.wipe(sequence.row, base)
-                outcome = Round(reading.drafted, 0, 0, reading.draft_sure)
+                outcome = Round(reading.drafted, 0, 0, reading.draft_sure, drafter)
             else:
-                outcome = self._extend(sequence, reading)
+                outcome = self._extend(sequence, reading, drafter)
             sequence.rounds.append(outcome)
             if sequence.traced:
                 sequence.trace.append(reading.traced(sequence, outcome, base + 1, budget))
@@ -198,7 +198,7 @@ class Engine:
             self._leave(sequence, finish, error)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
 
-    def _extend(self, sequence: Sequence, reading: Reading) -> Round:
+    def _extend(self, sequence: Sequence, reading: Reading, drafter: str | None) -> Round:
         """Append what the round decided; tokens after the end of the text are in no figure."""
         whole = reading.accepted == reading.drafted > 0
         origins = [Origin.DRAFTER] * reading.accepted + [Origin.BONUS if whole else Origin.TARGET]
@@ -206,8 +206,8 @@ class Engine:
         read = sequence.extend(reading.new, origins, reading.scores)
         emitted = len(sequence.tokens) - before
         if read <= reading.accepted:
-            return Round(read, read, emitted, reading.draft_sure)
-        return Round(reading.drafted, reading.accepted, emitted, reading.draft_sure)
+            return Round(read, read, emitted, reading.draft_sure, drafter)
+        return Round(reading.drafted, reading.accepted, emitted, reading.draft_sure, drafter)
 
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:

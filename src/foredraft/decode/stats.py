@@ -8,6 +8,7 @@ round, the correction or bonus token included.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,12 +23,14 @@ class Round:
     drafted: tokens proposed; accepted: of them, kept by the acceptance rule; emitted: tokens appended
     (EOS or a limit may cut a kept run short; a ban's rollback may make it negative). sure: of every draft
     step, how sure the drafter was, where a policy stops by that; one more than drafted where it stopped.
+    drafter: who drafted, if anybody was to.
     """
 
     drafted: int
     accepted: int
     emitted: int
     sure: tuple[float, ...] = ()
+    drafter: str | None = None
 
     @property
     def steps(self) -> int:
@@ -47,8 +50,8 @@ class Stats:
         drafted: Tokens proposed.
         accepted: Of them, kept.
         rejections: Rounds that a rejection ended.
-        drafts: Rounds for which a drafter took a step.
-        steps: Of drafters.
+        drafts: Rounds for which a drafter took a step, by drafter.
+        steps: Of each drafter.
         drafted_at: Drafts that reached each position, from the first on.
         accepted_at: Of them, those whose token there was kept.
     """
@@ -59,8 +62,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     rejections: int = 0
-    drafts: int = 0
-    steps: int = 0
+    drafts: Counter[str | None] = field(default_factory=Counter)
+    steps: Counter[str | None] = field(default_factory=Counter)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -73,8 +76,9 @@ class Stats:
             stats.drafted += r.drafted
             stats.accepted += r.accepted
             stats.rejections += r.accepted < r.drafted
-            stats.drafts += r.steps > 0
-            stats.steps += r.steps
+            if r.steps:
+                stats.drafts[r.drafter] += 1
+                stats.steps[r.drafter] += r.steps
             stats._widen(r.drafted)
             for j in range(r.drafted):
                 stats.drafted_at[j] += 1
