@@ -274,6 +274,13 @@ def test_options_are_checked_before_anything_is_loaded(options: dict[str, Any], 
         Options(**options)
 
 
+def test_what_is_no_policy_is_called_that(pair: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="policy is 'hope'; give one of auto, "):
+        bench([TEXTS], Options(methods=("plain",)), policy="hope", **pair)
+    with pytest.raises(ConfigError, match="policy is 'fixed', but none of the methods can follow that"):
+        bench([TEXTS], Options(methods=("plain",)), policy="fixed", **pair)
+
+
 def test_as_many_are_decoded_side_by_side_as_it_says(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,7 +200,7 @@ def deciding(names: tuple[str, ...]) -> tuple[str, ...]:
 def check_policy(methods: tuple[str, ...] | None, policy: str | None, max_draft: int | None) -> None:
     """Raises ConfigError where it was said how far to draft, but nobody who takes part would heed it."""
     heeding = {name for method in chosen(methods) for name in CONTENDERS[method].policies}
-    if policy is not None and policy not in heeding:
+    if policy in POLICIES and policy not in heeding:  # what is no policy is for `load` to name
         raise ConfigError(f"policy is {policy!r}, but none of the methods can follow that; leave it out")
     if max_draft is not None and not heeding:
         raise ConfigError(f"max_draft is {max_draft}, but none of the methods heeds that; leave it out")
