@@ -16,9 +16,13 @@ from command import foredraft
 
 from foredraft.bench import machine, run
 from foredraft.bench.contender import Timing
+from foredraft.bench.contenders import deciding
 from foredraft.bench.ours import Ours
 from foredraft.bench.records import Report
 from foredraft.cli import main
+from foredraft.cli.bench import listed, options_of
+from foredraft.cli.measuring import BenchOptions
+from foredraft.cli.options import DraftingOptions
 from foredraft.kinds import POLICIES
 
 QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
@@ -113,6 +117,57 @@ def test_a_table_by_policy_follows(
     assert told.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
 
 
+def test_a_table_of_the_policy_alone_is_printed(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words.command(prompts="1", policies="auto")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[7:10]] == [
+        ["workload", "batch", "method", "policy"],
+        ["words", "1", "lookup", "auto"],
+        ["words", "1", "draft-model", "auto"],
+    ]
+
+
+def test_what_is_lossy_is_called_so(
+    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    html = tmp_path / "x.html"
+    options = {"methods": "draft-model,bild", "prompts": "1", "policy": "fixed", "max-draft": "2"}
+    assert main(words.command(html=str(html), **options)) == 0
+    told = capsys.readouterr()
+    *lines, last = told.out.splitlines()
+    assert ["lossy" in line for line in lines[3:6]] == [False, False, True]
+    assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
+    assert "bild is lossy: its text is not the model&#39;s own. It reaches" in html.read_text()
+    row = Report.from_dict(document(last)).rows[2]
+    assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
+    assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
+    assert told.err == "foredraft: bild keeps to policy fallback\n"
+
+
+def test_the_fallback_policy_that_was_asked_for_is_the_one_of_bild(words: Words) -> None:
+    command = words.command(methods="bild", prompts="1", policy="fallback")
+    lengths = []
+    for threshold in ("0", "1"):
+        done = foredraft(*command, "--policy-option", f"threshold={threshold}")
+        assert (done.returncode, done.stderr) == (0, "")
+        drafting = Report.from_dict(document(done.stdout)).rows[1].drafting
+        assert drafting is not None
+        lengths.append(drafting.mean_draft_length)
+    assert lengths[0] > lengths[1] == 0
+
+
+def test_spaces_around_commas_mean_nothing(workload: Path) -> None:
+    given = BenchOptions(methods="lookup, plain", policies=" all ,fixed", batch="1, 8")
+    options = options_of(given, DraftingOptions())
+    assert options.methods == ("lookup", "plain") and options.batch == (1, 8)
+    assert deciding(options.policies) == tuple(POLICIES)
+    assert listed(f"{workload}, edit-file") == (str(workload), "edit-file")
+
+
 def test_tokens_that_differ_are_told_and_fail(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +190,12 @@ def test_tokens_that_differ_are_told_and_fail(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": "hope"}, "--methods is 'hope', but there is no 'hope'; give some of plain, lookup,"),
+        (
+            {"methods": "hope"},
+            "--methods is 'hope', but there is no 'hope'; give all, or some of plain, lookup,",
+        ),
+        ({"methods": "all,hope"}, "--methods is 'all,hope', but there is no 'hope'; give all, or some of"),
+        ({"policies": "all, hope"}, "--policies is 'all,hope', but there is no 'hope'; give all, or some of"),
         (
             {"policies": "fixed,hope"},
             "--policies is 'fixed,hope', but there is no 'hope'; give all, or some of",
@@ -143,6 +203,26 @@ def test_tokens_that_differ_are_told_and_fail(
         (
             {"policies": "confidence", "methods": "lookup"},
             "--policies is 'confidence', but none of the methods can follow that; give others",
+        ),
+        (
+            {"policy": "confidence", "methods": "lookup,plain"},
+            "--policy is 'confidence', but none of the methods can follow that; leave it out",
+        ),
+        (
+            {"policy": "confidence", "methods": "lookup,draft-model"},
+            "lookup cannot follow --policy confidence; give another",
+        ),
+        (
+            {"policy": "fixed", "methods": "bild"},
+            "--policy is 'fixed', but none of the methods can follow that; leave it out",
+        ),
+        (
+            {"policy": "fixed", "methods": "plain"},
+            "--policy is 'fixed', but none of the methods can follow that; leave it out",
+        ),
+        (
+            {"max-draft": "3", "methods": "plain,transformers"},
+            "--max-draft is 3, but none of the methods heeds that; leave it out",
         ),
         ({"workload": "nought"}, "--workload is 'nought'; give a file, or one of all"),
         ({"batch": "1,two"}, "--batch is '1,two'; give whole numbers, as in 1,8"),

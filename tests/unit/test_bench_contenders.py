@@ -49,7 +49,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     llm = foredraft.load(
         target, draft=draft, device="cpu", max_batch=3, max_length=128, max_draft=3, policy="fixed"
     )
-    return Setting(llm, target, draft, torch.float32, torch.device("cpu"), 64)
+    return Setting(llm, target, draft, torch.float32, torch.device("cpu"), 64, max_draft=3)
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +83,14 @@ def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation:
 def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: Setting, texts: Any) -> None:
     """By its defaults, and with an endless bound, where everything drafted stands."""
     policy = setting.llm.engine.policy
-    bild = BigLittle(setting.llm)
-    decides: Any = bild.decides
-    assert (bild.name, bild.lossless, decides.threshold, decides.max_draft) == (
-        "bild",
-        False,
-        0.6,
-        10,
-    )
+    bild: Any = CONTENDERS["bild"].make(setting.llm, replace(setting, max_draft=None))
+    decides = bild.decides
+    assert (bild.name, bild.lossless, decides.threshold, decides.max_draft) == ("bild", False, 0.6, 10)
+    assert isinstance(bild, BigLittle) and not CONTENDERS["bild"].lossless
     assert bild._params([1], 3).bound == 5.0
     assert bild.policy == "fallback"
+    shorter: Any = CONTENDERS["bild"].make(setting.llm, setting)
+    assert shorter.decides.max_draft == 3  # as was asked for
     bild.decides = replace(decides, threshold=0.0)
     timing = bild.run(PROMPTS, TOKENS)
     assert timing.stats is not None and timing.stats.drafted_at[3:], (
@@ -347,13 +345,15 @@ def test_a_model_weighs_what_its_file_holds(tmp_path: Path, family: str, tied: b
 def test_plain_always_takes_part_and_comes_first() -> None:
     assert chosen(("lookup",)) == ("plain", "lookup")
     assert chosen(("lookup", "plain", "lookup")) == ("plain", "lookup")
-    assert chosen(None) == tuple(CONTENDERS)
+    lossless = tuple(name for name in CONTENDERS if name != "bild")
+    assert chosen(None) == chosen(("all",)) == lossless
+    assert chosen(("all", "bild")) == (*lossless, "bild")
     assert next(iter(CONTENDERS)) == "plain"
 
 
 def test_an_unknown_method_is_named_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match="methods is 'lookup,hope', but there is no 'hope'; give some of plain, l"
+        ConfigError, match="methods is 'lookup,hope', but there is no 'hope'; give all, or some of plain, l"
     ):
         chosen(("lookup", "hope"))
 
@@ -376,21 +376,24 @@ def test_drafters_take_part_under_several_policies(setting: Setting, texts: Any)
     """On one loaded engine, whose own policy is as before after every run."""
     engine = setting.llm.engine
     own = engine.policy
-    target: Any = engine.target
     field = Field()
-    field.enter(setting, ("plain", "lookup", "draft-model", "bild"), Memory(setting.device), 7, wanted=True)
-    others = [make_policy(name, {}, 4, target) for name in POLICIES if name != own.name]
-    field.under(others)
+    names = ("plain", "lookup", "draft-model", "bild")
+    field.enter(setting, names, Memory(setting.device), 7, wanted=names)
+    others = [name for name in POLICIES if name != own.name]
+    field.under(setting, tuple(POLICIES))
     assert [(one.method, one.policy) for one in field.contenders] == [
         ("plain", None),
         ("lookup", "fixed"),
         *(("lookup", name) for name in ("auto", "heuristic", "target-confidence")),
         ("draft-model", "fixed"),
-        *(("draft-model", policy.name) for policy in others),
+        *(("draft-model", policy) for policy in others),
         ("bild", "fallback"),
     ]
     assert len({one.name for one in field.contenders}) == len(field.contenders) == len(field.loaded)
-    assert field.notes == ["left out: lookup cannot follow confidence, adaptive-exit, fallback"]
+    assert field.notes == [
+        "left out: lookup cannot follow confidence, adaptive-exit, fallback",
+        "left out: bild cannot follow auto, fixed, heuristic, confidence, adaptive-exit, target-confidence",
+    ]
     used: list[str] = []
     round = engine.round
 
@@ -404,8 +407,7 @@ def test_drafters_take_part_under_several_policies(setting: Setting, texts: Any)
             timing = contender.run(PROMPTS, TOKENS)
             assert timing.tokens == texts and set(used) == {contender.policy}
             assert engine.policy is own
-            longest = 3 if contender.policy == "fixed" else 4
-            assert timing.stats is not None and len(timing.stats.drafted_at) <= longest
+            assert timing.stats is not None and len(timing.stats.drafted_at) <= 3
 
 
 def test_a_policy_that_weighs_costs_measures_them_once_for_all_who_have_it(
@@ -430,11 +432,41 @@ def test_a_policy_that_weighs_costs_measures_them_once_for_all_who_have_it(
 
 
 def test_a_policy_that_nobody_can_follow_is_refused(setting: Setting) -> None:
-    target: Any = setting.llm.engine.target
     field = Field()
-    field.enter(setting, ("plain", "lookup"), Memory(setting.device), 7, wanted=True)
+    field.enter(setting, ("plain", "lookup"), Memory(setting.device), 7)
     with pytest.raises(ConfigError, match="policies is 'confidence', but none of the methods can follow"):
-        field.under([make_policy("confidence", {}, None, target)])
+        field.under(setting, ("confidence",))
+    field.under(setting, ("confidence", "fixed"))  # one of them it has
+    assert [one.policy for one in field.contenders] == [None, "fixed"]
+
+
+def test_who_cannot_follow_the_policy_that_is_loaded_is_left_out(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent(monkeypatch, "transformers", "llama-cpp-python")
+    target: Any = setting.llm.engine.target
+    with wrapped(setting.llm.engine, "policy", make_policy("confidence", {}, 3, target)):
+        with pytest.raises(ConfigError, match="lookup cannot follow policy='confidence'; give another"):
+            Field().enter(setting, ("lookup",), Memory(setting.device), 0, wanted=("lookup",))
+        field = Field()
+        field.enter(setting, chosen(None), Memory(setting.device), 0)
+    assert [one.name for one in field.contenders] == ["plain", "draft-model"]
+    assert "left out: lookup cannot follow policy='confidence'; give another" in field.notes
+
+
+def test_a_policy_is_made_anew_only_for_who_drafts_less_far(setting: Setting) -> None:
+    """With the numbers that were given for it."""
+    target: Any = setting.llm.engine.target
+    settings = {"threshold": 0.3}
+    given = replace(setting, max_draft=None, policy_options=settings, planned=7)
+    with wrapped(setting.llm.engine, "policy", make_policy("confidence", settings, None, target, 7)):
+        own, other = (given.policy(drafter, "confidence") for drafter in ("layer-skip", "draft-model"))
+        assert own is setting.llm.engine.policy
+        assert (other.max_draft, other.threshold) == (10, 0.3)  # type: ignore[attr-defined]
+        fallback: Any = given.policy("draft-model", "fallback")
+        assert (fallback.max_draft, fallback.threshold) == (10, 0.6)
+        assert given.policy("draft-model", "fallback") is fallback
+        assert given.policy("layer-skip", "auto") is given.policy("draft-model", "auto")
 
 
 def absent(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -455,9 +487,9 @@ def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
     ):
         chosen(("transformers-lookup",))
     field = Field()
-    field.enter(setting, chosen(None), Memory(setting.device), 7, wanted=False)
-    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model", "bild"]
-    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7, "bild": 7}
+    field.enter(setting, chosen(None), Memory(setting.device), 7)
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
+    assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
     assert len(field.notes) == 7
     assert "left out: auto needs a policy that chooses; give policy='auto'" in field.notes
     assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
@@ -469,9 +501,11 @@ def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.Monkey
     without = Setting(alone, setting.target, None, torch.float32, torch.device("cpu"), 64)
     for name in ("draft-model", "retokenize", "bild", "transformers-assisted"):
         with pytest.raises(ConfigError, match=f"{name} needs a draft model"):
-            Field().enter(without, (name,), Memory(setting.device), 0, wanted=True)
+            Field().enter(without, (name,), Memory(setting.device), 0, wanted=(name,))
+    with pytest.raises(ConfigError, match="bild needs a draft model"):
+        Field().enter(without, ("lookup", "bild"), Memory(setting.device), 0, wanted=("all", "bild"))
     field = Field()
-    field.enter(without, chosen(None), Memory(setting.device), 0, wanted=False)
+    field.enter(without, chosen(("all",)), Memory(setting.device), 0, wanted=("all",))
     assert [one.name for one in field.contenders] == [
         "plain", "lookup", "auto", "transformers", "transformers-lookup"
     ]  # fmt: skip
@@ -486,8 +520,8 @@ def test_a_peer_that_cannot_load_this_model_leaves_the_others(
     monkeypatch.setitem(PROGRAMS, "transformers", contenders.Program(broken))
     absent(monkeypatch, "llama-cpp-python")
     field = Field()
-    field.enter(setting, chosen(None), Memory(setting.device), 0, wanted=False)
-    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model", "bild"]
+    field.enter(setting, chosen(None), Memory(setting.device), 0)
+    assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
     assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
 
 
@@ -497,7 +531,7 @@ def test_a_peer_whose_copy_of_the_weights_does_not_fit_is_not_loaded(
     monkeypatch.setattr("foredraft.bench.field.free_memory", lambda device: 2**10, raising=False)
     monkeypatch.setattr(hugging_face, "Checkpoints", lambda setting: pytest.fail("it was loaded"))
     found = Field()
-    found.enter(setting, ("plain", "transformers"), Memory(setting.device), 0, wanted=False)
+    found.enter(setting, ("plain", "transformers"), Memory(setting.device), 0)
     assert [contender.name for contender in found.contenders] == ["plain"]
     [note] = found.notes
     assert note.startswith("left out: transformers needs 0.00") and "0.000 GiB are free on cpu" in note

@@ -209,7 +209,7 @@ def test_a_row_has_the_ceilings_of_its_drafter_under_any_policy() -> None:
         assert row.ceiling is row.perfect is row.predicted is row.policy is None
 
 
-def test_rows_by_policy_are_those_of_methods_with_several() -> None:
+def test_rows_by_policy_are_those_that_draft_where_policies_were_asked_for() -> None:
     def row(contender: str, policy: str | None, workload: str = "a", batch: int = 1) -> Row:
         return Row(workload, batch, contender, peer=False, policy=policy)
 
@@ -225,8 +225,11 @@ def test_rows_by_policy_are_those_of_methods_with_several() -> None:
     )
     made = replace(report(), rows=rows)
     assert made.methods == (*rows[:3], *rows[5:])
-    assert made.policies == rows[2:5]
-    assert report().methods == report().rows and report().policies == ()
+    assert made.policies == () == report().policies
+    assert report().methods == report().rows
+    asked = replace(made, options={"policies": ["auto"]})  # one alone is a table, too
+    assert asked.policies == rows[1:]
+    assert replace(asked, rows=rows[:3]).policies == rows[1:3]
 
 
 def test_only_prompts_that_repeat_little_count() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import checkpoints
-from foredraft import ConfigError, RequestError, demo
+from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine
 from foredraft.bench.contender import Timing
 from foredraft.bench.costs import Meter
@@ -22,6 +22,8 @@ from foredraft.bench.records import Cost, Costs, Report, Spread
 from foredraft.bench.run import bench
 from foredraft.bench.timing import wrapped
 from foredraft.bench.workload import Workload
+from foredraft.decode.stats import Stats
+from foredraft.drafters.plans import PlanFile, model_hash, write_plan
 
 OURS = ("plain", "lookup", "draft-model")
 TEXTS = Workload("texts", ("def accept", "Viktor", "the target checks all"))
@@ -139,6 +141,34 @@ def test_a_drafter_under_several_policies(pair: dict[str, Any]) -> None:
     assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
 
 
+def test_a_table_by_policy_has_what_generate_would_draft(pair: dict[str, Any], tmp_path: Path) -> None:
+    """A plan's draft length is for the drafts that are made by it, under every policy that weighs no costs."""
+    model, plan = Path(pair["model"]), tmp_path / "plan.json"
+    write_plan(
+        PlanFile(
+            model="big", model_hash=model_hash(model), layers=3, skip_attention=(1,), device="cpu",
+            dtype="float32", max_draft=9, alpha=0.8, c=0.5, tau=2.5, speedup=1.25, predicted=1.3,
+            date="2026-11-21", foredraft="0.1.0",
+        ),
+        plan,
+    )  # fmt: skip
+    given: dict[str, Any] = {"path": str(model), "device": "cpu", "policy": "fixed"}
+    params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    expected = {}
+    for drafter, more in (("lookup", {}), ("layer-skip", {"plan": str(plan)})):
+        outputs = load(**given, **more, drafter=drafter).generate(list(TEXTS.prompts), [params] * 3)
+        stats = Stats.merge(output.stats for output in outputs)
+        expected[drafter] = stats.drafted / stats.rounds
+    assert expected["lookup"] <= 5 < expected["layer-skip"]
+    for policy in ("fixed", "auto"):
+        options = Options(("lookup", "layer-skip"), ("fixed",), new_tokens=24, repeats=1)
+        report = bench([TEXTS], options, model=str(model), plan=str(plan), device="cpu", policy=policy)
+        found = {row.contender: row.drafting for row in report.policies if row.policy == "fixed"}
+        counted = {name: drafting and drafting.mean_draft_length for name, drafting in found.items()}
+        assert counted == pytest.approx(expected), policy
+        assert report.costs[0].verifying[9].rows == 10  # as far as the plan goes
+
+
 def test_costs_are_measured_in_the_midst_of_what_they_explain(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,8 +221,8 @@ def test_a_peer_that_fails_is_left_out_unless_asked_for(
         raise ValueError("no such cache")
 
     monkeypatch.setattr(Generate, "run", broken)
-    report = bench([TEXTS], Options(new_tokens=2, repeats=1), **pair)
-    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*OURS, "auto", "bild"]
+    report = bench([TEXTS], Options(methods=("all",), new_tokens=2, repeats=1), **pair)
+    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*OURS, "auto"]
     assert "left out: transformers failed (ValueError: no such cache)" in report.notes
     with pytest.raises(ValueError, match="no such cache"):
         bench([TEXTS], Options(methods=("transformers",), new_tokens=2, repeats=1), **pair)
@@ -242,6 +272,13 @@ def test_an_interrupt_keeps_the_rows_that_are_done(pair: dict[str, Any], interru
 def test_options_are_checked_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options(**options)
+
+
+def test_what_is_no_policy_is_called_that(pair: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="policy is 'hope'; give one of auto, "):
+        bench([TEXTS], Options(methods=("plain",)), policy="hope", **pair)
+    with pytest.raises(ConfigError, match="policy is 'fixed', but none of the methods can follow that"):
+        bench([TEXTS], Options(methods=("plain",)), policy="fixed", **pair)
 
 
 def test_as_many_are_decoded_side_by_side_as_it_says(

@@ -7,13 +7,17 @@ device that works apart from the host, it was waited for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from foredraft.build.policies import make_policy
+from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
+from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 
 __all__ = ["Contender", "Setting", "Timing"]
@@ -24,7 +28,9 @@ class Setting:
     """What all contenders share.
 
     llm: ours, loaded. target, draft: folders of the checkpoints; no draft is None. positions: of the longest
-    prompt with its new tokens. coupled: ours draw by the coupled acceptance rule.
+    prompt with its new tokens. coupled: ours draw by the coupled acceptance rule. max_draft: as `load` was
+    given it. policy_options: of the policy that was loaded. planned: the longest draft that the plan of the
+    model's own was made for, if known.
     """
 
     llm: LLM
@@ -35,6 +41,21 @@ class Setting:
     positions: int
     temperature: float = 0.0
     coupled: bool = False
+    max_draft: int | None = None
+    policy_options: Mapping[str, float | str] = field(default_factory=dict)
+    planned: int | None = None
+    made: dict[tuple[str, int], Policy] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def policy(self, drafter: str, name: str) -> Policy:
+        """The policy of this name as `generate` would have it with this drafter: a plan's draft length is for
+        the drafts that are made by it. Drafters that go as far share one, which measures costs once."""
+        loaded: Any = self.llm.engine.policy
+        target: Any = self.llm.engine.target
+        self.made.setdefault((loaded.name, loaded.max_draft), loaded)
+        own = self.policy_options if name == loaded.name else {}
+        planned = self.planned if DRAFTERS[drafter].needs_plan else None
+        policy: Any = make_policy(name, own, self.max_draft, target, planned)
+        return self.made.setdefault((name, policy.max_draft), policy)
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.bench.contender import Contender, Setting
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS, suits
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS
 from foredraft.bench.machine import Memory
 from foredraft.bench.ours import Ours
 from foredraft.build.memory import free_memory
-from foredraft.decode.policy import Policy
 from foredraft.errors import ConfigError, ForedraftError
-from foredraft.kinds import DRAFTERS
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 
@@ -30,10 +28,16 @@ class Field:
     notes: list[str] = field(default_factory=list)
 
     def enter(
-        self, setting: Setting, names: tuple[str, ...], memory: Memory, ours: int, *, wanted: bool
+        self,
+        setting: Setting,
+        names: Sequence[str],
+        memory: Memory,
+        ours: int,
+        *,
+        wanted: Collection[str] = (),
     ) -> None:
-        """Load and make them. ours: bytes that loading our own model added. wanted: each was asked for by
-        name, so that one that cannot run is an error, a ConfigError, and no note."""
+        """Load and make them. ours: bytes that loading our own model added. wanted: those that were asked for
+        by name, of which one that cannot run is an error, a ConfigError, and no note."""
         programs: dict[str, tuple[Any, int]] = {"foredraft": (setting.llm, ours)}
         for name in names:
             kind = CONTENDERS[name]
@@ -44,27 +48,29 @@ class Field:
                 self.contenders.append(kind.make(program, setting))
                 self.loaded[name] = added
             except ForedraftError as error:
-                if wanted:
+                if name in wanted:
                     raise
                 self.notes.append(f"left out: {error}")
 
-    def under(self, policies: Sequence[Policy]) -> None:
+    def under(self, setting: Setting, policies: Sequence[str]) -> None:
         """Have our drafters take part under these policies, too, each right after its own. Raises ConfigError
         where none can."""
         before, self.contenders = self.contenders, []
         for contender in before:
             self.contenders.append(contender)
-            if not isinstance(contender, Ours) or contender.method not in DRAFTERS:
+            if not isinstance(contender, Ours) or contender.policy is None:
                 continue
-            fits = [policy for policy in policies if suits(contender.speculation, policy.name)]
-            for other in map(contender.under, fits):
-                self.contenders.append(other)
-                self.loaded[other.name] = self.loaded[contender.name]
-            unfit = [policy.name for policy in policies if policy not in fits]
+            can = CONTENDERS[contender.method].policies
+            for name in policies:
+                if name in can and name != contender.policy:
+                    other = contender.under(setting.policy(contender.speculation, name))
+                    self.contenders.append(other)
+                    self.loaded[other.name] = self.loaded[contender.name]
+            unfit = [name for name in policies if name not in can]
             if unfit:
                 self.notes.append(f"left out: {contender.method} cannot follow {', '.join(unfit)}")
-        if policies and len(self.contenders) == len(before):
-            names = ", ".join(policy.name for policy in policies)
+        if policies and not any(contender.policy in policies for contender in self.contenders):
+            names = ",".join(policies)
             raise ConfigError(f"policies is {names!r}, but none of the methods can follow that; give others")
 
     def leave(self, contender: Contender, why: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foredraft.bench.contenders import chosen
+from foredraft.bench.contenders import chosen, deciding
 from foredraft.errors import ConfigError
-from foredraft.kinds import POLICIES
 
 __all__ = ["MAX_REPEATED", "Options"]
 
@@ -15,9 +14,10 @@ MAX_REPEATED = 0.3  # share of repeated 4-grams from which on a prompt does not 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """methods: names of contenders; None = all that are possible. policies: those under which our drafters
-    take part, beside the one that is loaded. new_tokens: of every prompt. repeats: of each contender on each
-    prompt. batch: sizes. coupled: ours draw by the coupled acceptance rule.
+    """methods: names of contenders; "all", or None, stands for every lossless one that is possible. policies:
+    those under which our drafters take part, beside the one that is loaded; "all" stands for every one.
+    new_tokens: of every prompt. repeats: of each contender on each prompt. batch: sizes. coupled: ours draw
+    by the coupled acceptance rule.
 
     Raises ConfigError that names a value out of range.
     """
@@ -32,12 +32,7 @@ class Options:
 
     def __post_init__(self) -> None:
         chosen(self.methods)
-        for name in self.policies:
-            if name not in POLICIES:
-                raise ConfigError(
-                    f"policies is {','.join(self.policies)!r}, but there is no {name!r}; give all, or some of"
-                    f" {', '.join(POLICIES)}"
-                )
+        deciding(self.policies)
         if self.new_tokens < 2:
             raise ConfigError(f"new_tokens is {self.new_tokens}; give 2 or more")
         if self.repeats < 1:

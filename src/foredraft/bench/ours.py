@@ -13,10 +13,10 @@ from copy import copy
 from foredraft.bench.contender import Timing
 from foredraft.bench.timing import watched, wrapped
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Fallback, Policy
+from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
-from foredraft.kinds import POLICIES
+from foredraft.kinds import RULES
 from foredraft.llm import LLM
 
 __all__ = ["BigLittle", "Ours"]
@@ -88,14 +88,16 @@ class Ours:
 
 
 class BigLittle(Ours):
-    """Big Little Decoder as published: a draft model, the fallback policy and the lossy rule, all by their
-    defaults, whatever policy the others have."""
+    """Big Little Decoder: a draft model and the lossy rule by its defaults. decides: as published, the
+    fallback policy."""
 
-    def __init__(self, llm: LLM, *, temperature: float = 0.0) -> None:
-        fallback = Fallback(min(POLICIES["fallback"].max_draft, llm.engine.target.max_queries - 1))
+    RULE = "bild"
+
+    def __init__(self, llm: LLM, decides: Policy, *, temperature: float = 0.0) -> None:
+        lossless = RULES[self.RULE].lossless
         super().__init__(
-            "bild", llm, "draft-model", lossless=False, temperature=temperature, decides=fallback
+            "bild", llm, "draft-model", lossless=lossless, temperature=temperature, decides=decides
         )
 
     def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
-        return super()._params(prompt, new_tokens).but(acceptance="bild")
+        return super()._params(prompt, new_tokens).but(acceptance=self.RULE)

@@ -60,7 +60,8 @@ def _speedups(report: Report, batch: int) -> Plot | None:
     return Plot(
         f"speedup-{batch}",
         f"Speed-up by method and workload{_of(report, batch)}",
-        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding.",
+        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding."
+        + "".join(f" {name} is lossy." for name in shown if name in report.lossy),
         _said(f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows),
         svg(figure, f"speedup-{batch}"),
     )

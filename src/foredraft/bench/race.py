@@ -104,7 +104,7 @@ class Race:
                 with self.memory.peak() as peak:
                     contender.run(prompts, self.options.new_tokens)
             except Exception as error:
-                if not contender.peer or self.options.methods is not None:
+                if not contender.peer or contender.method in (self.options.methods or ()):
                     raise
                 self.field.leave(contender, f"{type(error).__name__}: {error}")
                 continue

@@ -8,7 +8,6 @@ None, never 0 or NaN. Words as in docs/architecture.md.
 from __future__ import annotations
 
 import types
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from statistics import quantiles
@@ -280,9 +279,14 @@ class Report:
 
     @property
     def policies(self) -> tuple[Row, ...]:
-        """The rows of each method that took part under several policies."""
-        count = Counter(map(_method, self.rows))
-        return tuple(row for row in self.rows if count[_method(row)] > 1)
+        """The rows of whoever drafts, where a comparison of policies was asked for."""
+        asked = self.options.get("policies")
+        return tuple(row for row in self.rows if row.policy is not None) if asked else ()
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """The methods whose output has not the model's own law."""
+        return tuple(dict.fromkeys(row.contender for row in self.rows if not row.lossless))
 
     def name(self, row: Row) -> str:
         """Its method, with the policy where that is another than the method's own."""

@@ -24,7 +24,7 @@ def page(report: Report) -> str:
     return render(
         "foredraft.bench",
         title="Foredraft benchmark",
-        verdicts=[_speed(report), _exactness(report)],
+        verdicts=[_speed(report), _exactness(report), *_lossy(report)],
         finished=report.finished,
         facts=_facts(report),
         tables=[
@@ -41,39 +41,83 @@ def page(report: Report) -> str:
 
 
 def _speed(report: Report) -> Verdict:
-    """Of the contender that gains most in the median workload, at the smallest batch."""
-    batch = min((row.batch for row in report.rows), default=1)
-    ours = [row for row in report.methods if row.batch == batch and not row.peer and row.contender != PLAIN]
-    gains: dict[str, list[float]] = {}
-    for row in ours:
-        if row.speedup is not None:
-            gains.setdefault(row.contender, []).append(row.speedup.median)
+    """Of the lossless drafter that gains most in the median workload, at the smallest batch."""
+    ours = [row for row in _drafted(report) if row.lossless]
+    drafter = _drafter(report)
+    gains = _gains(ours)
     if not gains:
-        return Verdict("none", "No drafter has a figure that counts.")
+        return Verdict("none", f"No {drafter} has a figure that counts.")
     best = max(gains, key=lambda name: median(gains[name]))
-    gain, count = median(gains[best]), len(gains[best])
-    over = f"{gain:.2f} × own plain decoding"
-    scope = f"the median of {count} workload{'s'[: count > 1]} at batch {batch}"
-    if gain <= 1:
-        return Verdict("bad", f"No drafter pays here: the best, {best}, reaches {over}, {scope}.")
+    over = _over_plain(report, gains[best])
+    if median(gains[best]) <= 1:
+        return Verdict("bad", f"No {drafter} pays here: the best, {best}, reaches {', '.join(over)}.")
     peers: dict[str, list[float]] = {}
     for row in ours:
         for peer, ratio in (row.over_peers or {}).items() if row.contender == best else ():
             peers.setdefault(peer, []).append(ratio.median)
-    also = "".join(f", {median(ratios):.2f} × {peer}" for peer, ratios in peers.items())
-    return Verdict("good", f"The drafter that gains most is {best}: {over}{also}, {scope}.")
+    also = [f"{median(ratios):.2f} × {peer}" for peer, ratios in peers.items()]
+    said = ", ".join([over[0], *also, over[1]])
+    return Verdict("good", f"The {drafter} that gains most is {best}: {said}.")
+
+
+def _lossy(report: Report) -> list[Verdict]:
+    """Of each drafter that is not lossless, apart from those that are."""
+    gains = _gains([row for row in _drafted(report) if not row.lossless])
+    return [
+        Verdict(
+            "none",
+            f"{name} is lossy: its text is not the model's own."
+            + (f" It reaches {', '.join(_over_plain(report, gains[name]))}." if name in gains else ""),
+        )
+        for name in report.lossy
+    ]
+
+
+def _drafter(report: Report) -> str:
+    """What to call those that count."""
+    return "lossless drafter" if report.lossy else "drafter"
+
+
+def _drafted(report: Report) -> list[Row]:
+    """By ours that draft, at the smallest batch."""
+    batch = _smallest(report)
+    return [row for row in report.methods if row.batch == batch and not row.peer and row.contender != PLAIN]
+
+
+def _smallest(report: Report) -> int:
+    return min((row.batch for row in report.rows), default=1)
+
+
+def _gains(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Of each contender, by workload."""
+    gains: dict[str, list[float]] = {}
+    for row in rows:
+        if row.speedup is not None:
+            gains.setdefault(row.contender, []).append(row.speedup.median)
+    return gains
+
+
+def _over_plain(report: Report, gains: Sequence[float]) -> tuple[str, str]:
+    """The gain, and what it is the median of."""
+    return (
+        f"{median(gains):.2f} × own plain decoding",
+        f"the median of {len(gains)} workload{'s'[: len(gains) > 1]} at batch {_smallest(report)}",
+    )
 
 
 def _exactness(report: Report) -> Verdict:
     ours = [row for row in report.rows if not row.peer and row.exactness and row.contender != PLAIN]
-    compared = [row for row in ours if row.lossless and row.exactness and row.exactness.comparable]
+    lossless = [row for row in ours if row.lossless]
+    compared = [row for row in lossless if row.exactness and row.exactness.comparable]
     differ = [row for row in compared if row.exactness and not row.exactness.holds]
+    if not lossless:
+        return Verdict("none", f"No tokens were compared: no {_drafter(report)} took part.")
     if not compared:
         return Verdict("none", "No tokens were compared: draws of one law need not be the same ones.")
     if differ:
         where = ", ".join(f"{report.name(row)} on {row.workload} at batch {row.batch}" for row in differ)
         return Verdict("bad", f"Tokens differ from plain decoding's: {where}.")
-    return Verdict("good", "Every token was plain decoding's, in every run of every drafter.")
+    return Verdict("good", f"Every token was plain decoding's, in every run of every {_drafter(report)}.")
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -188,16 +232,17 @@ def _same(row: Row) -> Cell:
     exact = row.exactness
     if row.contender == PLAIN:
         return Cell("the reference")
+    if not row.lossless:
+        return Cell("lossy")
     if exact is None:
         return Cell(DASH)
     if not exact.comparable:
         return Cell("not comparable")
     first = exact.first
     where = "" if first is None else f"first at prompt {first.prompt + 1}, token {first.position + 1}"
-    kind = "" if row.peer or not row.lossless else "good" if exact.holds else "bad"
+    kind = "" if row.peer else "good" if exact.holds else "bad"
     mark = {"good": "✓ ", "bad": "✗ "}.get(kind, "")
-    lossy = "" if row.lossless else ", lossy by design"
-    return Cell(f"{mark}{exact.identical} of {exact.prompts} same{lossy}", where, kind)
+    return Cell(f"{mark}{exact.identical} of {exact.prompts} same", where, kind)
 
 
 def _over(peer: str) -> Callable[[Row], Cell]:

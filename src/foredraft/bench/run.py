@@ -12,19 +12,22 @@ import torch
 import foredraft
 from foredraft import demo
 from foredraft.bench.contender import Setting
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, chosen, deciding
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory, bandwidth, machine
 from foredraft.bench.options import MAX_REPEATED, Options
+from foredraft.bench.ours import Ours
 from foredraft.bench.race import Progress, Race
 from foredraft.bench.records import Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
-from foredraft.build.policies import make_policy
+from foredraft.build.planning import chosen_plan
+from foredraft.build.policies import check_settings
 from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
+from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
@@ -51,21 +54,22 @@ def bench(
     ConfigError of a contender that was asked for by name and cannot run. A KeyboardInterrupt ends it early,
     with the rows that are done, or is raised where there are none.
     """
+    check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
     before = Memory(torch.device("cpu")).settled()
     llm = _load(workloads, options, {"path": model, "draft": draft, **loading}, progress)
     memory = Memory(llm.engine.device)
     ours = memory.settled() - (before if memory.device.type == "cpu" else 0)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, draft, loading)
-    setting = _setting(llm, folders, prompts, options)
+    setting = _setting(llm, folders, prompts, options, loading)
     models = _models(llm, folders)
     field = Field()
     try:
-        field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods is not None)
-        policies = _policies(llm, options, loading)
-        field.under(policies[1:])
+        field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods or ())
+        field.under(setting, deciding(options.policies))
+        field.notes += _unheeding(field, loading.get("policy"))
         speed = bandwidth(setting.device)
-        longest = max(map(_longest, policies))
+        longest = max(map(_longest, [llm.engine.policy, *_followed(field)]))
         read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
         race = Race(setting, field, options, memory, longest, read_seconds, progress)
         costs, rows, finished = _run(race, prompts)
@@ -101,12 +105,17 @@ def _run(race: Race, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
     return costs, rows, True
 
 
-def _policies(llm: LLM, options: Options, loading: Mapping[str, Any]) -> list[Policy]:
-    """The one that was loaded, and then the others that were asked for, with numbers of their own."""
-    own, target = llm.engine.policy, llm.engine.target
-    assert isinstance(target, Runner)
-    others = [name for name in dict.fromkeys(options.policies) if name != own.name]
-    return [own, *(make_policy(name, {}, loading.get("max_draft"), target) for name in others)]
+def _unheeding(field: Field, policy: str | None) -> list[str]:
+    """What to say of those who draft by a policy of their own, whichever was asked for."""
+    if policy is None:
+        return []
+    own = {one.method: one.policy for one in reversed(field.contenders) if one.policy is not None}
+    return [f"{method} keeps to policy {name}" for method, name in own.items() if name != policy]
+
+
+def _followed(field: Field) -> list[Policy]:
+    """The policies of those whose drafts are foretold from costs."""
+    return [one.decides for one in field.contenders if isinstance(one, Ours) and one.method in DRAFTERS]
 
 
 def _longest(policy: Any) -> int:
@@ -132,11 +141,36 @@ def _asked(
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items()}
 
 
-def _setting(llm: LLM, folders: tuple[Path, Path | None], prompts: Prompts, options: Options) -> Setting:
+def _setting(
+    llm: LLM,
+    folders: tuple[Path, Path | None],
+    prompts: Prompts,
+    options: Options,
+    loading: Mapping[str, Any],
+) -> Setting:
     cache = llm.engine.cache
     longest = max(len(ids) for own in prompts.values() for ids in own)
     positions = longest + options.new_tokens
-    return Setting(llm, *folders, cache.dtype, cache.device, positions, options.temperature, options.coupled)
+    return Setting(
+        llm,
+        *folders,
+        cache.dtype,
+        cache.device,
+        positions,
+        options.temperature,
+        options.coupled,
+        loading.get("max_draft"),
+        check_settings(llm.engine.policy.name, loading.get("policy_options") or {}),
+        _planned(llm, folders[0], loading),
+    )
+
+
+def _planned(llm: LLM, folder: Path, loading: Mapping[str, Any]) -> int | None:
+    """The draft length that goes with the plan of the model's own drafts."""
+    if not any(isinstance(each, LayerSkip) for each in llm.engine.drafters.values()):
+        return None
+    plan = chosen_plan(loading.get("plan"), folder, llm.spec.layers, needed=True)
+    return None if plan is None else plan.max_draft
 
 
 def _load(

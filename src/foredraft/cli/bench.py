@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foredraft.bench.records import Report, Row, Spread
+from foredraft.bench.records import Exactness, Report, Row, Spread
 from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, loading
@@ -21,7 +21,6 @@ from foredraft.cli.render import ProgressBars, table
 from foredraft.cli.spelling import spelled_as_options
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
-from foredraft.kinds import POLICIES
 
 if TYPE_CHECKING:
     from foredraft.bench.options import Options
@@ -46,7 +45,7 @@ def bench(
     check_places(json=benchmark.json, html=benchmark.html)
     from foredraft.bench.workload import load_workloads
 
-    workloads = load_workloads(tuple(benchmark.workload.split(",")), benchmark.prompts)
+    workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
     if benchmark.html is not None:
         from foredraft.bench.report import page  # says now if it cannot draw
     from foredraft.bench.run import bench as run
@@ -93,12 +92,12 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
     if benchmark.prompts is not None and benchmark.prompts < 1:
         raise ConfigError(f"--prompts is {benchmark.prompts}; give 1 or more")
     try:
-        batch = tuple(int(size) for size in benchmark.batch.split(","))
+        batch = tuple(map(int, listed(benchmark.batch)))
     except ValueError:
         raise ConfigError(f"--batch is {benchmark.batch!r}; give whole numbers, as in 1,8") from None
     return Options(
-        methods=None if benchmark.methods is None else tuple(benchmark.methods.split(",")),
-        policies=policies_of(benchmark.policies),
+        methods=None if benchmark.methods is None else listed(benchmark.methods),
+        policies=() if benchmark.policies is None else listed(benchmark.policies),
         new_tokens=benchmark.new_tokens,
         repeats=benchmark.repeats,
         batch=batch,
@@ -107,10 +106,9 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
     )
 
 
-def policies_of(words: str | None) -> tuple[str, ...]:
-    if words is None:
-        return ()
-    return tuple(POLICIES) if words == "all" else tuple(words.split(","))
+def listed(words: str) -> tuple[str, ...]:
+    """What stands between the commas, without the spaces around it."""
+    return tuple(word.strip() for word in words.split(","))
 
 
 def differing(report: Report) -> list[Row]:
@@ -153,6 +151,7 @@ def lines(report: Report) -> list[str]:
     shown.append(
         f"A prompt counts where plain decoding repeats under {report.options['max_repeated']:.0%} of its"
         " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
+        + ("" if not report.lossy else " lossy: the text is not the model's own.")
     )
     shown += [
         f"{report.name(row)} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
@@ -196,16 +195,21 @@ def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
         "ceiling": "" if row.ceiling is None else f"{row.ceiling.speedup:.2f}",
         "perfect": "" if row.perfect is None else f"{row.perfect.speedup:.2f}",
         "o": shown(row.overhead, ".2f"),
-        "identical": f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable",
+        "identical": "lossy" if not row.lossless else identical(exact),
         "repeats": shown(row.repeated, ".0%"),
         "prompts": f"{row.counted} of {row.prompts}",
     }
     return tuple(made[column] for column in columns)
 
 
+def identical(exact: Exactness) -> str:
+    return f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
+
+
 def over_peers(row: Row) -> str:
     ratios = ", ".join(f"{spread.median:.2f} x {name}" for name, spread in (row.over_peers or {}).items())
-    return f"{row.workload}, batch {row.batch}: {row.contender} is {ratios}"
+    lossy = "" if row.lossless else ", which is lossy,"
+    return f"{row.workload}, batch {row.batch}: {row.contender}{lossy} is {ratios}"
 
 
 def shown(spread: Spread | None, form: str) -> str:
