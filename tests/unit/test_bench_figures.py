@@ -66,7 +66,7 @@ def plain(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
 
 def drafted(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
     """Ten tokens in four rounds of two drafted ones each: the last one is cut short."""
-    rounds = [Round(2, 2, 3), Round(2, 1, 2), Round(2, 2, 3), Round(2, 1, 2)]
+    rounds = [Round(2, kept, kept + 1, drafter="draft-model") for kept in (2, 1, 2, 1)]
     return Timing((tokens,), 0.1, seconds, len(tokens), len(rounds), Stats.of(rounds))
 
 
@@ -114,18 +114,24 @@ def test_prediction_takes_the_drafts_as_they_were() -> None:
     draft's first step more than its others."""
     known = costs()
 
-    def of(*rounds: Round) -> Stats:
-        return Stats.merge([Stats.of(rounds[:1]), Stats.of(rounds[1:])])
+    def of(*rounds: Round, drafter: str | None = None) -> Stats:
+        told = [one if drafter is None else replace(one, drafter=drafter) for one in rounds]
+        return Stats.merge([Stats.of(told[:1]), Stats.of(told[1:])])
 
-    even, uneven = of(Round(2, 1, 2), Round(2, 2, 3)), of(Round(1, 1, 2), Round(3, 2, 3))
-    assert predicted(known, "draft-model", even) == pytest.approx(2.5 / (0.5 + 1.3))
-    assert predicted(known, "lookup", even) == pytest.approx(2.5 / 1.3)
-    assert predicted(known, "draft-model", uneven) == pytest.approx(2.5 / (0.5 + (1.1 + 1.6) / 2))
-    idle = of(Round(0, 0, 1), Round(3, 3, 4))
-    assert predicted(known, "draft-model", idle) == pytest.approx(2.5 / (0.65 / 2 + (1.0 + 1.6) / 2))
-    left = of(Round(1, 1, 2, (0.9, 0.2)), Round(0, 0, 1, (0.1,)))  # places that were left to the target
-    assert predicted(known, "draft-model", left) == pytest.approx(1.5 / ((0.35 + 0.5) / 2 + (1.1 + 1.0) / 2))
-    assert forwards_cost(known, None, of(Round(0, 0, 1), Round(0, 0, 1))) == 1
+    even, uneven = (Round(2, 1, 2), Round(2, 2, 3)), (Round(1, 1, 2), Round(3, 2, 3))
+    assert predicted(known, of(*even, drafter="draft-model")) == pytest.approx(2.5 / (0.5 + 1.3))
+    assert predicted(known, of(*even, drafter="lookup")) == pytest.approx(2.5 / 1.3)
+    in_turns = of(*(replace(one, drafter=name) for one, name in zip(even, known.drafting, strict=True)))
+    assert predicted(known, in_turns) == pytest.approx(2.5 / (0.5 / 2 + 1.3))
+    assert predicted(known, of(*uneven, drafter="draft-model")) == pytest.approx(
+        2.5 / (0.5 + (1.1 + 1.6) / 2)
+    )
+    idle = of(Round(0, 0, 1), Round(3, 3, 4, drafter="draft-model"))
+    assert predicted(known, idle) == pytest.approx(2.5 / (0.65 / 2 + (1.0 + 1.6) / 2))
+    # places that were left to the target
+    left = of(Round(1, 1, 2, (0.9, 0.2)), Round(0, 0, 1, (0.1,)), drafter="draft-model")
+    assert predicted(known, left) == pytest.approx(1.5 / ((0.35 + 0.5) / 2 + (1.1 + 1.0) / 2))
+    assert forwards_cost(known, of(Round(0, 0, 1), Round(0, 0, 1))) == 1
 
 
 def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:

@@ -100,12 +100,11 @@ def row_of(
     speeds = over(speed)
     peers_of = {other: over(lambda runs, other=other: runs.ratio(name, other)) for other in peers}  # type: ignore[misc]
     drafts = not contender.peer and method != PLAIN
-    foreseen = drafts and method in series.costs.drafting  # not where drafters take turns
-    drafter = method if foreseen else None
+    alone = method if method in series.costs.drafting else None  # not where drafters take turns
     drafting = _drafting(name, counted) if drafts else None
 
     def foretold(runs: Runs) -> float:
-        return predicted(series.costs, drafter, runs.stats(name))
+        return predicted(series.costs, runs.stats(name))
 
     return Row(
         workload=series.workload,
@@ -121,15 +120,13 @@ def row_of(
         speedup_all=over(lambda runs: runs.ratio(name, PLAIN), series.runs),
         prefill_seconds=over(lambda runs: median(timing.prefill_seconds for timing in runs.timings[name])),
         drafting=drafting,
-        ceiling=_ceiling(series.costs, drafter, drafting.alpha if drafting is not None else None),
-        perfect=_ceiling(series.costs, drafter, 1.0),
-        predicted=over(foretold) if foreseen else None,
+        ceiling=_ceiling(series.costs, alone, drafting.alpha if drafting is not None else None),
+        perfect=_ceiling(series.costs, alone, 1.0),
+        predicted=over(foretold) if drafts else None,
         measured_over_predicted=over(lambda runs: runs.ratio(name, PLAIN) / foretold(runs))
-        if foreseen
+        if drafts
         else None,
-        overhead=None
-        if contender.peer or drafts != foreseen
-        else over(lambda runs: _overhead(series.costs, drafter, runs, name)),
+        overhead=None if contender.peer else over(lambda runs: _overhead(series.costs, runs, name)),
         round_time=round_time,
         repeated=Spread.of(_repeated(name, counted)),
         counted=len({prompt for runs in counted for prompt in runs.group.prompts}),
@@ -164,10 +161,10 @@ def _ceiling(costs: Costs, drafter: str | None, alpha: float | None) -> Ceiling 
     return None if drafter is None or alpha is None else ceiling(costs, drafter, alpha)
 
 
-def _overhead(costs: Costs, drafter: str | None, runs: Runs, name: str) -> float:
+def _overhead(costs: Costs, runs: Runs, name: str) -> float:
     """o: a round's time in plain steps, less what its forwards cost."""
     rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
-    return median(rounds) / costs.step_seconds - forwards_cost(costs, drafter, runs.stats(name))
+    return median(rounds) / costs.step_seconds - forwards_cost(costs, runs.stats(name))
 
 
 def _bandwidth_share(series: Series, name: str) -> float | None:

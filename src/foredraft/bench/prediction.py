@@ -35,7 +35,8 @@ def verifying(costs: Costs, rows: float) -> float:
 
 def forwards_cost(costs: Costs, stats: Stats) -> float:
     """Of a round's forwards, the mean over all rounds, whoever drafted in them."""
-    drafting = sum(costs.drafting[name].of(steps, stats.drafts[name]) for name, steps in stats.steps.items())
+    steps = stats.steps
+    drafting = sum(costs.drafting[name].of(steps[name], drafts) for name, drafts in stats.drafts.items())
     passes = sum(count * verifying(costs, 1 + drafted) for drafted, count in enumerate(stats.lengths))
     return (drafting + passes) / stats.rounds
 

@@ -162,7 +162,7 @@ class Engine:
         for sequence, idle, budget, reading in rows:
             if idle:
                 continue
-            base, drafter = len(sequence.tokens) - 1, sequence.drafter if budget else None
+            base, drafted_by = len(sequence.tokens) - 1, sequence.drafter if budget else None
             sequence.round_count += 1
             sequence.wary, sequence.proven = reading.broken, not reading.broken
             if reading.broken and reading.drafted == 0:
@@ -174,9 +174,9 @@ class Engine:
                 # first such value would be exact; but NaN reaches every column of its row, for no mask hides
                 # it (0 * NaN), and which was the first cannot be told without another pass.
                 self.cache.wipe(sequence.row, base)
-                outcome = Round(reading.drafted, 0, 0, reading.draft_sure, drafter)
+                outcome = Round(reading.drafted, 0, 0, reading.draft_sure, drafted_by)
             else:
-                outcome = self._extend(sequence, reading, drafter)
+                outcome = self._extend(sequence, reading, drafted_by)
             sequence.rounds.append(outcome)
             if sequence.traced:
                 sequence.trace.append(reading.traced(sequence, outcome, base + 1, budget))

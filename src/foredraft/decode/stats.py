@@ -62,8 +62,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     rejections: int = 0
-    drafts: Counter[str | None] = field(default_factory=Counter)
-    steps: Counter[str | None] = field(default_factory=Counter)
+    drafts: Counter[str] = field(default_factory=Counter)
+    steps: Counter[str] = field(default_factory=Counter)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ class Stats:
             stats.drafted += r.drafted
             stats.accepted += r.accepted
             stats.rejections += r.accepted < r.drafted
-            if r.steps:
+            if r.drafter is not None and r.steps:
                 stats.drafts[r.drafter] += 1
                 stats.steps[r.drafter] += r.steps
             stats._widen(r.drafted)
