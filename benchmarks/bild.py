@@ -9,8 +9,8 @@ told by two figures:
 - exact: the share of prompts whose output is plain decoding's, token by token, and the mean share of an
   output up to the first token that is not.
 
-Writes a JSON document and a plot, and prints a table and the document. Exit code 1 if a lossless output
-differs from plain decoding's.
+Writes a JSON document, and a plot where docs/guides/bild.md shows it; prints a table and the document. Exit
+code 1 if a lossless output differs from plain decoding's.
 
     python benchmarks/bild.py --prompts 18 --new-tokens 64 --repeats 5
 """
@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import workload
 from timing import interleaved, spread
 from workload import fluent, machine, write
 
@@ -39,6 +38,7 @@ from foredraft.files import write_whole
 from foredraft.ngrams import repeated
 
 POSITIONS = 512  # of a sequence; held-out prompts are shorter by far
+PLOTS = Path(__file__).parents[1] / "docs" / "guides"  # the site is built of what is in docs
 WARM = 1  # turns that do not count, after the one whose output is looked at
 
 
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     prompts = fluent(llm, options.prompts)
     rows = measure(llm, prompts, grid, options)
-    write_whole(Path(workload.HERE) / "results" / f"{options.name}.svg", plot(rows), "the plot")
+    write_whole(PLOTS / f"{options.name}.svg", plot(rows), "the plot")
     print("\n".join([*lines(rows), ""]))
     write(options.name, {"what": vars(options), "machine": machine(), "rows": rows})
     changed = [row for row in rows if row["lossless"] and row["exact"] < 1 and options.temperature == 0]

@@ -21,7 +21,7 @@ from foredraft.bench.records import Report, Row, Spread
 from foredraft.files import write_whole
 
 HERE = Path(__file__).parent
-PAGES = ("README.md", "docs/reproduction.md")
+PAGES = ("README.md", "docs/reproduction.md", "docs/guides/bild.md")
 BLOCK = re.compile(
     r"(?<=<!-- figures: )(?P<name>[^>]*?)(?P<gap> -->\n)(?P<lines>.*?)(?=<!-- /figures -->)", re.S
 )
@@ -304,6 +304,26 @@ def big_little_decoder() -> list[str]:
     return table(head, *lines)
 
 
+def the_lossy_rule() -> list[str]:
+    """The whole grid."""
+
+    def line(row: dict[str, Any]) -> Cells:
+        speed = row["over_plain"]
+        return (
+            "" if row["fallback"] is None else f"{row['fallback']:g}",
+            row["mode"],
+            f"{speed['median']:.2f} ({speed['lower']:.2f} to {speed['upper']:.2f})",
+            f"{row['loss']:.3f}",
+            percent([row["exact"]]),
+            percent([row["up_to_the_first_other"]]),
+            f"{row['mean_accepted_length']:.2f}",
+            percent([row["repeated_4grams"]]),
+        )
+
+    head = "fallback", "mode", "over plain (quartiles)", "loss", "exact", "to first other", "τ", "repeated"
+    return table(head, *map(line, result("bild")["rows"]))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "speed": speed,
     "speculative sampling": speculative_sampling,
@@ -315,6 +335,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "adaptive exit": lambda: _by_policy("fixed", "confidence", "adaptive-exit", "auto"),
     "gate": lambda: _by_policy("target-confidence"),
     "big little decoder": big_little_decoder,
+    "the lossy rule": the_lossy_rule,
 }
 
 

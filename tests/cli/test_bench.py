@@ -239,7 +239,7 @@ def test_tokens_that_differ_are_told_and_fail(
         ({"json": "-"}, "--json is '-', but the last line of stdout is the document; give a file"),
         ({"methods": "retokenize"}, "retokenize needs a draft model with another tokenizer; give --draft"),
         ({"drafter": "lookup"}, "Unknown option: --drafter"),
-        ({"max-draft": "0"}, "--max-draft is 0; give 1 or more"),
+        ({"max-draft": "0"}, "--max-draft is 0; give a whole number, 1 or more"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -121,7 +121,14 @@ def test_the_last_line_and_the_trace_say_so(
             ["generate", "x", "--rollback", "3"],
             "--rollback is 3.0, which only the lossy rule has a use for; give",
         ),
-        (["generate", "x", *BILD, "--rollback", "-1"], "--rollback is -1.0; give 0 nats or more, or None"),
+        (
+            ["generate", "x", *BILD, "--rollback", "nan"],
+            "--rollback is nan; give 0 nats or more, or leave it out",
+        ),
+        (
+            ["generate", "x", *BILD, "--rollback", "-1"],
+            "--rollback is -1.0; give 0 nats or more, or leave it out",
+        ),
         (
             ["generate", "x", "--acceptance", "coupled", "--rollback", "3"],
             "for; give --acceptance bild, too, or leave it out",

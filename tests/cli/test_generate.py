@@ -164,7 +164,10 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--compare", "--drafter", "lookup", "--max-new-tokens", "0"], "--compare has nothing to time with"),
         (["--seed", "-3"], "seed is -3"),
         (["--n", "0"], "n is 0"),
-        (["--drafter", "lookup", "--max-draft", "0"], "--max-draft is 0; give 1 or more, or --drafter none"),
+        (
+            ["--drafter", "lookup", "--max-draft", "0"],
+            "--max-draft is 0; give a whole number, 1 or more, or --drafter none",
+        ),
         (["--drafter", "lookup", "--max-draft", "100000"], "--max-draft is 100000"),
         (["--max-batch", "0"], "--max-batch is 0"),
         (["--device", "abacus"], "--device is 'abacus'"),

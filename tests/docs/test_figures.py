@@ -32,8 +32,8 @@ def test_every_table_stands_somewhere() -> None:
 def test_an_old_figure_is_found_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "docs").mkdir()
     for page in figures.PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(figures, "HERE", tmp_path / "benchmarks")  # results that were read are remembered
     assert figures.main([]) == 0

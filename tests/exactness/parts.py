@@ -191,7 +191,7 @@ class ScriptedGuesser:
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence, _ in requests:
-            assert self.lengths[sequence.id] == len(sequence.tokens), "every commit is told"
+            assert self.lengths.get(sequence.id) == len(sequence.tokens), "every commit is told"
         return [self.script(sequence, budget) for sequence, budget in requests]
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import lossy_mutants
 import mutants
 import pass_mutants
+import policy_mutants
 import pytest
 import skip_mutants
 import stop_mutants
@@ -16,7 +17,15 @@ from deciding import by_definition, by_kernels
 from foredraft import kernels
 from planting import Mutant, assert_caught
 
-MODULES = (mutants, transform_mutants, pass_mutants, lossy_mutants, skip_mutants, stop_mutants)
+MODULES = (
+    mutants,
+    transform_mutants,
+    pass_mutants,
+    lossy_mutants,
+    skip_mutants,
+    stop_mutants,
+    policy_mutants,
+)
 CHECKS = [check for module in MODULES for check in module.CHECKS]
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
 

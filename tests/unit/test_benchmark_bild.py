@@ -24,6 +24,7 @@ QUICK = (
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(workload, "HERE", tmp_path)
+    monkeypatch.setattr(bild, "PLOTS", tmp_path)
     prompts = ["def add(a, b):\n", "import os\n"]
     monkeypatch.setattr(bild, "fluent", lambda llm, count: llm.encode(prompts[:count]))
     (tmp_path / "results").mkdir()
@@ -45,7 +46,7 @@ def test_every_mode_is_held_against_plain_decoding(results: Path, capsys: pytest
     drafted = others[2]  # whatever the drafter says
     assert drafted["exact"] < 1 and drafted["loss"] != plain["loss"] and drafted["acceptance_rate"] == 1
     assert others[0]["drafted_per_round"] > others[3]["drafted_per_round"], "the policy hands over"
-    assert xml.fromstring((results / "small.svg").read_text()).tag.endswith("svg")
+    assert xml.fromstring((results.parent / "small.svg").read_text()).tag.endswith("svg")
 
 
 def test_a_lossless_mode_that_changes_the_text_fails(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

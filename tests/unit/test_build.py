@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -98,6 +99,32 @@ def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
     assert all(drafter.name == key for key, drafter in llm.engine.drafters.items())
     stepper = hasattr(llm.engine.drafters.get(name), "step")
     assert stepper == DRAFTERS[name].stepper
+
+
+@pytest.mark.parametrize("value", ["3", 2.5, True, 0, math.nan])
+@pytest.mark.parametrize("option", ["max_draft", "max_batch", "max_length"])
+def test_a_count_is_a_whole_number(models: Path, option: str, value: object) -> None:
+    instead = ", or drafter='none'" if option == "max_draft" else ""
+    message = f"{option} is {value!r}; give a whole number, 1 or more{instead}"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        load(models, **{option: value})
+
+
+@pytest.mark.parametrize("wrong", ["threshold=0.5", [("threshold", 0.5)], [], ""])
+def test_the_numbers_of_a_policy_are_a_table(models: Path, wrong: object) -> None:
+    with pytest.raises(ConfigError, match="policy_options is .*; give a table, such as {'threshold': 0.6}"):
+        load(models, draft=models / "small", policy="confidence", policy_options=wrong)
+
+
+def test_a_list_is_no_name(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy is \['fixed'\]; give one of auto, fixed"):
+        load(models, policy=["fixed"])
+
+
+def test_who_asks_the_drafter_says_so() -> None:
+    """A request is refused by what the policy is, `load` by what the table says of it."""
+    for kind in POLICIES.values():
+        assert kind.make(3).looks == kind.confident
 
 
 def test_every_policy_can_grow_to_its_longest_draft() -> None:

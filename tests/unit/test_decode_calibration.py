@@ -493,5 +493,7 @@ def test_auto_is_refused_where_nothing_chooses(folders: tuple[Path, Path]) -> No
     ):
         loaded(folders, drafter="auto", policy="fixed")
     llm = loaded(folders, policy="fixed")
-    with pytest.raises(RequestError, match="'auto', which is not loaded; loaded: none, lookup, draft-model"):
+    with pytest.raises(
+        RequestError, match="'auto', but policy 'fixed' cannot choose; load with policy='auto'"
+    ):
         llm.generate([[5]], SamplingParams(speculation="auto"))

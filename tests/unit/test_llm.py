@@ -436,8 +436,9 @@ def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
         llm.generate([[3], []], PLAIN)
     with pytest.raises(RequestError, match="token id 99999"):
         llm.generate([3, 99999], PLAIN)
-    with pytest.raises(RequestError, match="n is 0"):
-        llm.generate("x", PLAIN, n=0)
+    for wrong in (0, "2", 1.5, True):
+        with pytest.raises(RequestError, match=f"^n is {wrong!r}; give a whole number, 1 or more$"):
+            llm.generate("x", PLAIN, n=wrong)  # type: ignore[arg-type]
     assert not llm.engine.rows.sequences and not llm.engine.scheduler.waiting  # nothing half-submitted
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import checkpoints
 import foredraft
-from foredraft import ConfigError, SamplingParams
+from foredraft import ConfigError, RequestError, SamplingParams
 
 STRICT = SamplingParams(temperature=0, max_new_tokens=24, logprobs=0)
 LOSSY = STRICT.but(acceptance="bild", rollback=6.0)
@@ -84,6 +84,38 @@ def test_a_policy_that_asks_for_confidence_asks_who_drafts(folder: Path) -> None
             foredraft.load(
                 folder / "big", plan="exit:1", drafter=drafter, policy="confidence", device="cpu", **more
             )
+
+
+def test_a_request_names_nobody_whom_the_policy_would_not_ask(folder: Path) -> None:
+    """Neither in a batch nor in a stream; and nothing has run then."""
+    llm = foredraft.load(
+        folder / "big", draft=folder / "small", policy="confidence", device="cpu", max_batch=2
+    )
+    fits, never = (STRICT.but(speculation=name) for name in ("draft-model", "lookup"))
+    message = (
+        "^speculation names 'lookup', which is never unsure, so that policy 'confidence' would not be asked;"
+        " give one of none, draft-model, or load with another policy$"
+    )
+    with pytest.raises(RequestError, match=message):
+        llm.generate([PROMPT, PROMPT], [fits, never])
+    with pytest.raises(RequestError, match=message):
+        llm.stream(PROMPT, never)
+    assert llm.engine.scheduler.idle
+    assert llm.generate(PROMPT, fits)[0].stats.drafted > 0
+    for policy in ("fixed", "auto"):
+        other = foredraft.load(
+            folder / "big", draft=folder / "small", policy=policy, device="cpu", max_batch=1
+        )
+        assert other.generate(PROMPT, never)[0].error is None
+
+
+def test_auto_is_a_policy_that_can_choose(folder: Path) -> None:
+    llm = foredraft.load(folder / "big", draft=folder / "small", policy="fallback", device="cpu", max_batch=1)
+    message = (
+        "speculation is 'auto', but policy 'fallback' cannot choose; load with policy='auto', or give one of"
+    )
+    with pytest.raises(RequestError, match=f"{message} none, draft-model$"):
+        llm.generate(PROMPT, STRICT.but(speculation="auto"))
 
 
 def test_the_thresholds_are_settings(folder: Path) -> None:

@@ -104,9 +104,23 @@ def test_the_gate_opens_and_closes() -> None:
             {"by": "mood"},
             "policy_options has by 'mood'; give one of probability, entropy",
         ),
+        ("confidence", {"threshold": True}, "policy_options has threshold True; give a number from 0 to 1"),
+        ("confidence", {"threshold": [0.5]}, r"policy_options has threshold \[0.5\]; give a number"),
+        ("target-confidence", {"by": ["margin"]}, r"policy_options has by \['margin'\]; give one of prob"),
+        (
+            "confidence",
+            "threshold=0.5",
+            "policy_options is 'threshold=0.5'; give a table, such as {'threshold': 0.6}",
+        ),
+        (
+            "fallback",
+            [("threshold", 0.5)],
+            r"policy_options is \[.*\]; give a table, such as {'threshold': 0.6}",
+        ),
+        ("fixed", "", "policy_options is ''; policy 'fixed' has none, leave it out"),
     ],
 )
-def test_what_cannot_be_set_is_refused_by_name(policy: str, given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_set_is_refused_by_name(policy: str, given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(policy, given)
 

@@ -24,7 +24,7 @@ from foredraft.build.planning import GivenPlan, chosen_plan
 from foredraft.build.policies import check_settings, make_policy
 from foredraft.decode.engine import Engine
 from foredraft.decode.operators import operators_of
-from foredraft.decode.params import SamplingParams
+from foredraft.decode.params import SamplingParams, is_whole
 from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter
 from foredraft.llm import LLM
@@ -110,13 +110,13 @@ def load(
     """
     _check_name("drafter", drafter, (None, *DRAFTERS))
     _check_name("policy", policy, POLICIES)
-    settings = check_settings(policy, policy_options or {})
+    settings = check_settings(policy, {} if policy_options is None else policy_options)
     _check_name("draft_sampling", draft_sampling, ("sampled", "greedy"))
     _check_name("dtype", dtype, (None, *DTYPES))
     for option, value in (("max_draft", max_draft), ("max_batch", max_batch), ("max_length", max_length)):
-        if value is not None and value < 1:
+        if value is not None and not is_whole(value, 1):
             instead = ", or drafter='none'" if option == "max_draft" else ""
-            raise ConfigError(f"{option} is {value}; give 1 or more{instead}")
+            raise ConfigError(f"{option} is {value!r}; give a whole number, 1 or more{instead}")
     for option, wanted, of in (("revision", revision, path), ("draft_revision", draft_revision, draft)):
         if wanted is not None and of is None:
             raise ConfigError(f"{option} is {wanted!r}, but no hub id is given that has it; leave it out")
@@ -215,7 +215,7 @@ def _check_confident(policy: str, drafter: str, kinds: Mapping[str, DrafterKind]
 
 
 def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> None:
-    if value not in known:
+    if value not in tuple(known):  # what cannot be looked up in a table is none of its names either
         raise ConfigError(f"{option} is {value!r}; give one of {', '.join(filter(None, known))}")
 
 

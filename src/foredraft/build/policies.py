@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from foredraft.decode.calibration import Calibration
+from foredraft.decode.params import is_number
 from foredraft.decode.policy import Auto, Policy
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES, Setting
@@ -13,9 +14,15 @@ from foredraft.model.runner import Runner
 __all__ = ["check_settings", "longest_draft", "make_policy"]
 
 
-def check_settings(policy: str, given: Mapping[str, float | str]) -> dict[str, float | str]:
+def check_settings(policy: str, given: object) -> dict[str, float | str]:
     """As the policy takes them: numbers may come as words. Raises ConfigError that names what it cannot."""
     known = POLICIES[policy].settings
+    if not isinstance(given, Mapping):
+        example = {name: setting.default for name, setting in known.items()}
+        instead = (
+            f"give a table, such as {example}" if example else f"policy {policy!r} has none, leave it out"
+        )
+        raise ConfigError(f"policy_options is {given!r}; {instead}")
     settings: dict[str, float | str] = {}
     for name, value in given.items():
         if name not in known:
@@ -25,15 +32,17 @@ def check_settings(policy: str, given: Mapping[str, float | str]) -> dict[str, f
     return settings
 
 
-def _read(name: str, value: float | str, setting: Setting) -> float | str:
+def _read(name: str, value: object, setting: Setting) -> float | str:
     wrong = ConfigError(f"policy_options has {name} {value!r}; give {setting.allowed}")
+    if not isinstance(value, str) and (setting.words or not is_number(value)):
+        raise wrong
     if setting.words:
         if value not in setting.words:
             raise wrong
-        return value
+        return str(value)
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except ValueError:
         raise wrong from None
     if not setting.least <= number <= setting.most:
         raise wrong

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from foredraft.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingParams", "is_number", "is_whole"]
 
 # What people know from elsewhere, and what to do here.
 ELSEWHERE = {
@@ -102,14 +102,14 @@ class SamplingParams:
         self._check_numbers()
         for name in ("ignore_eos", "include_stop"):
             _within(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        _within("seed", self.seed, self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "0 to 2**63 - 1")
+        _within("seed", self.seed, self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "0 to 2**63 - 1")
         _within(
             "acceptance", self.acceptance, self.acceptance in (None, "speculative", "coupled", "bild"),
             "'speculative', 'coupled', 'bild' (which is not lossless) or None",
         )  # fmt: skip
         if self.rollback is not None:
-            fits = _is_number(self.rollback) and self.rollback >= 0
-            _within("rollback", self.rollback, fits, "0 nats or more, or None")
+            fits = is_number(self.rollback) and self.rollback >= 0
+            _within("rollback", self.rollback, fits, "0 nats or more, or leave it out")
             if self.acceptance != "bild":
                 raise RequestError(
                     f"rollback is {self.rollback!r}, which only the lossy rule has a use for; give"
@@ -133,7 +133,7 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0, "from -2 to 2; 0 is off"),
         ):
             value = getattr(self, name)
-            fits = _is_number(value) and low <= value <= high and value != math.inf
+            fits = is_number(value) and low <= value <= high and value != math.inf
             zero_fits = name not in ("top_p", "typical_p")
             _within(name, value, fits and (zero_fits or value > 0), says)
         for name, optional in (
@@ -142,8 +142,13 @@ class SamplingParams:
         ):  # fmt: skip
             value = getattr(self, name)
             most = MOST_LOGPROBS if optional else 2**31 - 1
-            fits = (optional and value is None) or _is_whole(value, 0, most)
-            _within(name, value, fits, f"a whole number from 0 {f'to {most} or None' if optional else 'on'}")
+            fits = (optional and value is None) or is_whole(value, 0, most)
+            _within(
+                name,
+                value,
+                fits,
+                f"a whole number from 0 {f'to {most}, or leave it out' if optional else 'on'}",
+            )
         if self.min_new_tokens > self.max_new_tokens:
             raise RequestError(
                 f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens};"
@@ -192,11 +197,12 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Of what a user gave: True and False are none, though Python counts with them."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_whole(value: object, low: int, high: int) -> bool:
+def is_whole(value: object, low: int, high: float = math.inf) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -219,6 +225,6 @@ def _biases(given: object) -> dict[int, float] | None:
     _within("logit_bias", given, isinstance(given, Mapping), "a table of token ids and numbers")
     assert isinstance(given, Mapping)
     for token, bias in given.items():
-        _within("logit_bias", given, _is_whole(token, 0, 2**31 - 1), "whole token ids as its keys")
-        _within("logit_bias", given, _is_number(bias) and -100 <= bias <= 100, "numbers from -100 to 100")
+        _within("logit_bias", given, is_whole(token, 0, 2**31 - 1), "whole token ids as its keys")
+        _within("logit_bias", given, is_number(bias) and -100 <= bias <= 100, "numbers from -100 to 100")
     return dict(given) or None

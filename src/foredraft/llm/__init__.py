@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
 from foredraft.decode.engine import Engine
-from foredraft.decode.params import SamplingParams
+from foredraft.decode.params import SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
@@ -123,8 +123,8 @@ class LLM:
             RequestError: A prompt or an option cannot be served; nothing has run then.
         """
         encoded = self.encode(prompts)
-        if n < 1:
-            raise RequestError(f"n is {n}; give 1 or more")
+        if not is_whole(n, 1):
+            raise RequestError(f"n is {n!r}; give a whole number, 1 or more")
         each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from foredraft.decode.draft import as_stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.scores import Score
@@ -160,14 +161,25 @@ class Requests:
     def drafters(self, speculation: str | None) -> tuple[str, ...]:
         """All that may draft for a request: the policy chooses among several."""
         name = speculation or self.default_drafter or "none"
-        loaded = self.engine.drafters
+        loaded, policy = self.engine.drafters, self.engine.policy
         if name == "none":
             return ()
-        if name == "auto" and self.engine.policy.weighs:
+        if name == "auto" and policy.weighs:
             return tuple(loaded)
+        fits = [each for each in loaded if not policy.looks or as_stepper(loaded[each]) is not None]
+        known = ", ".join(["none", *(["auto"] if policy.weighs else []), *fits])
+        if name == "auto":
+            raise RequestError(
+                f"speculation is 'auto', but policy {policy.name!r} cannot choose; load with policy='auto',"
+                f" or give one of {known}"
+            )
         if name not in loaded:
-            known = ["none", *(["auto"] if self.engine.policy.weighs else []), *loaded]
-            raise RequestError(f"speculation names {name!r}, which is not loaded; loaded: {', '.join(known)}")
+            raise RequestError(f"speculation names {name!r}, which is not loaded; give one of {known}")
+        if name not in fits:
+            raise RequestError(
+                f"speculation names {name!r}, which is never unsure, so that policy {policy.name!r} would not"
+                f" be asked; give one of {known}, or load with another policy"
+            )
         return (name,)
 
 

@@ -26,7 +26,8 @@ class Fixed(Alone):
 class Heuristic(Alone):
     """Two more after a draft accepted whole, one fewer otherwise, from 1 to `max_draft`.
 
-    The rule of `transformers`' assisted generation (num_assistant_tokens_schedule="heuristic").
+    The rule of `transformers`' assisted generation (num_assistant_tokens_schedule="heuristic_transient"),
+    which begins at 20 there, 5 in older versions, and has no longest.
     """
 
     max_draft: int

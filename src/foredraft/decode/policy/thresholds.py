@@ -31,8 +31,8 @@ def surest(q: Law, logits: Tensor) -> Tensor:
 class Confidence(Alone):
     """Drafts on while max_v q(v) >= threshold.
 
-    The second exit of Kangaroo (Liu et al. 2024, arXiv 2404.18911; 0.6 there), and
-    assistant_confidence_threshold of `transformers` (0.4 there).
+    The second exit of Kangaroo (Liu et al. 2024, arXiv 2404.18911; 0.6 there). What `transformers` has as
+    assistant_confidence_threshold asks for the drawn token's probability instead, after the transforms.
     """
 
     max_draft: int

@@ -1,0 +1,172 @@
+"""What a policy is asked and told: of every row its own, over a batch that changes, and all of it is heeded."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import test_identity as identity
+import torch
+from harness import make_engine, request, run
+from tabular import Tabular
+from torch import Tensor
+
+from foredraft.decode.law import Law
+from foredraft.decode.policy import Alone, Choice, Offers, Signal
+from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+from foredraft.decode.trace import RoundTrace
+
+V = identity.V
+MOST = 4
+
+
+@dataclass
+class Asked:
+    """Of one row in one round. leave: the first place that is left to the target. stop: the last that is
+    drafted."""
+
+    drafter: str | None
+    budget: int
+    leave: int
+    stop: int
+    before: list[tuple[list[float], list[float]]] = field(default_factory=list)  # logits and q of each draw,
+    after: list[tuple[list[float], list[float]]] = field(default_factory=list)  # and once it was drawn
+    told: tuple[Round, float | None] | None = None
+
+    @property
+    def longest(self) -> int:
+        return min(self.budget, self.leave, self.stop + 1)
+
+    @property
+    def places(self) -> int:
+        """That it was asked of: those drafted, and the one that it left."""
+        return self.longest + (self.leave < min(self.budget, self.stop + 1))
+
+
+class Witness(Alone):
+    """Any drafter, budget and end, by dice; it notes in a row's state what it is shown of that row."""
+
+    name = "witness"
+    looks = True
+
+    def __init__(self, wants: Signal) -> None:
+        self.wants = wants
+
+    def start(self) -> list[Asked]:
+        return []
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        return [self._choice(row) for row in rows]
+
+    def _choice(self, row: Offers) -> Choice:
+        dice = random.Random(f"{row.sequence.tokens} {row.sequence.round_count}")
+        drafter = dice.choice([*row.most]) if row.most else None
+        budget = 0 if drafter is None else min(dice.randint(0, MOST), row.most[drafter])
+        row.sequence.policy_state.append(Asked(drafter, budget, dice.randint(0, 6), dice.randint(0, 5)))
+        return Choice(drafter, budget)
+
+    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
+        several = self._asked(sequences)
+        self._note(several, "before", position, q, logits)
+        return torch.tensor([asked is None or position < asked.leave for asked in several])
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
+        several = self._asked(sequences)
+        self._note(several, "after", position, q, logits)
+        return torch.tensor([asked is None or position < asked.stop for asked in several])
+
+    def _asked(self, sequences: Seq[Sequence]) -> list[Asked | None]:
+        """Rows that are still reading their prompts have none."""
+        return [s.policy_state[-1] if s.policy_state else None for s in sequences]
+
+    def _note(self, several: list[Asked | None], where: str, position: int, q: Law, logits: Tensor) -> None:
+        shown = zip(logits[:, 0].tolist(), q.weights(V)[:, 0].tolist(), strict=True)
+        for asked, pair in zip(several, shown, strict=True):
+            if asked is not None and position == len(getattr(asked, where)):
+                getattr(asked, where).append(pair)
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        asked = sequence.policy_state[-1]
+        assert asked.told is None, "once a round"
+        assert outcome is sequence.rounds[-1], "after its commit"
+        asked.told = outcome, sure
+
+
+def batch() -> list[Sequence]:
+    """Short and long prompts and texts, so that rows leave, move and are still reading beside
+    others. One stepper: a policy is asked by each, of all rows."""
+    wishes: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        (("draft-model",), {"temperature": 0.5, "max_new_tokens": 7}),
+        (("script",), {"temperature": 0.8, "top_k": 3, "max_new_tokens": 12}),
+        (("draft-model", "script"), {"temperature": 0, "max_new_tokens": 24}),
+        (("draft-model",), {"top_p": 0.8, "max_new_tokens": 16}),
+        ((), {"temperature": 0.7, "max_new_tokens": 9}),
+        (("script", "draft-model"), {"temperature": 0.6, "max_new_tokens": 20}),
+        (("draft-model",), {"temperature": 1.3, "max_new_tokens": 30}),
+        (("draft-model",), {"temperature": 0.9, "max_new_tokens": 25}),
+    ]
+    prompts = *identity.PROMPTS, (2,)  # the last runs at once, behind rows that still read
+    sequences = []
+    for number, (prompt, (drafters, options)) in enumerate(zip(prompts, wishes, strict=True)):
+        one = request(prompt, drafters[0] if drafters else None, seed=number, drafters=drafters, **options)
+        one.traced = True
+        sequences.append(one)
+    return sequences
+
+
+def certainty_of(logits: list[float], token: int, signal: Signal) -> float:
+    """The definition, in plain Python."""
+    most = max(logits)
+    weights = [math.exp(x - most) for x in logits]
+    probs = [weight / sum(weights) for weight in weights]
+    if signal == "probability":
+        return probs[token]
+    if signal == "margin":
+        first, second = sorted(probs, reverse=True)[:2]
+        return first - second
+    return 1 + sum(p * math.log(p) for p in probs if p) / math.log(len(probs))
+
+
+def assert_heard(sequence: Sequence, asked: Asked, turn: RoundTrace, signal: Signal) -> None:
+    assert (turn.drafter, turn.budget) == (asked.drafter if asked.budget else None, asked.budget)
+    text = sequence.tokens[: len(sequence.prompt) + turn.start]
+    assert asked.told is not None
+    outcome, sure = asked.told
+    assert (outcome.drafted, outcome.accepted) == (len(turn.draft), turn.accepted)
+    last = identity.TARGET.after([*text, *turn.draft[: turn.accepted]])
+    assert sure == pytest.approx(certainty_of(last, turn.next_token, signal), abs=1e-5)
+    if turn.drafter in (None, "script"):
+        return
+    assert len(turn.draft) == asked.longest
+    before, after = asked.before[: asked.places], asked.after[: asked.longest]
+    assert len(before) == asked.places
+    assert len(after) >= min(asked.longest, asked.budget - 1)
+    assert after == before[: len(after)]
+    for place, (logits, q) in enumerate(before):
+        assert logits == pytest.approx(identity.DRAFT.after([*text, *turn.draft[:place]])), place
+        if place < len(turn.draft):
+            assert q[turn.draft[place]] == pytest.approx(turn.q[place])
+
+
+def each_row_its_own(signal: Signal = "probability") -> None:
+    sequences = batch()
+    engine = make_engine(Tabular(identity.TARGET, chunk=1), identity.DRAFT, Witness(signal), rows=3)
+    run(engine, sequences)
+    for sequence in sequences:
+        several = sequence.policy_state
+        if not sequence.drafters:  # nobody asks once nobody else is left that may draft
+            assert several
+        for asked, turn in zip(several, sequence.trace, strict=bool(sequence.drafters)):
+            assert_heard(sequence, asked, turn, signal)
+    drafted = [(turn.accepted, len(turn.draft)) for s in sequences for turn in s.trace]
+    assert {0 if not kept else 1 + (kept == of) for kept, of in drafted if of} == {0, 1, 2}, "none, some, all"
+
+
+@pytest.mark.parametrize("signal", ["probability", "margin", "entropy"])
+def test_each_row_is_told_its_own(signal: Signal) -> None:
+    each_row_its_own(signal)
