@@ -212,7 +212,8 @@ def test_a_row_has_the_ceilings_of_its_drafter_under_any_policy() -> None:
     assert row.speedup is not None and row.speedup.median == pytest.approx(11 / 8)
     for other in ("plain", "auto"):  # nobody drafts, or several do
         row = row_of(runs, Named(other), [], comparable=True)
-        assert row.ceiling is row.perfect is row.predicted is row.policy is None
+        assert row.ceiling is row.perfect is row.policy is None
+        assert (row.predicted is None) == (other == "plain"), "round by round, whoever drafted"
 
 
 def test_rows_by_policy_are_those_that_draft_where_policies_were_asked_for() -> None:

@@ -206,7 +206,7 @@ class Row:
             where no single drafter's costs stand behind it.
         perfect: The same at alpha 1: more than that no drafts of this cost can gain.
         predicted: tau by the mean of c_1 + ... + c_s + v(k + 1) over the rounds, with each prompt's own tau
-            and drafts: of k tokens, for which the drafter took s steps.
+            and drafts: of k tokens, for which whoever drafted took s steps.
         measured_over_predicted: `speedup` by that, prompt by prompt.
         overhead: o: what is left of a round's time beside those forwards, in plain steps; of several
             sequences too low, since c and v are of full batches, which the first and last rounds are not.
