@@ -71,7 +71,7 @@ def test_a_plan_that_wins_is_kept_where_generate_finds_it(
     for one in told["finalists"]:
         assert one["identical"] is True
         assert one["tau"] == pytest.approx(one["predicted_tau"], rel=1e-9)
-        assert one["speedup"]["count"] == one["prompts"] == 2
+        assert one["speedup"]["count"] == one["prompts"] == 4
     plan = read_plan(out)
     kept = find_plan(model_hash(Path(big)))
     assert kept == plan and str(plan.skips) == told["finalists"][0]["skips"]
@@ -138,8 +138,8 @@ def test_nothing_is_written_where_plain_decoding_wins(
 def finalist(speedup: float, identical: bool | None, tau: float = 2.0, error: float = 0.0) -> Finalist:
     from foredraft.bench.records import Spread
 
-    spread = Spread(speedup, speedup, speedup, 1)
-    return Finalist("skip:none", 2, 1.2, 2.0, tau, 0.9, 0.5, spread, identical, 1, spread, error)
+    spread = Spread(speedup, speedup, speedup, 8)
+    return Finalist("skip:attn=1", 2, 1.2, 2.0, tau, 0.9, 0.5, spread, identical, 8, spread, 8, 2.1, error)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,16 @@ def test_the_fastest_wins_if_it_is_faster_and_right_and_as_predicted(
     several: list[tuple[Any, ...]], winner: int | None
 ) -> None:
     assert run_module._winner([finalist(*one) for one in several]) == winner
+
+
+def test_a_finalist_tells_its_trials_tau(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the texts of the search, which is not that of the texts that were decoded."""
+    assert main(given(command, "--trials", "6")) == 0
+    told = document(capsys)
+    trials = {trial["skips"]: trial["taus"][trial["draft"] - 1] for trial in told["trials"]}
+    assert [one["trial_tau"] for one in told["finalists"]] == [
+        trials[one["skips"]] for one in told["finalists"]
+    ]
 
 
 def test_a_search_goes_on_and_at_a_temperature_it_is_another(
@@ -240,7 +250,7 @@ def test_every_stage_tells_how_far_it_is(
         ),
         (["--storage", "what"], "--storage is 'what', which is no URL"),
         (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
-        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1536 new ones"),
+        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1024 new ones"),
         (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
         (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
         (["--max-draft", "0"], "--max-draft is 0; give 1 or more"),
@@ -269,6 +279,7 @@ def test_mistakes_are_one_line_and_code_2(
     [
         ("\n \n", "holds no prompts; give one a line"),
         ("only one\n", "a single prompt is given; give --prompts"),
+        ("the same\n" * 4, "all 4 prompts are the same; give --prompts of two or more that differ"),
     ],
 )
 def test_too_few_prompts(

@@ -91,13 +91,25 @@ def test_texts_end_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
 def test_held_out_prompts_are_in_no_text() -> None:
     kept, held_out = hold_out(PROMPTS)
-    assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 3
+    assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 6
     assert hold_out(PROMPTS) == (kept, held_out)
     for count in range(2, len(PROMPTS)):
         assert len(hold_out(PROMPTS[:count])[0]) == written(count)
+    sizes = [len(hold_out([[number] for number in range(count)])[1]) for count in range(2, 34)]
+    assert sizes[:11] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6] and sizes[11:22] == [6] * 11
+    assert sizes[22:] == [6, 6, 7, 7, 7, 7, 8, 8, 8, 8]
     with pytest.raises(ConfigError, match="a single prompt is given"):
         hold_out(PROMPTS[:1])
     assert [new_tokens(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
+
+
+def test_equal_prompts_are_on_one_side() -> None:
+    for numbers in ([1, 1, 1, 2, 2, 2, 3, 3], [5, 4] * 4, [*range(9), 7, 7, 7, 8]):
+        kept, held_out = hold_out([[number] for number in numbers])
+        assert sorted(kept + held_out) == [[number] for number in sorted(set(numbers))]
+        assert len(kept) == written(len(set(numbers)))
+    with pytest.raises(ConfigError, match="all 4 prompts are the same; give prompts= of two or more"):
+        hold_out([[1, 2]] * 4)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +313,7 @@ def report(**changes: object) -> Report:
         for number in range(6)
     )
     finalist = Finalist(
-        "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8)
+        "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8), 8, 2.63
     )
     made = Report(
         "some/model", "ab" * 32, 3, "a study", "memory", {"trials": 6, "dtype": "float32", "timeout": None},
@@ -316,7 +328,11 @@ def test_the_page_says_what_was_found_and_loads_nothing() -> None:
     assert made == page(report())
     assert "skip:attn=0,2/mlp=1 runs at 1.30 × own plain decoding" in made
     assert "every token was plain decoding&#39;s" in made
-    assert "<td>1.30<small>1.20–1.40</small></td>" in made and "✓ same in every run" in made
+    assert "<td>1.30<small>1.20–1.40, 8 of 8 faster</small></td>" in made and "✓ same in every run" in made
+    heads = re.findall(r'<th scope="col">(.*?)</th>', made)
+    cells = re.findall(r"<td[^>]*>([^<]*)", made)
+    told = dict(zip(heads[1:], cells, strict=False))  # the first head is the plan's
+    assert (told["τ"], told["predicted τ"], told["trial&#39;s τ"]) == ("2.51", "2.50", "2.63")
     assert re.findall(r'<h2 id="(\w+)"', made) == ["history", "layers", "importance"]
     assert "<script" not in made and not re.search(r'(?:src|href)="(?!#)', made)
 

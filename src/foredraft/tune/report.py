@@ -15,7 +15,10 @@ from foredraft.tune.records import Finalist, Report
 
 __all__ = ["page"]
 
-COLUMNS = ("draft", "over plain", "tokens", "predicted", "c", "α", "τ", "predicted τ", "repeated")
+COLUMNS = (
+    *("draft", "over plain", "tokens", "predicted", "c", "α"),
+    *("τ", "predicted τ", "trial's τ", "repeated"),
+)
 
 
 def page(report: Report) -> str:
@@ -80,12 +83,13 @@ def _cells(one: Finalist) -> list[Cell]:
     }
     return [
         Cell(str(one.draft)),
-        Cell(f"{one.speedup.median:.2f}", quartiles),
+        Cell(f"{one.speedup.median:.2f}", f"{quartiles}, {one.faster} of {one.prompts} faster"),
         same[one.identical],
         Cell(f"{one.predicted:.2f}"),
         Cell(f"{one.c:.2f}"),
         Cell(f"{one.alpha:.2f}"),
         Cell(f"{one.tau:.2f}"),
         Cell(f"{one.predicted_tau:.2f}"),
+        Cell(f"{one.trial_tau:.2f}"),
         Cell(f"{one.repeated.median:.0%}"),
     ]

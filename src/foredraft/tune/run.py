@@ -35,7 +35,7 @@ from foredraft.tune.teacher import Teacher
 __all__ = ["tune"]
 
 ROWS = 8  # texts that are written side by side
-FORMAT = 2  # of what a study holds; no other's is gone on with
+FORMAT = 3  # of what a study holds; no other's is gone on with
 
 
 def tune(
@@ -131,7 +131,7 @@ def _load(
 
 def _room(options: Options, prompts: Sequence[str]) -> int:
     """New tokens of a prompt at most, whatever it is for."""
-    return max(options.new_tokens, new_tokens(options.tokens, written(len(prompts))))
+    return max(options.new_tokens, new_tokens(options.tokens, written(len(set(prompts)))))
 
 
 def _finalists(
