@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,9 @@ import foredraft
 from checkpoints import save_checkpoint
 from foredraft import LLM
 from foredraft.bench.records import Spread
+from foredraft.decode.stats import Stats
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner
-from foredraft.decode.stats import Stats
 from foredraft.tune import race as race_module
 from foredraft.tune.agreement import Agreement
 from foredraft.tune.options import Options

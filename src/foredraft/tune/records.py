@@ -102,7 +102,7 @@ class Finalist:
 
 def by_chance(wins: int, prompts: int) -> float:
     """How likely somebody who wins each with a chance of one half wins so many or more."""
-    return sum(comb(prompts, count) for count in range(wins, prompts + 1)) / 2**prompts
+    return sum(comb(prompts, count) for count in range(wins, prompts + 1)) * 0.5**prompts
 
 
 @dataclass(frozen=True, slots=True)

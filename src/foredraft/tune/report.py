@@ -67,8 +67,9 @@ def _facts(report: Report) -> dict[str, str]:
         "model": f"{report.model}, {report.layers} layers, {report.options['dtype']}",
         "search": f"{len(report.trials)} trials, each on {report.tokens} tokens",
         "best prediction": f"{best.predicted:.2f} × plain decoding, drafts of {best.draft}{begun}",
-        "costs of a draft step": f"{costs.fixed:.3f} of a plain step, {attention:.4f} an attention,"
-        f" {costs.mlp:.4f} an MLP; a plain step takes {costs.step_seconds * 1e3:.2f} ms",
+        "costs of a draft": f"{costs.start:.3f} of a plain step; of each of its steps: {costs.fixed:.3f},"
+        f" {attention:.4f} an attention, {costs.mlp:.4f} an MLP, {costs.together:.3f} all together beyond"
+        f" their sum; a plain step takes {costs.step_seconds * 1e3:.2f} ms",
         "study": f"{report.study}, in {report.storage}",
         "plan": ", ".join(report.plan_files) or "none was written",
     }
