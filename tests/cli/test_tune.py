@@ -76,12 +76,28 @@ def test_a_plan_that_wins_is_kept_where_generate_finds_it(
     kept = find_plan(model_hash(Path(big)))
     assert kept == plan and str(plan.skips) == told["finalists"][0]["skips"]
     assert (plan.max_draft, plan.dtype, plan.device) == (told["finalists"][0]["draft"], "float32", "cpu")
-    assert told["plan_files"][0] == str(out) and len(told["plan_files"]) == 2
+    assert told["plan_files"][0] == str(out) and len(told["plan_files"]) == 2 and told["notes"] == []
     llm = foredraft.load(big, drafter="layer-skip", policy="fixed", kernels=False, max_length=64)
     [output] = llm.generate("def accept", foredraft.SamplingParams(temperature=0, max_new_tokens=8))
     assert output.stats.drafted > 0
     page = html.read_text()
     assert "The best plans in real decoding" in page and page.count("<svg") == 3
+
+
+def test_a_plan_tells_its_temperature_and_whose_place_it_takes(
+    command: list[str], tmp_path: Path, wins: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    for temperature in (0, 1):
+        more = ("--temperature", str(temperature), "--trials", "2", "--finalists", "1", "--out", str(out))
+        before = read_plan(out) if temperature else None
+        assert main(given(command, *more)) == 0
+        assert read_plan(out).temperature == temperature
+        told = document(capsys)["notes"]
+        assert told == ([] if before is None else [
+            f"It takes the place of the plan that was kept before: {before.skips}, measured at temperature 0 at"
+            f" {before.speedup:.2f} x plain decoding on {before.date}."
+        ])  # fmt: skip
 
 
 def test_an_early_exit_that_wins_is_kept_and_used(

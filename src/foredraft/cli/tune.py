@@ -119,7 +119,7 @@ def lines(report: Report) -> list[str]:
     ]
     if rows:
         shown += [*table([COLUMNS, *rows]), ""]
-    return [*shown, verdict(report)]
+    return [*shown, verdict(report), *report.notes]
 
 
 def verdict(report: Report) -> str:
