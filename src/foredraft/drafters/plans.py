@@ -84,8 +84,8 @@ class PlanFile:
             return None
         return (
             f"the plan of {shortened(self.model)} was measured on {self.device} in {self.dtype}, and serves"
-            f" on {device} in {dtype}: the output stays exact, but its draft length and speed-up may be others;"
-            " `foredraft tune` finds them"
+            f" on {device} in {dtype}: the output stays exact, but its draft length and speed-up may be"
+            " others; `foredraft tune` finds them"
         )
 
     def check(self, hash: str, model: str) -> None:
