@@ -220,6 +220,7 @@ def test_costs_of_a_disturbed_machine_are_bounded(llm: LLM, monkeypatch: pytest.
     found = measure_plan_costs(llm, 20, 4, 0.0)
     assert found.verifying == (1.0, 1.5, 1.5, 2.5), "fewer columns never take more, and 1 at least"
     assert found.fixed == pytest.approx(0.1) and found.step(Plan.full(3)) == pytest.approx(0.1)
+    assert costs_module._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), "no step is for nothing"
     planted(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
     found = measure_plan_costs(llm, 20, 3, 0.0)
     assert min(found.mlp, *found.attention, found.together, found.start) >= 0 and found.fixed > 0
