@@ -71,17 +71,33 @@ def test_a_plan_that_wins_is_kept_where_generate_finds_it(
     for one in told["finalists"]:
         assert one["identical"] is True
         assert one["tau"] == pytest.approx(one["predicted_tau"], rel=1e-9)
-        assert one["speedup"]["count"] == one["prompts"] == 2
+        assert one["speedup"]["count"] == one["prompts"] == 4
     plan = read_plan(out)
     kept = find_plan(model_hash(Path(big)))
     assert kept == plan and str(plan.skips) == told["finalists"][0]["skips"]
     assert (plan.max_draft, plan.dtype, plan.device) == (told["finalists"][0]["draft"], "float32", "cpu")
-    assert told["plan_files"][0] == str(out) and len(told["plan_files"]) == 2
+    assert told["plan_files"][0] == str(out) and len(told["plan_files"]) == 2 and told["notes"] == []
     llm = foredraft.load(big, drafter="layer-skip", policy="fixed", kernels=False, max_length=64)
     [output] = llm.generate("def accept", foredraft.SamplingParams(temperature=0, max_new_tokens=8))
     assert output.stats.drafted > 0
     page = html.read_text()
     assert "The best plans in real decoding" in page and page.count("<svg") == 3
+
+
+def test_a_plan_tells_its_temperature_and_whose_place_it_takes(
+    command: list[str], tmp_path: Path, wins: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    for temperature in (0, 1):
+        more = ("--temperature", str(temperature), "--trials", "2", "--finalists", "1", "--out", str(out))
+        before = read_plan(out) if temperature else None
+        assert main(given(command, *more)) == 0
+        assert read_plan(out).temperature == temperature
+        told = document(capsys)["notes"]
+        assert told == ([] if before is None else [
+            f"It takes the place of the plan that was kept before: {before.skips}, measured at temperature 0 at"
+            f" {before.speedup:.2f} x plain decoding on {before.date}."
+        ])  # fmt: skip
 
 
 def test_an_early_exit_that_wins_is_kept_and_used(
@@ -138,8 +154,8 @@ def test_nothing_is_written_where_plain_decoding_wins(
 def finalist(speedup: float, identical: bool | None, tau: float = 2.0, error: float = 0.0) -> Finalist:
     from foredraft.bench.records import Spread
 
-    spread = Spread(speedup, speedup, speedup, 1)
-    return Finalist("skip:none", 2, 1.2, 2.0, tau, 0.9, 0.5, spread, identical, 1, spread, error)
+    spread = Spread(speedup, speedup, speedup, 8)
+    return Finalist("skip:attn=1", 2, 1.2, 2.0, tau, 0.9, 0.5, spread, identical, 8, spread, 8, 2.1, error)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +175,16 @@ def test_the_fastest_wins_if_it_is_faster_and_right_and_as_predicted(
     several: list[tuple[Any, ...]], winner: int | None
 ) -> None:
     assert run_module._winner([finalist(*one) for one in several]) == winner
+
+
+def test_a_finalist_tells_its_trials_tau(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the texts of the search, which is not that of the texts that were decoded."""
+    assert main(given(command, "--trials", "6")) == 0
+    told = document(capsys)
+    trials = {trial["skips"]: trial["taus"][trial["draft"] - 1] for trial in told["trials"]}
+    assert [one["trial_tau"] for one in told["finalists"]] == [
+        trials[one["skips"]] for one in told["finalists"]
+    ]
 
 
 def test_a_search_goes_on_and_at_a_temperature_it_is_another(
@@ -240,7 +266,7 @@ def test_every_stage_tells_how_far_it_is(
         ),
         (["--storage", "what"], "--storage is 'what', which is no URL"),
         (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
-        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1536 new ones"),
+        (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1024 new ones"),
         (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
         (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
         (["--max-draft", "0"], "--max-draft is 0; give 1 or more"),
@@ -269,6 +295,7 @@ def test_mistakes_are_one_line_and_code_2(
     [
         ("\n \n", "holds no prompts; give one a line"),
         ("only one\n", "a single prompt is given; give --prompts"),
+        ("the same\n" * 4, "all 4 prompts are the same; give --prompts of two or more that differ"),
     ],
 )
 def test_too_few_prompts(

@@ -49,3 +49,31 @@ def test_an_old_figure_is_found_and_replaced(
 def test_a_table_that_there_is_not() -> None:
     with pytest.raises(KeyError, match="no such"):
         figures.brought_up_to_date("<!-- figures: no such -->\n<!-- /figures -->\n")
+
+
+def test_a_plan_that_was_raced_has_its_measured_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever ranking found it; the search tells what it thought the best and what won."""
+
+    def finalist(skips: str, predicted: float, measured: float) -> dict[str, object]:
+        told = {"c": 0.2, "alpha": 0.9, "predicted_tau": 4.5, "tau": 4.6, "prompts": 16, "identical": True}
+        return {"skips": skips, "predicted": predicted, "speedup": {"median": measured}, **told}
+
+    plans = {
+        "search": {"skips": "skip:attn=1", "predicted": 2.5},
+        "greedy": {"skips": "skip:attn=1", "predicted": 2.5, "plans": 32},
+        "clasp": {"skips": "skip:attn=3", "predicted": 2.3, "plans": 32},
+        "random of its size": {"skips": "skip:attn=4", "predicted": 1.5, "plans": 1000},
+    }
+    raced = [finalist("skip:attn=1", 2.5, 2.6), finalist("skip:attn=2", 2.4, 2.7)]
+    made = {"plans": plans, "finalists": raced, "winner": 1}
+    monkeypatch.setattr(figures, "result", lambda name: made)
+    measured = "0.20 | 0.90 | 4.50, 4.60"
+    assert figures.the_search()[2:] == [
+        f"| the search, by prediction | `skip:attn=1` | {measured} | 2.50 | 2.60 | 16 of 16 |",
+        f"| the search, by the race | `skip:attn=2` | {measured} | 2.40 | 2.70 | 16 of 16 |",
+        f"| greedy ranking | as the search, by prediction | {measured} | 2.50 | 2.60 | 16 of 16 |",
+        "| dynamic programme (CLaSp) | `skip:attn=3` |  |  |  | 2.30 |  |  |",
+        "| best of 1,000 random ones of its size | `skip:attn=4` |  |  |  | 1.50 |  |  |",
+    ]
+    made["winner"] = None
+    assert not any("by the race" in line for line in figures.the_search())

@@ -109,6 +109,7 @@ def test_a_plan_that_does_not_fit_is_refused(models: Path, plan: PlanFile, tmp_p
         ("exit:3", "plan exits before layer 3; give 1 to 2, for the model has 3 layers"),
         ("skip:mlp=3", "plan skips the mlp of layer 3; give 0 to 2"),
         ("skip:mlp", "plan is 'skip:mlp'; give exit:LAYER, or skip:"),
+        (replace(plan, layers=7), "plan is one of a model of 7 layers, and this one has 3; make one with"),
         (replace(plan, layers=9, skip_mlp=(8,)), "plan skips the mlp of layer 8; give 0 to 2"),
     ):
         with pytest.raises(ConfigError, match=told) as refused:
@@ -128,6 +129,28 @@ def test_a_broken_plan_that_nobody_asked_for_is_left_out(
     assert "whose format is None" in caplog.text
     with pytest.raises(ConfigError, match="whose format is None"):
         load(models, drafter="layer-skip")
+
+
+def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
+    models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, where somebody wants it; text is the same by any."""
+    elsewhere = replace(plan, device="cuda")
+    keep_plan(elsewhere)
+    for given, doubted in (
+        ({"plan": elsewhere}, True),
+        ({"drafter": "layer-skip"}, True),
+        ({}, False),
+        ({"plan": plan}, False),
+        ({"plan": plan, "dtype": "bfloat16"}, True),
+        ({"plan": "skip:attn=1", "dtype": "bfloat16"}, False),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(models, **given)
+        told = [one.getMessage() for one in caplog.records if "was measured on" in one.getMessage()]
+        assert len(told) == doubted, given
+        assert not told or "and serves on cpu in " in told[0]
 
 
 def test_greedy_drafts_are_a_self_drafts_too(models: Path) -> None:

@@ -22,6 +22,7 @@ from foredraft.drafters.plans import (
     model_hash,
     plan_place,
     read_plan,
+    replaced,
     write_plan,
 )
 from foredraft.drafters.skips import Skips
@@ -29,7 +30,7 @@ from foredraft.drafters.skips import Skips
 PLAN = PlanFile(
     model="tiny", model_hash="a" * 64, layers=8, skip_attention=(1, 3), skip_mlp=(4,), device="cpu",
     dtype="float32", max_draft=4, alpha=0.8, c=0.5, tau=2.5, speedup=1.25, predicted=1.3, date="2026-11-21",
-    foredraft="0.1.0",
+    foredraft="0.1.0", temperature=0.7,
 )  # fmt: skip
 
 
@@ -66,6 +67,17 @@ def test_a_plan_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> Non
         ({"alpha": "high"}, "whose alpha is 'high', not a finite number"),
         ({"c": float("nan")}, "whose c is nan, not a finite number"),
         ({"tau": ...}, "whose tau is missing, not a finite number"),
+        ({"layers": 10**30}, "whose layers is 10+, not 10000 or less"),
+        ({"max_draft": 100_000}, "whose max_draft is 100000, not 1000 or less"),
+        ({"alpha": 7}, "whose alpha is 7, not from 0 to 1"),
+        ({"c": -5}, "whose c is -5, not 0 or more"),
+        ({"tau": 0}, "whose tau is 0, not 1 or more"),
+        ({"speedup": 0.0}, "whose speedup is 0.0, not above 0"),
+        ({"predicted": -1}, "whose predicted is -1, not above 0"),
+        ({"date": "yesterday"}, "whose date is 'yesterday', not a date as YYYY-MM-DD"),
+        ({"date": "20261121"}, "whose date is '20261121', not a date as YYYY-MM-DD"),
+        ({"temperature": -1}, "whose temperature is -1, not 0 or more"),
+        ({"temperature": "warm"}, "whose temperature is 'warm', not a finite number or null"),
         ({"skip_heads": []}, "which holds 'skip_heads', unknown to this version"),
     ],
 )
@@ -91,6 +103,33 @@ def test_a_file_that_is_no_plan_is_refused(content: bytes, told: str, tmp_path: 
         read_plan(tmp_path / "none.json")
 
 
+def test_a_file_that_does_not_tell_its_temperature_is_read(tmp_path: Path) -> None:
+    content = asdict(PLAN)
+    del content["temperature"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert read_plan(tmp_path / "plan.json") == replace(PLAN, temperature=None)
+
+
+def test_a_plan_tells_where_it_was_measured() -> None:
+    assert PLAN.doubt("cpu", "float32") is None
+    for device, dtype in (("cuda", "float32"), ("cpu", "bfloat16")):
+        told = PLAN.doubt(device, dtype)
+        assert told is not None and "\n" not in told
+        assert f"was measured on cpu in float32, and serves on {device} in {dtype}: the output stays" in told
+
+
+def test_what_takes_the_place_of_a_plan_tells_it(cache: Path) -> None:
+    assert replaced(PLAN.model_hash) is None
+    place = keep_plan(PLAN)
+    assert place is not None
+    assert replaced(PLAN.model_hash) == (
+        "It takes the place of the plan that was kept before: skip:attn=1,3/mlp=4, measured at temperature 0.7"
+        " at 1.25 x plain decoding on 2026-11-21."
+    )
+    place.write_text("{}")
+    assert replaced(PLAN.model_hash) is None
+
+
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="skips the mlp of layer 8"):
         write_plan(replace(PLAN, skip_mlp=(8,)), tmp_path / "plan.json")
@@ -107,6 +146,9 @@ def test_a_plan_is_found_by_its_model(cache: Path, monkeypatch: pytest.MonkeyPat
     other = place.rename(place.with_name("b" * 64 + ".json"))
     with pytest.raises(ConfigError, match="plan is one of 'tiny', which is another model than"):
         find_plan("b" * 64)
+    (place.parent / ("c" * 64 + ".json")).mkdir()
+    with pytest.raises(ConfigError, match=r"c.json', which cannot be read \(Is a directory\)"):
+        find_plan("c" * 64)
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
     assert find_plan("b" * 64) is plan_place("b" * 64) is keep_plan(PLAN) is None
     monkeypatch.setenv("FOREDRAFT_CACHE", str(other))

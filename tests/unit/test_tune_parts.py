@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import foredraft
 from checkpoints import save_checkpoint
 from foredraft import LLM, SamplingParams
 from foredraft.bench.options import MAX_REPEATED
-from foredraft.bench.records import Cost, Costs, Spread
+from foredraft.bench.records import Spread
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
@@ -33,7 +34,6 @@ from foredraft.tune.report import page
 from foredraft.tune.search import warm_starts
 from foredraft.tune.teacher import Teacher
 
-ROWS = tuple(Cost(rows, 1 + rows / 10, Spread(rows, rows, rows, 1)) for rows in (1, 2, 3, 4, 8))
 IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}  # sub-layers that add nothing, by their layer
 
 
@@ -91,13 +91,25 @@ def test_texts_end_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
 def test_held_out_prompts_are_in_no_text() -> None:
     kept, held_out = hold_out(PROMPTS)
-    assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 3
+    assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 6
     assert hold_out(PROMPTS) == (kept, held_out)
     for count in range(2, len(PROMPTS)):
         assert len(hold_out(PROMPTS[:count])[0]) == written(count)
+    sizes = [len(hold_out([[number] for number in range(count)])[1]) for count in range(2, 34)]
+    assert sizes[:11] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6] and sizes[11:22] == [6] * 11
+    assert sizes[22:] == [6, 6, 7, 7, 7, 7, 8, 8, 8, 8]
     with pytest.raises(ConfigError, match="a single prompt is given"):
         hold_out(PROMPTS[:1])
     assert [new_tokens(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
+
+
+def test_equal_prompts_are_on_one_side() -> None:
+    for numbers in ([1, 1, 1, 2, 2, 2, 3, 3], [5, 4] * 4, [*range(9), 7, 7, 7, 8]):
+        kept, held_out = hold_out([[number] for number in numbers])
+        assert sorted(kept + held_out) == [[number] for number in sorted(set(numbers))]
+        assert len(kept) == written(len(set(numbers)))
+    with pytest.raises(ConfigError, match="all 4 prompts are the same; give prompts= of two or more"):
+        hold_out([[1, 2]] * 4)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +141,29 @@ def test_plans_by_number() -> None:
     assert every_other(5) == Skips((1, 3), (1, 3))
 
 
+Seconds = Callable[[Plan], float]
+V = {2: 1.1, 3: 1.2, 4: 1.3}
+START = 0.07
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int, float] = V) -> None:
+    """A machine whose plain step takes 2 s, but every other time 3 s, and all else then half as much again;
+    a draft takes START beside its steps, a step what `seconds` says. All in plain steps."""
+
+    def interleaved(works: dict[Any, Any], *_: object, **__: object) -> dict[Any, list[float]]:
+        found = {}
+        for key in works:
+            plan, length = key if key != "step" else (key, 0)
+            draft = START + length * seconds(plan) if isinstance(plan, Plan) else 0.0
+            rows = length + 1 if isinstance(plan, Plan) else length
+            own = 1.0 if key == "step" else draft + v[rows]
+            found[key] = [2 * own, 3 * own, 2 * own, 3 * own]
+        return found
+
+    monkeypatch.setattr(costs_module, "interleaved", interleaved)
+    monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
+
+
 def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Passes whose time is the sum of their parts give the parts back: two kinds of attention, by window."""
     folder = save_checkpoint(tmp_path / "gemma2", "gemma2", eos_token_id=None)
@@ -141,19 +176,54 @@ def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             (0.2 if window is None else 0.1) * runs
             for window, runs in zip(windows, plan.attention, strict=True)
         )
-        return 0.3 + attention + 0.15 * sum(plan.mlp)
+        return 0.03 + attention + 0.15 * sum(plan.mlp)
 
-    def timed(llm: LLM, plans: list[Plan], *others: object) -> list[float]:
-        return [2.0, *map(seconds, plans)]
-
-    monkeypatch.setattr(costs_module, "_timed", timed)
-    monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, ROWS, {}, None))
+    planted(monkeypatch, seconds)
     found = measure_plan_costs(llm, 20, 3, 0.0)
-    assert found.step_seconds == 2.0 and found.verifying == (1.2, 1.3, 1.4)
+    assert found.step_seconds == 2.5 and found.verifying == pytest.approx((1.1, 1.2, 1.3))
+    assert (found.start, found.fixed, found.together) == pytest.approx((START, 0.03, 0.0))
     for spelled in ("skip:none", "skip:attn=0-1/mlp=3", "skip:attn=0-3/mlp=0-3", "skip:attn=2"):
-        plan = Skips.spelled(spelled).plan(4)
-        assert found.step(plan) == pytest.approx(seconds(plan) / 2.0)
+        skips = Skips.spelled(spelled)
+        c = seconds(skips.plan(4))
+        assert found.step(skips.plan(4)) == pytest.approx(c)
+        want = [tau / (START + k * c + V[k + 1]) for k, tau in enumerate((1.8, 2.5, 3.0), start=1)]
+        assert found.speedups(skips, np.array([1.8, 2.5, 3.0])) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("dear", [1.0, 1.5])
+def test_sub_layers_together_cost_more_than_each_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, dear: float
+) -> None:
+    """As they drive each other out of the caches. Right where nothing runs and where all does, and near it
+    between; dear: an MLP, by an attention."""
+
+    def seconds(plan: Plan) -> float:
+        share = (sum(plan.attention) + dear * sum(plan.mlp)) / (3 + 3 * dear)
+        return 0.03 + 0.6 * share + 0.36 * share**2
+
+    planted(monkeypatch, seconds)
+    found = measure_plan_costs(llm, 20, 3, 0.0)
+    assert found.fixed == pytest.approx(0.03) and found.together == pytest.approx(0.36, rel=0.03)
+    for spelled, error in (
+        ("skip:none", 1e-9),
+        ("skip:attn=0-2/mlp=0-2", 1e-9),
+        ("skip:attn=0-1/mlp=0-1", 0.03),
+        ("skip:attn=0,2/mlp=1", 0.03),
+        ("skip:mlp=1", 0.03),
+    ):
+        plan = Skips.spelled(spelled).plan(3)
+        assert found.step(plan) == pytest.approx(seconds(plan), rel=error), spelled
+
+
+def test_costs_of_a_disturbed_machine_are_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, lambda plan: 0.1, {2: 0.9, 3: 2.0, 4: 1.5, 5: 2.5})
+    found = measure_plan_costs(llm, 20, 4, 0.0)
+    assert found.verifying == (1.0, 1.5, 1.5, 2.5), "fewer columns never take more, and 1 at least"
+    assert found.fixed == pytest.approx(0.1) and found.step(Plan.full(3)) == pytest.approx(0.1)
+    assert costs_module._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), "no step is for nothing"
+    planted(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
+    found = measure_plan_costs(llm, 20, 3, 0.0)
+    assert min(found.mlp, *found.attention, found.together, found.start) >= 0 and found.fixed > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -178,7 +248,7 @@ class Heard:
 def test_costs_tell_each_turn(llm: LLM) -> None:
     heard = Heard()
     measure_plan_costs(llm, 20, 3, 0.0, heard, 2)
-    turns = 3 + 3 + 2  # forwards, plans, exits; of each, one warms up
+    turns = 3 + 2  # forwards and plans; exits; of each, one warms up
     assert heard.told == [("costs", done, turns) for done in range(turns + 1)]
 
 
@@ -280,11 +350,10 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
 
     monkeypatch.setattr(runner, "draft", draft)
     monkeypatch.setattr(runner, "forward", stepped)
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *_, **__: Costs(1, 9, ROWS, {}, None))
     monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
     measure_plan_costs(llm, 20, 3, temperature, repeats=2)
-    assert calls and all(call == ([3], temperature > 0) for call in calls)
-    assert steps == (0 if at_once else 3 * len(calls))
+    assert {most for [most], _ in calls} == {1, 3} and {drawn for _, drawn in calls} == {temperature > 0}
+    assert steps == (0 if at_once else sum(most for [most], _ in calls))
 
 
 def report(**changes: object) -> Report:
@@ -301,7 +370,7 @@ def report(**changes: object) -> Report:
         for number in range(6)
     )
     finalist = Finalist(
-        "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8)
+        "skip:attn=0,2/mlp=1", 2, 1.5, 2.5, 2.51, 0.8, 0.4, spread, True, 8, Spread(0.1, 0, 0.2, 8), 8, 2.63
     )
     made = Report(
         "some/model", "ab" * 32, 3, "a study", "memory", {"trials": 6, "dtype": "float32", "timeout": None},
@@ -316,7 +385,11 @@ def test_the_page_says_what_was_found_and_loads_nothing() -> None:
     assert made == page(report())
     assert "skip:attn=0,2/mlp=1 runs at 1.30 × own plain decoding" in made
     assert "every token was plain decoding&#39;s" in made
-    assert "<td>1.30<small>1.20–1.40</small></td>" in made and "✓ same in every run" in made
+    assert "<td>1.30<small>1.20–1.40, 8 of 8 faster</small></td>" in made and "✓ same in every run" in made
+    heads = re.findall(r'<th scope="col">(.*?)</th>', made)
+    cells = re.findall(r"<td[^>]*>([^<]*)", made)
+    told = dict(zip(heads[1:], cells, strict=False))  # the first head is the plan's
+    assert (told["τ"], told["predicted τ"], told["trial&#39;s τ"]) == ("2.51", "2.50", "2.63")
     assert re.findall(r'<h2 id="(\w+)"', made) == ["history", "layers", "importance"]
     assert "<script" not in made and not re.search(r'(?:src|href)="(?!#)', made)
 

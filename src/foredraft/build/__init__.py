@@ -142,12 +142,14 @@ def load(
     other = draft is not None and not same_vocabulary(folders, tokenizers)
     specs = [ModelSpec.from_folder(folder) for folder in folders]
     drafter = drafter or default_drafter(draft is not None, other, plan_given=plan is not None)
-    self_draft = chosen_plan(plan, folders[0], specs[0].layers, needed=DRAFTERS[drafter].needs_plan)
+    dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]
+    self_draft = chosen_plan(
+        plan, folders[0], specs[0].layers, where, dtypes[0], needed=DRAFTERS[drafter].needs_plan
+    )
     kinds = fitting_kinds(draft is not None, other, self_draft is not None)
     check_kind(drafter, draft_sampling, kinds, folders)
     if POLICIES[policy].confident:
         _check_confident(policy, drafter, kinds)
-    dtypes = [DTYPES[spec.dtype if dtype is None else dtype] for spec in specs]
     tokenizer, default_params = tokenizers[0], _default_params(folders[0], specs[0])
     needed = (None, None) if needs is None else needs(tokenizer, default_params)
     stretch = max(kind.stretch for kind in kinds.values())

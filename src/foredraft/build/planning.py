@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from foredraft.drafters.plans import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_spelled
 from foredraft.errors import ConfigError
@@ -26,37 +28,55 @@ class SelfDraft:
     max_draft: int | None = None
 
 
-def chosen_plan(plan: GivenPlan | None, folder: Path, layers: int, *, needed: bool) -> SelfDraft | None:
+def chosen_plan(
+    plan: GivenPlan | None,
+    folder: Path,
+    layers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    needed: bool,
+) -> SelfDraft | None:
     """The plan of the model in a folder, of so many layers: the one given, else the one kept for it.
 
-    needed: somebody asked for it. Where nobody did, a plan that cannot be used is left out, with a warning.
-    Raises ConfigError.
+    device, dtype: that it is to serve on. needed: somebody asked for it. Where nobody did, a plan that cannot
+    be used is left out, with a warning. Raises ConfigError.
     """
+    found: PlanFile | Skips | None
     if plan is not None:
-        return _given(plan, folder, layers)
-    try:  # no file of the model is opened for plans where none is kept
-        kept = find_plan(model_hash(folder)) if plans_kept() else None
-    except ConfigError as error:
-        if needed:
-            raise
-        logger.warning("%s", error)
-        return None
-    if kept is None and needed:
+        found = _given(plan, folder)
+    else:
+        try:  # no file of the model is opened for plans where none is kept
+            found = find_plan(model_hash(folder)) if plans_kept() else None
+        except ConfigError as error:
+            if needed:
+                raise
+            logger.warning("%s", error)
+            return None
+    if found is None and needed:
         raise ConfigError(NO_PLAN)
-    return None if kept is None else _of(kept, layers)
+    if found is None:
+        return None
+    if isinstance(found, Skips):
+        found.check(layers)
+        return SelfDraft(found)
+    found.skips.check(layers)
+    if found.layers != layers:
+        raise ConfigError(
+            f"plan is one of a model of {found.layers} layers, and this one has {layers}; make one with"
+            " `foredraft tune`"
+        )
+    doubt = found.doubt(device.type, str(dtype).removeprefix("torch."))
+    if doubt is not None and (needed or plan is not None):
+        logger.warning("%s", doubt)
+    return SelfDraft(found.skips, found.max_draft)
 
 
-def _given(plan: GivenPlan, folder: Path, layers: int) -> SelfDraft:
+def _given(plan: GivenPlan, folder: Path) -> PlanFile | Skips:
     if isinstance(plan, str) and is_spelled(plan):
         plan = Skips.spelled(plan)
     if isinstance(plan, Skips):
-        plan.check(layers)
-        return SelfDraft(plan)
+        return plan
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
     found.check(model_hash(folder), str(folder))
-    return _of(found, layers)
-
-
-def _of(plan: PlanFile, layers: int) -> SelfDraft:
-    plan.skips.check(layers)
-    return SelfDraft(plan.skips, plan.max_draft)
+    return found

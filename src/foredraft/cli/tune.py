@@ -89,7 +89,7 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
 
 COLUMNS = (
     *("plan", "draft", "over plain", "quartiles", "predicted"),
-    *("c", "alpha", "tau", "predicted tau", "identical"),
+    *("c", "alpha", "tau", "predicted tau", "trial's tau", "identical"),
 )
 
 
@@ -112,13 +112,14 @@ def lines(report: Report) -> list[str]:
             f"{one.alpha:.2f}",
             f"{one.tau:.2f}",
             f"{one.predicted_tau:.2f}",
+            f"{one.trial_tau:.2f}",
             {True: "yes", False: "NO", None: "not comparable"}[one.identical],
         )
         for one in report.finalists
     ]
     if rows:
         shown += [*table([COLUMNS, *rows]), ""]
-    return [*shown, verdict(report)]
+    return [*shown, verdict(report), *report.notes]
 
 
 def verdict(report: Report) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ __all__ = [
     "plan_place",
     "plans_kept",
     "read_plan",
+    "replaced",
     "write_plan",
 ]
 
@@ -42,7 +45,8 @@ class PlanFile:
 
     model: its name, for people. max_draft: the draft length it is best at. alpha, c, tau, speedup: measured
     on held-out prompts (docs/architecture.md, "Words"); predicted: the speed-up that was expected of it.
-    date: of the measurement, as YYYY-MM-DD. foredraft: the version that wrote it.
+    device, dtype: it was measured on. date: of the measurement, as YYYY-MM-DD. foredraft: the version that
+    wrote it. temperature: that it was searched and measured at; None where an old file does not say.
     Either `skip_attention` and `skip_mlp` name what is left out, or `exit` does (`Skips`).
     """
 
@@ -62,11 +66,27 @@ class PlanFile:
     predicted: float
     date: str
     foredraft: str
+    temperature: float | None = None
     format: int = FORMAT
 
     @property
     def skips(self) -> Skips:
         return Skips(self.skip_attention, self.skip_mlp, self.exit)
+
+    def __str__(self) -> str:
+        """In one line, for people."""
+        drawn = "" if self.temperature is None else f" at temperature {self.temperature:g}"
+        return f"{self.skips}, measured{drawn} at {self.speedup:.2f} x plain decoding on {self.date}"
+
+    def doubt(self, device: str, dtype: str) -> str | None:
+        """What is to be said where it serves on a device, in a dtype, that it was not measured on."""
+        if (self.device, self.dtype) == (device, dtype):
+            return None
+        return (
+            f"the plan of {shortened(self.model)} was measured on {self.device} in {self.dtype}, and serves"
+            f" on {device} in {dtype}: the output stays exact, but its draft length and speed-up may be"
+            " others; `foredraft tune` finds them"
+        )
 
     def check(self, hash: str, model: str) -> None:
         """Raises ConfigError where it is of another model than the one of this hash, which people call so."""
@@ -93,6 +113,7 @@ def read_plan(file: Path) -> PlanFile:
             f"{where}, whose format is {shortened(found.get('format'))}, and this version reads {FORMAT};"
             " make the plan anew with `foredraft tune`"
         )
+    found.setdefault("temperature", None)
     for name, type_ in _TYPES.items():
         if name not in found or not _is(found[name], type_):
             value = shortened(found[name]) if name in found else "missing"
@@ -103,6 +124,9 @@ def read_plan(file: Path) -> PlanFile:
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
     plan = PlanFile(**given)
+    for name, (fits, words) in _BOUNDS.items():
+        if not fits(getattr(plan, name)):
+            raise ConfigError(f"{where}, whose {name} is {shortened(found[name])}, not {words}; {REMEDY}")
     plan.skips.check(plan.layers, f"plan {str(file)!r}")
     return plan
 
@@ -138,11 +162,20 @@ def plans_kept() -> bool:
 def find_plan(hash: str) -> PlanFile | None:
     """The plan kept for the model of this hash. Raises ConfigError where it is there and cannot be used."""
     place = plan_place(hash)
-    if place is None or not place.is_file():
+    if place is None or not (place.exists() or place.is_symlink()):
         return None
     plan = read_plan(place)
     plan.check(hash, f"the one that {place} is for")
     return plan
+
+
+def replaced(hash: str) -> str | None:
+    """What is to be said before another plan takes the place of the one that is kept; None where nothing is,
+    or nothing that could be used."""
+    with suppress(ConfigError):
+        if (plan := find_plan(hash)) is not None:
+            return f"It takes the place of the plan that was kept before: {plan}."
+    return None
 
 
 def model_hash(folder: Path) -> str:
@@ -161,6 +194,7 @@ _WORDS = {
     "int": "a whole number of 1 or more",
     "float": "a finite number",
     "int | None": "a whole number or null",
+    "float | None": "a finite number or null",
     "tuple[int, ...]": "a list of whole numbers",
 }
 _TYPES = {field.name: str(field.type) for field in fields(PlanFile)}
@@ -174,7 +208,32 @@ def _is(value: Any, type_: str) -> bool:
             return type(value) is int and value >= 1
         case "float":
             return type(value) in (int, float) and math.isfinite(value)
+        case "float | None":
+            return value is None or _is(value, "float")
         case "int | None":
             return value is None or type(value) is int
         case _:
             return isinstance(value, list) and all(type(each) is int for each in value)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+LAYERS, DRAFT = 10_000, 1_000  # at most, far beyond any model and any draft that pays
+_ABOVE_0: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "above 0")
+# What a field of the right type may hold.
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "layers": (lambda layers: layers <= LAYERS, f"{LAYERS} or less"),
+    "max_draft": (lambda draft: draft <= DRAFT, f"{DRAFT} or less"),
+    "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),
+    "c": (lambda c: c >= 0, "0 or more"),
+    "tau": (lambda tau: tau >= 1, "1 or more"),
+    "speedup": _ABOVE_0,
+    "predicted": _ABOVE_0,
+    "date": (_is_date, "a date as YYYY-MM-DD"),
+    "temperature": (lambda temperature: temperature is None or temperature >= 0, "0 or more"),
+}

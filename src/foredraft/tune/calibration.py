@@ -22,6 +22,7 @@ from foredraft.ngrams import repeated
 __all__ = ["Calibration", "Text", "calibrate", "hold_out", "new_tokens", "written"]
 
 HELD_OUT = 4  # one prompt of so many is kept for the end
+FEWEST = 6  # but so many, or half: fewer tell no speed from chance (`Finalist.objection`)
 SHORTEST, LONGEST = 64, 256  # new tokens that are asked of a prompt
 LEAST = 16  # new tokens of a text that is any use
 SAMPLES = 8  # of a prompt at most, where they differ
@@ -57,22 +58,26 @@ class Calibration:
 
 
 def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Those to write texts after, in an order of no meaning, and those kept for the end.
+    """Those to write texts after, in an order of no meaning, and those kept for the end. Equal ones count
+    once, so that none is on both sides.
 
     Raises ConfigError where there are too few.
     """
-    if len(prompts) < 2:
-        raise ConfigError("a single prompt is given; give prompts= of two or more, since some are held out")
-    mixed = list(prompts)
-    random.Random(0).shuffle(mixed)
-    held_out = mixed[1::HELD_OUT]
-    kept = [prompt for index, prompt in enumerate(mixed) if index % HELD_OUT != 1]
-    return kept, held_out
+    different = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
+    if len(different) < 2:
+        given = "a single prompt is given" if len(prompts) < 2 else f"all {len(prompts)} prompts are the same"
+        raise ConfigError(f"{given}; give prompts= of two or more that differ, since some are held out")
+    random.Random(0).shuffle(different)
+    count = written(len(different))
+    held_out = different[1::HELD_OUT]
+    kept = [prompt for index, prompt in enumerate(different) if index % HELD_OUT != 1]
+    return kept[:count], held_out + kept[count:]
 
 
 def written(prompts: int) -> int:
-    """After how many of so many prompts texts are written."""
-    return max(1, prompts - len(range(1, prompts, HELD_OUT)))
+    """After how many of so many different prompts texts are written."""
+    quarter = len(range(1, prompts, HELD_OUT))
+    return max(1, prompts - max(quarter, min(FEWEST, prompts // 2)))
 
 
 def new_tokens(tokens: int, prompts: int) -> int:
@@ -90,7 +95,8 @@ def calibrate(
     """Texts of `tokens` new tokens or more. Raises ConfigError where the prompts do not give so many."""
     texts: list[Text] = []
     done = 0
-    for text in _texts(llm, prompts, new_tokens(tokens, len(prompts)), temperature):
+    room = llm.max_length - max(map(len, prompts))  # prompts that were cut alike are fewer than were given
+    for text in _texts(llm, prompts, min(new_tokens(tokens, len(prompts)), room), temperature):
         texts.append(text)
         done += text.new
         progress("calibrate", min(done, tokens), tokens)

@@ -162,5 +162,7 @@ def _finalist(
         identical=identical if temperature == 0 else None,
         prompts=len(own),
         repeated=loops,
+        faster=sum(ratio > 1 for ratio in ratios),
+        trial_tau=trial.taus[trial.draft - 1],
         tau_error=agreement.error,
     )

@@ -15,7 +15,10 @@ from foredraft.tune.records import Finalist, Report
 
 __all__ = ["page"]
 
-COLUMNS = ("draft", "over plain", "tokens", "predicted", "c", "α", "τ", "predicted τ", "repeated")
+COLUMNS = (
+    *("draft", "over plain", "tokens", "predicted", "c", "α"),
+    *("τ", "predicted τ", "trial's τ", "repeated"),
+)
 
 
 def page(report: Report) -> str:
@@ -29,7 +32,7 @@ def page(report: Report) -> str:
         columns=COLUMNS,
         table=[(one.skips, _cells(one)) for one in report.finalists],
         plots=plots(report),
-        notes=(),
+        notes=report.notes,
         details={
             "Options": plain(report.options),
             "Seconds": plain({stage: round(taken, 1) for stage, taken in report.seconds.items()}),
@@ -64,8 +67,9 @@ def _facts(report: Report) -> dict[str, str]:
         "model": f"{report.model}, {report.layers} layers, {report.options['dtype']}",
         "search": f"{len(report.trials)} trials, each on {report.tokens} tokens",
         "best prediction": f"{best.predicted:.2f} × plain decoding, drafts of {best.draft}{begun}",
-        "costs of a draft step": f"{costs.fixed:.3f} of a plain step, {attention:.4f} an attention,"
-        f" {costs.mlp:.4f} an MLP; a plain step takes {costs.step_seconds * 1e3:.2f} ms",
+        "costs of a draft": f"{costs.start:.3f} of a plain step; of each of its steps: {costs.fixed:.3f},"
+        f" {attention:.4f} an attention, {costs.mlp:.4f} an MLP, {costs.together:.3f} all together beyond"
+        f" their sum; a plain step takes {costs.step_seconds * 1e3:.2f} ms",
         "study": f"{report.study}, in {report.storage}",
         "plan": ", ".join(report.plan_files) or "none was written",
     }
@@ -80,12 +84,13 @@ def _cells(one: Finalist) -> list[Cell]:
     }
     return [
         Cell(str(one.draft)),
-        Cell(f"{one.speedup.median:.2f}", quartiles),
+        Cell(f"{one.speedup.median:.2f}", f"{quartiles}, {one.faster} of {one.prompts} faster"),
         same[one.identical],
         Cell(f"{one.predicted:.2f}"),
         Cell(f"{one.c:.2f}"),
         Cell(f"{one.alpha:.2f}"),
         Cell(f"{one.tau:.2f}"),
         Cell(f"{one.predicted_tau:.2f}"),
+        Cell(f"{one.trial_tau:.2f}"),
         Cell(f"{one.repeated.median:.0%}"),
     ]

@@ -15,7 +15,7 @@ import foredraft
 from foredraft import demo
 from foredraft.bench.machine import machine
 from foredraft.bench.timing import wrapped
-from foredraft.drafters.plans import PlanFile, keep_plan, model_hash, write_plan
+from foredraft.drafters.plans import PlanFile, keep_plan, model_hash, replaced, write_plan
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
@@ -35,7 +35,7 @@ from foredraft.tune.teacher import Teacher
 __all__ = ["tune"]
 
 ROWS = 8  # texts that are written side by side
-FORMAT = 2  # of what a study holds; no other's is gone on with
+FORMAT = 3  # of what a study holds; no other's is gone on with
 
 
 def tune(
@@ -92,7 +92,12 @@ def tune(
             raise
         finished = False
     winner = _winner(finalists)
-    files = [] if winner is None else _keep(_plan_file(finalists[winner], model or "demo", hash, llm), out)
+    notes = [] if winner is None else [note for note in [replaced(hash)] if note is not None]
+    files = (
+        []
+        if winner is None
+        else _keep(_plan_file(finalists[winner], model or "demo", hash, llm, options.temperature), out)
+    )
     return Report(
         model=model or "demo",
         model_hash=hash,
@@ -110,6 +115,7 @@ def tune(
         plan_files=tuple(files),
         seconds=stages.seconds,
         finished=finished,
+        notes=tuple(notes),
     )
 
 
@@ -131,7 +137,7 @@ def _load(
 
 def _room(options: Options, prompts: Sequence[str]) -> int:
     """New tokens of a prompt at most, whatever it is for."""
-    return max(options.new_tokens, new_tokens(options.tokens, written(len(prompts))))
+    return max(options.new_tokens, new_tokens(options.tokens, written(len(set(prompts)))))
 
 
 def _finalists(
@@ -168,7 +174,7 @@ def _winner(finalists: Sequence[Finalist]) -> int | None:
     return max(sound, key=lambda place: finalists[place].speedup.median, default=None)
 
 
-def _plan_file(won: Finalist, model: str, hash: str, llm: LLM) -> PlanFile:
+def _plan_file(won: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:
     skips = Skips.spelled(won.skips)
     return PlanFile(
         model=model,
@@ -187,6 +193,7 @@ def _plan_file(won: Finalist, model: str, hash: str, llm: LLM) -> PlanFile:
         predicted=won.predicted,
         date=datetime.now(UTC).date().isoformat(),
         foredraft=foredraft.__version__,
+        temperature=temperature,
     )
 
 
