@@ -137,7 +137,11 @@ def assert_heard(sequence: Sequence, asked: Asked, turn: RoundTrace, signal: Sig
     text = sequence.tokens[: len(sequence.prompt) + turn.start]
     assert asked.told is not None
     outcome, sure = asked.told
-    assert (outcome.drafted, outcome.accepted) == (len(turn.draft), turn.accepted)
+    assert (outcome.drafter, outcome.drafted, outcome.accepted) == (
+        turn.drafter,
+        len(turn.draft),
+        turn.accepted,
+    )
     last = identity.TARGET.after([*text, *turn.draft[: turn.accepted]])
     assert sure == pytest.approx(certainty_of(last, turn.next_token, signal), abs=1e-5)
     if turn.drafter in (None, "script"):

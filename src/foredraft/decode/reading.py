@@ -59,7 +59,7 @@ class Reading:
         count = 0 if self.broken else outcome.drafted
         return RoundTrace(
             start=length - len(sequence.prompt),
-            drafter=sequence.drafter if budget else None,
+            drafter=outcome.drafter,
             budget=budget,
             draft=self.tokens[: outcome.drafted],
             p=self.p[:count],
