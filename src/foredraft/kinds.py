@@ -38,7 +38,8 @@ class Parts:
     """What a drafter may be made of; rows, positions: as the target's cache has.
 
     cache: the target's. tokenizers: the target's and the draft's. vocabulary: between the two, None where
-    their ids are the same. skips: what of the target a draft of its own leaves out.
+    their ids are the same. skips: what of the target a draft of its own leaves out; planned: how many
+    tokens such a draft is best at, if its plan tells.
     """
 
     target: Runner
@@ -49,6 +50,7 @@ class Parts:
     tokenizers: tuple[Tokenizer | None, ...] = ()
     vocabulary: VocabularyMap | None = None
     skips: Skips | None = None
+    planned: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,9 @@ DRAFTERS: dict[str, DrafterKind] = {
     ),
     "layer-skip": DrafterKind(
         "the model itself drafts, with some of its layers left out",
-        lambda parts: _in("drafters.layer_skip").LayerSkip(parts.target, parts.cache, parts.skips),
+        lambda parts: _in("drafters.layer_skip").LayerSkip(
+            parts.target, parts.cache, parts.skips, parts.planned
+        ),
         needs_plan=True,
         stepper=True,
     ),

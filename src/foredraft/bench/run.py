@@ -21,7 +21,6 @@ from foredraft.bench.race import Progress, Race
 from foredraft.bench.records import Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
-from foredraft.build.planning import chosen_plan
 from foredraft.build.policies import check_settings
 from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.decode.policy import Policy
@@ -161,16 +160,8 @@ def _setting(
         options.coupled,
         loading.get("max_draft"),
         check_settings(llm.engine.policy.name, loading.get("policy_options") or {}),
-        _planned(llm, folders[0], loading),
+        next((each.planned for each in llm.engine.drafters.values() if isinstance(each, LayerSkip)), None),
     )
-
-
-def _planned(llm: LLM, folder: Path, loading: Mapping[str, Any]) -> int | None:
-    """The draft length that goes with the plan of the model's own drafts."""
-    if not any(isinstance(each, LayerSkip) for each in llm.engine.drafters.values()):
-        return None
-    plan = chosen_plan(loading.get("plan"), folder, llm.spec.layers, needed=True)
-    return None if plan is None else plan.max_draft
 
 
 def _load(

@@ -179,6 +179,7 @@ def load(
         tokenizers,
         vocabulary,
         None if self_draft is None else self_draft.skips,
+        None if self_draft is None else self_draft.max_draft,
     )
     spec = specs[0]
     engine = Engine(

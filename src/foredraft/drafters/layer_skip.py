@@ -26,17 +26,18 @@ __all__ = ["LayerSkip"]
 
 
 class LayerSkip:
-    """A Looper over the target's own runner and cache."""
+    """A Looper over the target's own runner and cache. planned: tokens that a draft of this plan is best at,
+    where somebody measured it."""
 
     name = "layer-skip"
     taps: tuple[int, ...] = ()
     max_length: int | None = None
 
-    def __init__(self, target: Runner, cache: KVCache, skips: Skips) -> None:
+    def __init__(self, target: Runner, cache: KVCache, skips: Skips, planned: int | None = None) -> None:
         """Raises ConfigError where the target has no such layers."""
         layers = target.decoder.spec.layers
         skips.check(layers)
-        self.skips, self.cache = skips, cache
+        self.skips, self.cache, self.planned = skips, cache, planned
         self.caches: tuple[KVCache, ...] = (cache,)
         self.draft_pass = DraftPass(target, skips.plan(layers), exact=skips.exit is not None)
         self._states: list[Tensor] = []  # entering layer `exit`, of this round's steps: [B, 1, D] each
