@@ -246,12 +246,12 @@ BEGUN = tuple(STAGES.values())
         (["--max-draft", "100000"], "--max-draft is 100000; this model's verifying pass takes 63 at most"),
         (
             ["--new-tokens", "3000"],
-            "a prompt of 24 tokens and the 3000 new ones that the search needs after it exceed the 2048"
+            "a prompt of 15 tokens and the 3000 new ones that the search needs after it exceed the 2048"
             " positions there is room for; lower --new-tokens",
         ),
         (
-            ["--max-length", "80"],
-            "exceed the 80 positions there is room for; shorten the prompt, or --truncate left, or raise"
+            ["--max-length", "70"],
+            "exceed the 70 positions there is room for; shorten the prompt, or --truncate left, or raise"
             " --max-length up to the model's 2048",
         ),
         (

@@ -168,7 +168,7 @@ def _fitting(
         if options.new_tokens == room:
             ways.append("lower new_tokens")
         elif _of_a_text(replace(options, tokens=1), prompts) < room:
-            ways.append("lower tokens")
+            ways.append("lower tokens=")
         if room < llm.max_length:
             ways += ["shorten the prompt", *(["truncate='left'"] if truncate is None else [])]
         if llm.max_length < llm.spec.max_positions:
