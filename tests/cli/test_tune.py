@@ -16,7 +16,9 @@ from foredraft.cli import main
 from foredraft.cli.render import STAGES
 from foredraft.cli.tune import ProgressLines
 from foredraft.drafters.plans import find_plan, model_hash, read_plan
+from foredraft.model.runner import Runner
 from foredraft.tune import run as run_module
+from foredraft.tune.calibration import Calibration, Text
 from foredraft.tune.exits import ExitCosts
 from foredraft.tune.records import Finalist
 
@@ -433,25 +435,24 @@ def test_a_storage_that_is_lost_in_mid_search_is_one_line(
     assert "Traceback" not in captured.err and "bring it back, and the same command goes on" in line
 
 
-def test_what_changes_costs_is_another_study(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the number of trials does not."""
-    quick = given(command, "--trials", "1", "--finalists", "1")
-    about, names = run_module.machine, []
+def test_what_changes_costs_is_another_study(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how busy the machine is does not."""
+    llm = foredraft.load(big, drafter="none", kernels=False, max_batch=1, max_length=64)
+    about, texts = run_module.machine(llm.engine.device), Calibration((Text((1, 2, 3), 1),), 0.0)
+
+    def name() -> str:
+        return run_module._study_name("0" * 64, llm, texts, 3)
+
+    names = []
     for change in ({}, {"cpu": "another"}, {"threads": 77}, {"device": "a GPU"}, {"load_average": 9.0}):
-        monkeypatch.setattr(run_module, "machine", lambda device, change=change: about(device) | change)
-        assert main(quick) == 0
-        names.append(document(capsys)["study"])
+        monkeypatch.setattr(run_module, "machine", lambda device, change=change: about | change)
+        names.append(name())
     assert len(set(names)) == 4 and names[-1] == names[0]
-    monkeypatch.setattr(run_module, "machine", about)
-    for words in (["--no-deterministic"], ["--trials", "2"]):
-        assert main(given(quick, *words) if len(words) == 2 else [*quick, *words]) == 0
-        names.append(document(capsys)["study"])
-    assert len(set(names)) == 5 and names[-1] == names[0]
-    monkeypatch.setattr(run_module.Runner, "by_kernels", True)
-    assert main(quick) == 0
-    assert document(capsys)["study"] not in names
+    for owner, flag in ((llm, "deterministic"), (llm.engine.target, "compiled"), (Runner, "by_kernels")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, flag, not getattr(llm if owner is llm else llm.engine.target, flag))
+            names.append(name())
+    assert len(set(names)) == 7 and name() == names[0]
 
 
 def test_a_model_of_one_layer_has_few_plans_and_all_are_tried(
