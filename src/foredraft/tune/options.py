@@ -18,7 +18,7 @@ SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 class Options:
     """trials: of the study, those that it holds already included. timeout: seconds of trials until none
     begins. storage: URL of a database; None: a file in the user's cache folder. sampler: who proposes, after
-    the plans that a search begins with; "flips" finds the best ones (docs/log.md). max_draft: the longest draft
+    plans that it begins with; "flips" finds the best ones (docs/log.md). max_draft: the longest draft
     that is considered. tokens: that a trial is held against. finalists: plans that are timed in real
     decoding. new_tokens: of each held-out prompt then. repeats: of every such run. seed: of the sampler.
 
