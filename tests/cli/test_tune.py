@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import foredraft
 from checkpoints import save_pair
 from foredraft.cli import main
-from foredraft.cli.render import STAGES, ProgressBars
+from foredraft.cli.render import STAGES
+from foredraft.cli.tune import ProgressLines
 from foredraft.drafters.plans import find_plan, model_hash, read_plan
+from foredraft.model.runner import Runner
 from foredraft.tune import run as run_module
+from foredraft.tune.calibration import Calibration, Text
 from foredraft.tune.exits import ExitCosts
 from foredraft.tune.records import Finalist
 
@@ -226,7 +230,7 @@ def test_an_interrupt_keeps_the_study(
     captured = capsys.readouterr()
     told = json.loads(captured.out.splitlines()[-1])
     assert told["finished"] is False and len(told["trials"]) == 5 and told["finalists"] == []
-    assert captured.err == "foredraft: interrupted; the same command goes on with the study\n"
+    assert captured.err.endswith("\nforedraft: interrupted; the same command goes on with the study\n")
     assert not (tmp_path / "plan.json").exists()
     monkeypatch.setattr(run_module.Teacher, "rounds", rounds)
     assert main(given(command, "--finalists", "1")) == 0
@@ -242,7 +246,7 @@ def test_every_stage_tells_how_far_it_is(
     def heard(self: object, stage: str, done: int, total: int, note: str = "") -> None:
         told.append((stage, done, total))
 
-    monkeypatch.setattr(ProgressBars, "show", heard)
+    monkeypatch.setattr(ProgressLines, "show", heard)
     assert main(given(command, "--trials", "3", "--finalists", "1")) == 0
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
     assert stages[-6:] == ["calibrate", "read", "costs", "rank", "trials", "decode"]
@@ -254,9 +258,35 @@ def test_every_stage_tells_how_far_it_is(
     assert not {"costs", "rank"} & {stage for stage, _, _ in told}
 
 
+BEGUN = tuple(STAGES.values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--trials", "2.9"], "'2.9' is no whole number"),
+        (["--trials", "inf."], "'inf.' is no whole number"),
+        (["--trials", "many"], "'many' is no whole number"),
+        (["--storage", ""], "--storage is ''; give it a value, or leave it out"),
+        (["--prompts", ""], "--prompts is ''; give it a value, or leave it out"),
+        (["--out", ""], "--out is '' or '.'; give a file in a folder that there is"),
+        (["--html", ""], "--html is '' or '.'; give a file in a folder that there is"),
+        (["--max-draft", "100000"], "--max-draft is 100000; this model's verifying pass takes 63 at most"),
+        (
+            ["--new-tokens", "3000"],
+            "a prompt of 15 tokens and the 3000 new ones that the search needs after it exceed the 2048"
+            " positions there is room for; lower --new-tokens",
+        ),
+        (
+            ["--max-length", "70"],
+            "exceed the 70 positions there is room for; shorten the prompt, or --truncate left, or raise"
+            " --max-length up to the model's 2048",
+        ),
+        (
+            ["--max-length", "200", "--tokens", "900"],
+            "the 256 new ones that the search needs after it exceed the 200 positions there is room for; lower"
+            " --tokens, or raise --max-length",
+        ),
         (["--trials", "0"], "--trials is 0; give 1 or more"),
         (["--timeout", "0"], "--timeout is 0.0; give seconds, more than 0"),
         (["--timeout", "0.000001"], "--timeout is 1e-06, in which not one trial ended; give more seconds"),
@@ -285,8 +315,9 @@ def test_mistakes_are_one_line_and_code_2(
     assert main(given(command, *arguments)) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    [line] = told.err.splitlines()
+    *before, line = told.err.splitlines()
     assert line.startswith("foredraft: error: ") and complaint in line
+    assert before == [told for told in before if told.removeprefix("foredraft: ").startswith(BEGUN)]
     assert not (tmp_path / "cache" / "plans").exists()
 
 
@@ -304,6 +335,161 @@ def test_too_few_prompts(
     (tmp_path / "prompts.txt").write_text(text)
     assert main(command) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_model_of_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--model", "", "--prompts", "prompts.txt"]) == 2
+    assert "--model is ''; give it a value, or leave it out" in capsys.readouterr().err
+
+
+def test_whole_numbers_are_read_as_ever(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    assert main(given(command, "--trials", "2.0", "--finalists", "1")) == 0
+    assert len(document(capsys)["trials"]) == 2
+
+
+def test_where_stderr_is_no_terminal_a_line_tells_each_stage_and_each_tenth_of_the_trials(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given(command, "--trials", "30", "--finalists", "1")) == 0
+    told = [line.removeprefix("foredraft: ") for line in capsys.readouterr().err.splitlines()]
+    trials = [line for line in told if line.startswith("Trials ")]
+    assert [line.split()[1].rstrip(",") for line in trials] == [f"{done}/30" for done in range(0, 31, 3)]
+    assert all("best predicted speed-up " in line for line in trials[1:])
+    others = [line for line in told if line not in trials]
+    stages = ("load", "calibrate", "read", "costs", "rank", "decode")
+    assert others == [STAGES[stage] for stage in stages]
+
+
+@pytest.mark.parametrize(("file", "what"), [(None, "studies"), ("study.db", "plans")])
+def test_a_cache_folder_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    file: str | None, what: str,
+) -> None:  # fmt: skip
+    (tmp_path / "cache").write_text("no folder")
+    monkeypatch.setattr(run_module.foredraft, "load", None)
+    storage = () if file is None else ("--storage", f"sqlite:///{tmp_path / file}")
+    assert main(given(command, *storage)) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"the cache folder is '{tmp_path / 'cache'}', where no {what} can be kept (File exists)" in line
+    assert "set FOREDRAFT_CACHE to a folder that can be written" in line
+
+
+def test_a_plan_that_cannot_be_kept_costs_no_report(
+    command: list[str], tmp_path: Path, wins: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The cache folder is lost while the plans are timed."""
+    race, plans = run_module.race, tmp_path / "cache" / "plans"
+
+    def losing(*given: Any) -> Any:
+        plans.write_text("no folder")
+        return race(*given)
+
+    monkeypatch.setattr(run_module, "race", losing)
+    out, html = tmp_path / "plan.json", tmp_path / "report.html"
+    assert main(given(command, "--trials", "3", "--out", str(out), "--html", str(html))) == 2
+    captured = capsys.readouterr()
+    told = json.loads(captured.out.splitlines()[-1])
+    assert told["winner"] == 0 and told["plan_files"] == [str(out)] and out.is_file()
+    [unwritten] = told["unwritten"]
+    assert (
+        unwritten.startswith(f"the plan could not be kept in {plans}/") and "(Not a directory)" in unwritten
+    )
+    assert captured.err.splitlines()[-1] == f"foredraft: error: {unwritten}"
+    assert "could not be kept" in html.read_text()
+
+
+def test_a_plan_that_was_kept_earlier_is_named_where_none_wins(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "_winner", lambda finalists: 0)
+    quick = given(command, "--trials", "3", "--finalists", "1")
+    assert main(quick) == 0
+    first = document(capsys)
+    assert first["notes"] == []
+    monkeypatch.setattr(run_module, "_winner", lambda finalists: None)
+    assert main(quick) == 0
+    second = document(capsys)
+    [one], [note] = second["finalists"], second["notes"]
+    assert (
+        f"{one['skips']} in {first['plan_files'][0]}, which ran at {one['speedup']['median']:.2f} x" in note
+    )
+    monkeypatch.setattr(run_module, "race", lambda *_: [])
+    assert main(quick) == 0
+    assert "which was not among those timed now" in document(capsys)["notes"][0]
+    Path(first["plan_files"][0]).write_text("{}")
+    assert main(quick) == 0
+    assert document(capsys)["notes"][0].startswith("An older plan cannot be used: plan is ")
+
+
+def test_a_storage_that_is_lost_while_plans_are_timed_costs_nothing(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    race, file = run_module.race, tmp_path / "study.db"
+
+    def losing(*given: Any) -> Any:
+        file.write_text("lost")
+        return race(*given)
+
+    monkeypatch.setattr(run_module, "race", losing)
+    assert main(given(command, "--trials", "3", "--finalists", "1", "--storage", f"sqlite:///{file}")) == 0
+    assert len(document(capsys)["trials"]) == 3
+
+
+def test_a_storage_that_is_lost_in_mid_search_is_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds, calls, folder = run_module.Teacher.rounds, [], tmp_path / "disk"
+    folder.mkdir()
+
+    def losing(self: Any, plan: Any, **options: Any) -> Any:
+        calls.append(plan)
+        if len(calls) == 4:
+            shutil.rmtree(folder)
+        return rounds(self, plan, **options)
+
+    monkeypatch.setattr(run_module.Teacher, "rounds", losing)
+    out = tmp_path / "plan.json"
+    storage = f"sqlite:///{folder / 'study.db'}"
+    assert main(given(command, "--storage", storage, "--out", str(out))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and not out.exists()
+    line = captured.err.splitlines()[-1]
+    assert line.startswith(f"foredraft: error: --storage is '{storage}', which was lost during the search (")
+    assert "Traceback" not in captured.err and "bring it back, and the same command goes on" in line
+
+
+def test_what_changes_costs_is_another_study(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how busy the machine is does not."""
+    llm = foredraft.load(big, drafter="none", kernels=False, max_batch=1, max_length=64)
+    about, texts = run_module.machine(llm.engine.device), Calibration((Text((1, 2, 3), 1),), 0.0)
+
+    def name() -> str:
+        return run_module._study_name("0" * 64, llm, texts, 3)
+
+    names = []
+    for change in ({}, {"cpu": "another"}, {"threads": 77}, {"device": "a GPU"}, {"load_average": 9.0}):
+        monkeypatch.setattr(run_module, "machine", lambda device, change=change: about | change)
+        names.append(name())
+    assert len(set(names)) == 4 and names[-1] == names[0]
+    for owner, flag in ((llm, "deterministic"), (llm.engine.target, "compiled"), (Runner, "by_kernels")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, flag, not getattr(llm if owner is llm else llm.engine.target, flag))
+            names.append(name())
+    assert len(set(names)) == 7 and name() == names[0]
+
+
+def test_a_model_of_one_layer_has_few_plans_and_all_are_tried(
+    command: list[str], big: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command[2] = str(Path(big).with_name("small"))
+    assert main(given(command, "--trials", "40")) == 0
+    told = document(capsys)
+    assert len({trial["skips"] for trial in told["trials"]}) == 4 and len(told["trials"]) < 40
+    assert told["notes"][0] == "All 4 plans of this model were tried, so the search ended there."
 
 
 def test_a_model_of_ones_own_needs_prompts(big: str, capsys: pytest.CaptureFixture[str]) -> None:

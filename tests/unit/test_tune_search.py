@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +39,8 @@ from searching import (
     silent,
     sqlite,
 )  # fmt: skip
+
+WARM_STARTS = search_module.warm_starts  # itself, which the tests do without
 
 
 @pytest.fixture(autouse=True)
@@ -174,12 +180,13 @@ def hurried(folder: Path, seconds: float, trial: float, monkeypatch: pytest.Monk
     """A search with so many seconds left, whose trials take so long."""
     teacher = HurriedTeacher(trial)
     monkeypatch.setattr(search_module, "time", teacher)
-    teacher.deadline = Deadline.after(seconds)
+    teacher.deadline = Deadline(seconds)
     made = Search(
         StudyPlace(sqlite(folder)), "a study", Options(trials=500, sampler="random", timeout=seconds),
         teacher, lambda: COSTS, teacher.deadline,
     )  # fmt: skip
     made.begin()
+    teacher.now += 1000  # what comes before the trials does not count
     return made
 
 
@@ -212,7 +219,7 @@ def test_a_search_says_how_long_it_will_take(
         with pytest.raises(KeyboardInterrupt):
             made.run(tell)
         assert [note.partition(", about ")[2].removesuffix(" left") for note in told] == expected
-        assert all(note.startswith("best predicted speed-up ") for note in told)
+        assert all(note.startswith("best predicted speed-up ") for note in told[1:])
 
 
 def test_time_that_is_up_before_a_trial_ended_is_a_mistake(
@@ -247,12 +254,31 @@ POSTGRES = (
 )
 
 
+MEMORY = (
+    "sqlite://",
+    "sqlite:///",
+    "sqlite:///:memory:",
+    "sqlite:///file::memory:?uri=true",
+    "sqlite:///file:x?mode=memory&uri=true",
+)
+
+
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
         ("sqlite:////no/such/folder/study.db", "unable to open database file"),
-        ("nonsense", "which is no URL; give one like sqlite:///FILE"),
-        ("nonsense://host/db", "nonsense"),
+        ("", "which is no URL"),
+        ("nonsense", "which is no URL; give sqlite:///FILE"),
+        (
+            "nonsense://me:hush@host/db",
+            "which is no kind that keeps trials; give sqlite:///FILE, or the URL of a",
+        ),
+        ("postgresql:/me:hush@host/db", "'postgresql:/***@host/db', which is no URL; give sqlite"),
+        ("postgresql://me:hush@host:port/db", "which is no URL"),
+        ("postgresql://me:hush[x]", "which is no URL"),
+        ("postgresql://host/db?password=hush", "password=***"),
+        ("sqlite:////no/such/folder/{file}.db", "unable to open database file"),
+        *((url, "in memory, which a search's threads cannot share") for url in MEMORY),
         ("postgresql://me:hush@127.0.0.1:9/db", POSTGRES),
     ],
 )
@@ -271,6 +297,123 @@ def test_a_file_that_is_no_database_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="file is not a database"):
         StudyPlace(sqlite(tmp_path))
     assert file.read_bytes() == before
+
+
+FOREIGN = {
+    "of a table called like one of a study's": ("CREATE TABLE studies (id INTEGER, title TEXT)",),
+    "of tables of its own": ("CREATE TABLE notes (text TEXT)",),
+    "that counts its revisions likewise": ("CREATE TABLE alembic_version (version_num TEXT)",),
+    "that counts its versions itself": ("CREATE TABLE version_info (version TEXT)",),
+}
+
+
+@pytest.mark.parametrize("statements", FOREIGN.values(), ids=FOREIGN.keys())
+def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path, statements: tuple[str, ...]) -> None:
+    with closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    before = (tmp_path / "study.db").read_bytes()
+    with pytest.raises(ConfigError, match=r"a database of another program's.*; it stays as it is"):
+        StudyPlace(sqlite(tmp_path))
+    assert (tmp_path / "study.db").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["study.db"]
+
+
+def test_a_database_whose_tables_are_half_made_is_made_whole(tmp_path: Path) -> None:
+    """Who made them died, or is not yet done."""
+    StudyPlace(sqlite(tmp_path)).storage.engine.dispose()
+    with closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        for table in ("alembic_version", "version_info", "trial_heartbeats"):
+            connection.execute(f"DROP TABLE {table}")
+    assert len(searched(sqlite(tmp_path), trials=2).trials()) == 2
+
+
+def test_a_database_that_may_only_be_read_is_told_at_once(tmp_path: Path) -> None:
+    searched(sqlite(tmp_path), trials=2)
+    with pytest.raises(ConfigError, match="readonly database"):
+        StudyPlace(f"sqlite:///file:{tmp_path / 'study.db'}?mode=ro&uri=true")
+
+
+def test_braces_in_a_name_are_braces(tmp_path: Path) -> None:
+    assert len(searched(f"sqlite:///{tmp_path}/a{{b}}.db", trials=2).trials()) == 2
+    assert (tmp_path / "a{b}.db").is_file()
+
+
+def gone(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def emptied(folder: Path) -> None:
+    """Another process deletes the study."""
+    with closing(sqlite3.connect(folder / "study.db")) as connection:
+        connection.execute("PRAGMA foreign_keys=OFF")
+        for table in ("studies", "trials"):
+            connection.execute(f"DELETE FROM {table}")
+        connection.commit()
+
+
+@pytest.mark.parametrize("lost", [gone, emptied])
+def test_a_storage_that_is_lost_is_one_line(tmp_path: Path, lost: Callable[[Path], None]) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    class Losing(FakeTeacher):
+        def rounds(self, plan: Any) -> Rounds:
+            if self.trials == 3:
+                lost(folder)
+            return super().rounds(plan)
+
+    one_line = pytest.raises(ConfigError, match=r"lost during the search \(.+\); no plan was written")
+    with one_line as told, StudyPlace(sqlite(tmp_path)).watched():
+        searched(sqlite(folder), Losing(), trials=50)
+    assert "\n" not in str(told.value)
+
+
+def test_what_no_database_failed_in_is_not_taken_for_that(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="planted"), StudyPlace(sqlite(tmp_path)).watched():
+        raise KeyError("planted")
+
+
+def test_a_sign_of_life_that_cannot_be_given_is_no_error(tmp_path: Path) -> None:
+    place = StudyPlace(sqlite(tmp_path))
+    (tmp_path / "study.db").unlink()
+    place.storage.engine.dispose()
+    place.storage.record_heartbeat(1)
+
+
+@pytest.mark.parametrize("sampler", ["flips", "random"])
+def test_a_search_ends_when_all_plans_were_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    monkeypatch.setattr(FakeTeacher.runner.decoder.spec, "layers", 2)
+    monkeypatch.setattr("searching.LAYERS", 2)
+    monkeypatch.setattr(search_module, "warm_starts", lambda *_: {"nothing": Skips()})
+    costs = replace(COSTS, attention=(0.1,) * 2)
+    teacher, told = FakeTeacher(), list[tuple[int, int, str]]()
+    made = Search(
+        StudyPlace(sqlite(tmp_path)), "a study", Options(trials=400, sampler=sampler),  # type: ignore[arg-type]
+        teacher, lambda: costs, Deadline(None),
+    )  # fmt: skip
+    assert not made.exhausted
+    made.begin()
+    for _ in ("begun", "gone on with"):
+        made.run(lambda stage, done, total, note="": told.append((done, total, note)))
+        trials = made.trials()
+        assert made.exhausted and teacher.trials == 16 == len({trial.skips for trial in trials})
+        assert told[-1] == (len(trials), len(trials), "all 16 plans were tried")
+    assert sampler == "random" or len(trials) == 16
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_there_are_plans_to_begin_with_for_few_layers(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    monkeypatch.setattr(FakeTeacher.runner.decoder.spec, "layers", layers)
+    numbers = range(2 * layers)
+    monkeypatch.setattr(search_module, "greedy", lambda *_: [*numbers])
+    monkeypatch.setattr(
+        search_module, "clasp", lambda teacher, most, _: [numbers[:size] for size in range(most + 1)]
+    )
+    found = WARM_STARTS(FakeTeacher())  # type: ignore[arg-type]
+    assert found["nothing"] == Skips() and len(set(found.values())) == len(found)
 
 
 def test_the_default_is_a_file_in_the_cache_folder_or_memory(

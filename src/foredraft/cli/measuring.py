@@ -5,11 +5,13 @@ Contract: as in `options`; defaults are those of the rooms that do the work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.bench.options import Options as BenchDefaults
@@ -24,6 +26,20 @@ VERIFYING = Group("Verifying", sort_key=3)
 BENCHMARK = Group("Benchmark", sort_key=3)
 SEARCH = Group("Search", sort_key=2)
 BENCH, TUNE, VERIFY = BenchDefaults(), TuneDefaults(), VerifyDefaults()
+
+
+def whole(_: type, words: Sequence[Token]) -> int:
+    """A number that is none in full is refused, not rounded."""
+    word = words[0].value
+    with suppress(ValueError):
+        if "." not in word:
+            return int(word)
+        if float(word).is_integer():
+            return int(float(word))
+    raise ValueError(f"{word!r} is no whole number")
+
+
+Whole = Annotated[int, Parameter(converter=whole)]
 CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
 
 
@@ -84,29 +100,29 @@ class TuneOptions:
     prompts: str | None = None
     """A file of prompts: one a line, or .jsonl with a "prompt" in every line; a quarter is held out. Without
     it, for the demo model alone, those that ship with Foredraft."""
-    trials: int = TUNE.trials
+    trials: Whole = TUNE.trials
     """Plans to try, those of earlier runs of the same search included."""
     timeout: float | None = None
-    """Begin no trial after so many seconds."""
+    """Begin no trial after so many seconds of trials; what comes before and after them takes its own time."""
     storage: str | None = None
-    """Where trials are kept: an Optuna URL, as sqlite:///FILE or that of a PostgreSQL database, which several
-    machines may share. Without it, a file in the cache folder."""
+    """Where trials are kept: the URL of a database, sqlite:///FILE or postgresql://USER@HOST/NAME (or of
+    MySQL), which several machines may share. Without it, a file in the cache folder."""
     sampler: SamplerName = TUNE.sampler
     """Who proposes plans after those that a search begins with: flips of the best one's switches, a Gaussian
     process, TPE, or chance."""
     temperature: float = TUNE.temperature
     """Of the texts, and of the law that drafts are held against; 0 is greedy."""
-    max_draft: int = TUNE.max_draft
+    max_draft: Whole = TUNE.max_draft
     """Longest draft that is considered, in tokens."""
-    tokens: int = TUNE.tokens
+    tokens: Whole = TUNE.tokens
     """New tokens of the model's own that a trial is held against."""
-    finalists: int = TUNE.finalists
+    finalists: Whole = TUNE.finalists
     """Plans that are timed in real decoding of held-out prompts, in the end."""
-    new_tokens: int = TUNE.new_tokens
+    new_tokens: Whole = TUNE.new_tokens
     """Tokens of each held-out prompt."""
-    repeats: int = TUNE.repeats
+    repeats: Whole = TUNE.repeats
     """Runs of everybody on every held-out prompt."""
-    seed: int = TUNE.seed
+    seed: Whole = TUNE.seed
     """Of the sampler."""
     out: Path | None = None
     """Write the plan here too, if it wins; generate, bench and verify find it in the cache folder."""

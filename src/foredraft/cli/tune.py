@@ -2,7 +2,8 @@
 
 Contract: the last line of stdout is one JSON document, always; on a terminal the figures stand before it. The
 exit code is 0, whether or not a plan won, and 1 when the tokens of one differ from plain decoding's. After
-Ctrl-C the study keeps its trials, the document tells them, and the code is 130.
+Ctrl-C the study keeps its trials, the document tells them, and the code is 130. A plan that won and could not
+be written costs no document: then the code is 2.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, loading
 from foredraft.cli.places import check_places
-from foredraft.cli.render import ProgressBars, table
+from foredraft.cli.render import STAGES, ProgressBars, table
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 DIFFERS, INTERRUPTED = 1, 130
+PARTS = 10  # of the trials, after each of which a line is printed
 
 
 def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOptions()) -> int:
@@ -38,13 +41,15 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
     """
     asked = asdict(tuning)
     options = Options(**{name: asked[name] for name in asked if name not in ("prompts", "out", "html")})
+    check_given(prompts=tuning.prompts, storage=tuning.storage, model=model.model)
+    check_given(out=tuning.out, html=tuning.html)
     check_places(out=tuning.out, html=tuning.html)
     prompts = prompts_of(tuning.prompts, model.model)
     if tuning.html is not None:
         from foredraft.tune.report import page  # says now if it cannot draw
     from foredraft.tune.run import tune as run
 
-    bars = ProgressBars()
+    bars = ProgressBars() if sys.stderr.isatty() else ProgressLines()
     try:
         report = run(
             prompts,
@@ -64,10 +69,22 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
     finally:
         if tuning.html is not None:
             write_whole(tuning.html, page(report), "html")
+    if report.unwritten:
+        raise ConfigError("; ".join(report.unwritten))
     if not report.finished:
         print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
         return INTERRUPTED
     return DIFFERS if model.deterministic and any(one.identical is False for one in report.finalists) else 0
+
+
+def check_given(**values: str | Path | None) -> None:
+    """By the option of each, refuse what is empty, as the value of a variable that is not set; a file of no
+    name reads as the folder."""
+    for option, value in values.items():
+        if value == "":
+            raise ConfigError(f"--{option} is ''; give it a value, or leave it out")
+        if value == Path():
+            raise ConfigError(f"--{option} is '' or '.'; give a file in a folder that there is")
 
 
 def prompts_of(file: str | None, model: str | None) -> list[str]:
@@ -86,6 +103,25 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
 
 
 # --- what a person sees -----------------------------------------------------------------------------
+
+
+class ProgressLines:
+    """Where stderr is no terminal: a line where a stage begins, and at every tenth of the trials."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, int] | None = None
+
+    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
+        tenth = PARTS * done // max(1, total) if stage == "trials" else 0
+        if (stage, tenth) == self._told:
+            return
+        self._told = stage, tenth
+        told = [STAGES.get(stage, stage) + (f" {done}/{total}" if stage == "trials" else ""), note]
+        print(f"foredraft: {', '.join(filter(None, told))}", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Lines stay."""
+
 
 COLUMNS = (
     *("plan", "draft", "over plain", "quartiles", "predicted"),
@@ -126,9 +162,11 @@ def verdict(report: Report) -> str:
     if not report.finished:
         return "Interrupted before the best plans were timed to the end; nothing was written."
     if report.winner is None:
-        return f"No plan was kept, and nothing was written. {report.objections}"
+        return f"No plan won, and nothing was written. {report.objections}"
     won = report.finalists[report.winner]
+    nowhere = "not written" if report.unwritten else "written nowhere, for nothing is kept"
+    written = f"written to {', '.join(report.plan_files)}" if report.plan_files else nowhere
     return (
         f"{won.skips} wins: {won.speedup.median:.2f} x plain decoding on {won.prompts} held-out prompts;"
-        f" written to {', '.join(report.plan_files) or 'nowhere, for nothing is kept'}."
+        f" {written}."
     )

@@ -16,9 +16,9 @@ SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """trials: of the study, those that it holds already included. timeout: seconds until no trial begins any
-    more. storage: an Optuna URL; None: a file in the user's cache folder. sampler: who proposes plans after
-    those that a search begins with; "flips" finds the best ones (docs/log.md). max_draft: the longest draft
+    """trials: of the study, those that it holds already included. timeout: seconds of trials until none
+    begins. storage: URL of a database; None: a file in the user's cache folder. sampler: who proposes, after
+    plans that it begins with; "flips" finds the best ones (docs/log.md). max_draft: the longest draft
     that is considered. tokens: that a trial is held against. finalists: plans that are timed in real
     decoding. new_tokens: of each held-out prompt then. repeats: of every such run. seed: of the sampler.
 

@@ -111,7 +111,8 @@ class Report:
     against. trials: all of the study that ended. importance: of each sub-layer's switch, by its name.
     winner: the place among the finalists of the plan that won, None where plain decoding did or none was
     timed. plan_files: where it was written to. seconds: of each stage. finished: False where it was
-    interrupted. notes: what else a reader must know."""
+    interrupted. notes: what else a reader must know. unwritten: why a plan that won is not where it was to
+    go."""
 
     model: str
     model_hash: str
@@ -130,6 +131,7 @@ class Report:
     seconds: dict[str, float]
     finished: bool = True
     notes: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
 
     @property
     def best(self) -> Trial:

@@ -32,7 +32,7 @@ def page(report: Report) -> str:
         columns=COLUMNS,
         table=[(one.skips, _cells(one)) for one in report.finalists],
         plots=plots(report),
-        notes=report.notes,
+        notes=(*report.unwritten, *report.notes),
         details={
             "Options": plain(report.options),
             "Seconds": plain({stage: round(taken, 1) for stage, taken in report.seconds.items()}),

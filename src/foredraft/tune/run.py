@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -15,14 +14,15 @@ import foredraft
 from foredraft import demo
 from foredraft.bench.machine import machine
 from foredraft.bench.timing import wrapped
-from foredraft.drafters.plans import PlanFile, keep_plan, model_hash, replaced, write_plan
-from foredraft.drafters.skips import Skips
-from foredraft.errors import ConfigError
+from foredraft.build.policies import longest_draft
+from foredraft.drafters.plans import model_hash, plan_place, replaced
+from foredraft.errors import ConfigError, RequestError
 from foredraft.llm import LLM
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import measure_plan_costs
+from foredraft.tune.keeping import check_kept, dtype_of, keep, kept_before, plan_file
 from foredraft.tune.kept import TextPlace
 from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress, silent
@@ -55,10 +55,13 @@ def tune(
     `LLM.encode` raise, and ConfigError of a storage that cannot be used, prompts that are too few, texts that
     do not fit into memory, or a timeout in which no trial ended. A KeyboardInterrupt ends the search early:
     the study keeps its trials, and the report says which they are; it is raised where there are none.
+    A plan that could not be written at last is told by the report, too.
     """
     stages = _Stages()
-    deadline = Deadline.after(options.timeout)
+    deadline = Deadline(options.timeout)
     place = StudyPlace(options.storage)
+    if (plan := plan_place("any")) is not None:
+        check_kept(plan.parent)
     revision = loading.pop("revision", None)
     if revision is not None and model is None:
         raise ConfigError(f"revision is {revision!r}, but no hub id is given that has it; leave it out")
@@ -68,8 +71,8 @@ def tune(
         llm = _load(folder, prompts, options, loading, progress)
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    longest = min(options.max_draft, runner.max_queries - 1)
-    ids = [llm.fitting(own, _room(options, prompts), truncate) for own in llm.encode(list(prompts))]
+    longest = longest_draft(options.max_draft, options.max_draft, runner)
+    ids = [_fitting(llm, own, options, prompts, truncate) for own in llm.encode(list(prompts))]
     kept, held_out = hold_out(ids)
     with stages("calibrate"):
         texts = TextPlace(folder, hash, llm, kept, options.tokens, options.temperature)
@@ -77,45 +80,55 @@ def tune(
             lambda: calibrate(llm, kept, options.tokens, options.temperature, progress)
         )
         teacher = Teacher(runner, calibration, longest, deadline.check, progress)
-    with stages("costs"):
-        context = int(median(text.start + text.new // 2 for text in calibration.texts))
-        name = _study_name(hash, llm, calibration, longest)
-        search = Search(
-            place, name, options, teacher,
-            lambda: measure_plan_costs(llm, context, longest, options.temperature, progress), deadline,
-        )  # fmt: skip
-    finished, finalists = True, tuple[Finalist, ...]()
-    try:
-        finalists = _finalists(llm, search, held_out, options, stages, progress)
-    except KeyboardInterrupt:
-        if not search.trials():
-            raise
-        finished = False
+    with place.watched():
+        with stages("costs"):
+            context = int(median(text.start + text.new // 2 for text in calibration.texts))
+            name = _study_name(hash, llm, calibration, longest)
+            search = Search(
+                place, name, options, teacher,
+                lambda: measure_plan_costs(llm, context, longest, options.temperature, progress), deadline,
+            )  # fmt: skip
+        finished = _searched(search, stages, progress)
+        # from here on the storage is not needed
+        trials, importance = tuple(search.trials()), search.importance()
+        exhausted = search.exhausted and len(trials) < options.trials
+    finalists: tuple[Finalist, ...] = ()
+    if finished:
+        try:
+            with stages("decode"):
+                best = best_of(trials, options.finalists)
+                finalists = tuple(race(llm, best, held_out, options, progress))
+        except KeyboardInterrupt:
+            finished = False
     winner = _winner(finalists)
-    notes = [] if winner is None else [note for note in [replaced(hash)] if note is not None]
-    files = (
-        []
-        if winner is None
-        else _keep(_plan_file(finalists[winner], model or "demo", hash, llm, options.temperature), out)
-    )
+    notes, files, unwritten = [], list[str](), list[str]()
+    if exhausted:
+        notes.append(f"All {search.plans} plans of this model were tried, so the search ended there.")
+    if winner is not None:
+        notes += [note for note in [replaced(hash)] if note is not None]
+        won = plan_file(finalists[winner], model or "demo", hash, llm, options.temperature)
+        files, unwritten = keep(won, out)
+    elif (note := kept_before(hash, finalists)) is not None:
+        notes.append(note)
     return Report(
         model=model or "demo",
         model_hash=hash,
         layers=llm.spec.layers,
         study=name,
         storage=place.shown,
-        options=asdict(options) | {"storage": place.shown, "dtype": _dtype(llm)},
+        options=asdict(options) | {"storage": place.shown, "dtype": dtype_of(llm)},
         machine=machine(llm.engine.device),
         tokens=calibration.tokens,
         costs=search.costs,
-        trials=tuple(search.trials()),
-        importance=search.importance(),
+        trials=trials,
+        importance=importance,
         finalists=finalists,
         winner=winner,
         plan_files=tuple(files),
         seconds=stages.seconds,
         finished=finished,
         notes=tuple(notes),
+        unwritten=tuple(unwritten),
     )
 
 
@@ -137,76 +150,74 @@ def _load(
 
 def _room(options: Options, prompts: Sequence[str]) -> int:
     """New tokens of a prompt at most, whatever it is for."""
-    return max(options.new_tokens, new_tokens(options.tokens, written(len(set(prompts)))))
+    return max(options.new_tokens, _of_a_text(options, prompts))
 
 
-def _finalists(
-    llm: LLM,
-    search: Search,
-    held_out: Sequence[list[int]],
-    options: Options,
-    stages: _Stages,
-    progress: Progress,
-) -> tuple[Finalist, ...]:
-    """The best plans of the search, in real decoding."""
-    with _unrecorded(search.teacher.runner):
-        with stages("rank"):
-            search.begin(progress)
-        with stages("search"):
-            search.run(progress)
-    with stages("decode"):
-        return tuple(race(llm, best_of(search.trials(), options.finalists), held_out, options, progress))
+def _of_a_text(options: Options, prompts: Sequence[str]) -> int:
+    """New tokens that are asked of a prompt for the texts of the search."""
+    return new_tokens(options.tokens, written(len(set(prompts))))
+
+
+def _fitting(
+    llm: LLM, ids: list[int], options: Options, prompts: Sequence[str], truncate: Literal["left"] | None
+) -> list[int]:
+    """A prompt with room for what follows it, in the words of a search where there is none."""
+    room = _room(options, prompts)
+    try:
+        return llm.fitting(ids, room, truncate)
+    except RequestError as error:
+        ways = []
+        if options.new_tokens == room:
+            ways.append("lower new_tokens")
+        elif _of_a_text(replace(options, tokens=1), prompts) < room:
+            ways.append("lower tokens=")
+        if room < llm.max_length:
+            ways += ["shorten the prompt", *(["truncate='left'"] if truncate is None else [])]
+        if llm.max_length < llm.spec.max_positions:
+            ways.append(f"raise max_length up to the model's {llm.spec.max_positions}")
+        remedy = ", or ".join(ways) or "take a model that has more"
+        raise RequestError(
+            f"a prompt of {len(ids)} tokens and the {room} new ones that the search needs after it exceed the"
+            f" {llm.max_length} positions there is room for; {remedy}"
+        ) from error
+
+
+def _searched(search: Search, stages: _Stages, progress: Progress) -> bool:
+    """Have the trials made; False where that was interrupted."""
+    try:
+        with _unrecorded(search.teacher.runner):
+            with stages("rank"):
+                search.begin(progress)
+            with stages("search"):
+                search.run(progress)
+    except KeyboardInterrupt:
+        if not search.trials():
+            raise
+        return False
+    return True
 
 
 def _study_name(hash: str, llm: LLM, calibration: Calibration, longest: int) -> str:
-    """Trials of one study are held against the same texts, by one model at one temperature."""
+    """Trials of one study are held against the same texts, by one model at one temperature; and against the
+    same costs, so machines share it that are of a kind and run the passes alike."""
     draws = f"T={calibration.temperature:g} K={longest}"
-    return f"{FORMAT}. {hash[:16]} {_dtype(llm)} {draws} {calibration.digest[:16]}"
-
-
-def _dtype(llm: LLM) -> str:
-    return str(llm.engine.cache.dtype).removeprefix("torch.")
+    about = machine(llm.engine.device)
+    device = about.get("device") or f"{about['cpu']}, {about['threads']} threads"
+    runner = llm.engine.target
+    assert isinstance(runner, Runner)
+    passes = {
+        "kernels": runner.by_kernels,
+        "compiled": runner.compiled,
+        "deterministic": llm.deterministic,
+    }
+    ways = "+".join(way for way, so in passes.items() if so) or "plain"
+    return f"{FORMAT}. {hash[:16]} {dtype_of(llm)} {draws} {calibration.digest[:16]} {ways} on {device}"
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:
     """The fastest that nothing speaks against."""
     sound = [place for place, one in enumerate(finalists) if one.objection is None]
     return max(sound, key=lambda place: finalists[place].speedup.median, default=None)
-
-
-def _plan_file(won: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:
-    skips = Skips.spelled(won.skips)
-    return PlanFile(
-        model=model,
-        model_hash=hash,
-        layers=llm.spec.layers,
-        skip_attention=skips.attention,
-        skip_mlp=skips.mlp,
-        exit=skips.exit,
-        device=llm.engine.device.type,
-        dtype=_dtype(llm),
-        max_draft=won.draft,
-        alpha=won.alpha,
-        c=won.c,
-        tau=won.tau,
-        speedup=won.speedup.median,
-        predicted=won.predicted,
-        date=datetime.now(UTC).date().isoformat(),
-        foredraft=foredraft.__version__,
-        temperature=temperature,
-    )
-
-
-def _keep(plan: PlanFile, out: Path | None) -> list[str]:
-    """Where it went."""
-    files = []
-    if out is not None:
-        write_plan(plan, out, "out")
-        files.append(str(out))
-    kept = keep_plan(plan)
-    if kept is not None:
-        files.append(str(kept))
-    return files
 
 
 def _unrecorded(runner: Runner) -> AbstractContextManager[None]:

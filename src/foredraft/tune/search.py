@@ -11,7 +11,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -38,23 +38,24 @@ class OutOfTime(Exception):
     """A trial that the deadline fell into; it is given up."""
 
 
-@dataclass(frozen=True, slots=True)
 class Deadline:
-    """at: on the monotonic clock; None: never."""
+    """So many seconds after `begin`; None: never."""
 
-    at: float | None
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._at: float | None = None  # on the monotonic clock
 
-    @classmethod
-    def after(cls, seconds: float | None) -> Deadline:
-        return cls(None if seconds is None else time.monotonic() + seconds)
+    def begin(self) -> None:
+        if self.seconds is not None:
+            self._at = time.monotonic() + self.seconds
 
     @property
     def passed(self) -> bool:
-        return self.at is not None and time.monotonic() >= self.at
+        return self._at is not None and time.monotonic() >= self._at
 
     def within(self, seconds: float) -> float:
         """So many, or what is left until then."""
-        return seconds if self.at is None else max(0.0, min(seconds, self.at - time.monotonic()))
+        return seconds if self._at is None else max(0.0, min(seconds, self._at - time.monotonic()))
 
     def check(self) -> None:
         """Raises OutOfTime once it has passed."""
@@ -65,11 +66,13 @@ class Deadline:
 def warm_starts(teacher: Teacher, progress: Progress = silent) -> dict[str, Skips]:
     """Different plans to begin with, by what they are; early exits come last."""
     layers = teacher.runner.decoder.spec.layers
-    found = {"nothing": Skips(), "every other layer": every_other(layers)}
+    found = {"nothing": Skips()}
+    if layers > 1:
+        found["every other layer"] = every_other(layers)
     steps = Steps(progress, "rank", sub_layers_run(layers, 2 * layers - 1))
     ranked, programmed = greedy(teacher, steps), clasp(teacher, 2 * layers - 1, steps)
     for eighth in range(1, SIZES):
-        size = round(2 * layers * eighth / SIZES)
+        size = min(round(2 * layers * eighth / SIZES), 2 * layers - 1)  # of few, one runs
         for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
             if (skips := skips_of(sub_layers)) not in found.values():
                 found[f"{kind} {size}"] = skips
@@ -119,14 +122,16 @@ class Search:
         ]
 
     def run(self, progress: Progress) -> None:
-        """Trials until the study has enough, or time is up. Raises ConfigError where none ended."""
+        """Trials until the study has enough, all plans were tried, or time is up. Raises ConfigError where
+        none ended."""
+        self.deadline.begin()
         done = len(self.trials())
         best = max((trial.predicted for trial in self.trials()), default=0.0)
         total = self.options.trials
         began, before = time.monotonic(), done
 
         def tell() -> None:
-            note = f"best predicted speed-up {best:.2f}"
+            note = f"best predicted speed-up {best:.2f}" if done else ""
             if before < done < total:
                 left = (time.monotonic() - began) / (done - before) * (total - done)
                 note += f", about {_spelled(self.deadline.within(left))} left"
@@ -143,13 +148,13 @@ class Search:
                 best = max(best, trial.value)
                 tell()
                 ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
-                if ended >= total:
+                if ended >= total or self.exhausted:
                     study.stop()
             self.place.give_up_unborn(study)
             if self.deadline.passed:
                 study.stop()
 
-        if done < total:
+        if done < total and not self.exhausted:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 self.study.optimize(self._try, callbacks=[after], catch=(OutOfTime,))
@@ -158,6 +163,20 @@ class Search:
                 f"timeout is {self.options.timeout:g}, in which not one trial ended; give more seconds, or"
                 " fewer tokens"
             )
+        if self.exhausted and done < total:
+            progress("trials", done, done, f"all {self.plans} plans were tried")
+
+    @property
+    def plans(self) -> int:
+        """How many there are."""
+        return int(2 ** (2 * self.layers))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all were tried, so that more trials would only repeat them."""
+        if self.plans > len(self.study.get_trials(deepcopy=False)):
+            return False  # which is seen sooner
+        return len({self._plan(trial.skips) for trial in self.trials()}) == self.plans
 
     def begin(self, progress: Progress = silent) -> None:
         """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
