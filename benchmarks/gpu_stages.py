@@ -200,7 +200,7 @@ class Bench:
             stats.append(both[DRAFT][2])
             shares.append(repeated(both[DRAFT][1]))
         whole = Stats.merge(stats)
-        promised = predicted(costs, DRAFT, whole)
+        promised = predicted(costs, whole)
         return {
             "identical": identical,
             "repeated_4grams": shares,

@@ -69,7 +69,7 @@ class BenchOptions:
         str | None,
         Parameter(
             help=f"Who takes part, with commas between; plain always does. {CONTENDER_HELP}. Without it,"
-            " all that are possible."
+            " or with all, every lossless one that is possible."
         ),
     ] = None
     policies: str | None = None

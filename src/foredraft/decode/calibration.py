@@ -9,6 +9,7 @@ number: it is the luck of one.)
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from foredraft.decode.rehearsal import FILLER, Rehearsal, Trial
 from foredraft.decode.sequence import Sequence
 
 __all__ = ["Calibration", "Measured"]
+
+logger = logging.getLogger(__name__)
 
 Kind = tuple[int, bool]  # rows, and whether tokens are drawn
 
@@ -57,7 +60,10 @@ class Calibration:
             if kind not in self._measured:
                 self._measured[kind] = Measured.of(engine, *kind, self.policy.max_draft)
             start = time.perf_counter()
-            self._measured[kind].take(engine)
+            try:
+                self._measured[kind].take(engine)
+            except (MemoryError, RuntimeError) as error:  # a request that meets it will say so itself
+                logger.warning("costs of %d rows could not be measured: %s", kind[0], error)
             self._due[kind] = spent + RARE * 1e3 * (time.perf_counter() - start)
         made = (measured.table() for (_, drew), measured in self._measured.items() if drew == draws)
         if due and (tables := [table for table in made if table is not None]):
