@@ -31,7 +31,6 @@ __all__ = [
     "plan_place",
     "plans_kept",
     "read_plan",
-    "replaced",
     "write_plan",
 ]
 
@@ -167,15 +166,6 @@ def find_plan(hash: str) -> PlanFile | None:
     plan = read_plan(place)
     plan.check(hash, f"the one that {place} is for")
     return plan
-
-
-def replaced(hash: str) -> str | None:
-    """What is to be said before another plan takes the place of the one that is kept; None where nothing is,
-    or nothing that could be used."""
-    with suppress(ConfigError):
-        if (plan := find_plan(hash)) is not None:
-            return f"It takes the place of the plan that was kept before: {plan}."
-    return None
 
 
 def model_hash(folder: Path) -> str:

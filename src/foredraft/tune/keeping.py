@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.tune.records import Finalist
 
-__all__ = ["check_kept", "dtype_of", "keep", "kept_before", "plan_file"]
+__all__ = ["check_kept", "dtype_of", "keep", "kept_before", "plan_file", "replaced"]
 
 
 def check_kept(folder: Path) -> None:
@@ -83,6 +84,15 @@ def keep(plan: PlanFile, out: Path | None) -> tuple[list[str], list[str]]:
             " a folder that can be written, and the same command goes on with the study"
         )
     return files, unwritten
+
+
+def replaced(hash: str) -> str | None:
+    """What is to be said before another plan takes the place of the one that is kept; None where nothing is,
+    or nothing that could be used."""
+    with suppress(ConfigError):
+        if (plan := find_plan(hash)) is not None:
+            return f"It takes the place of the plan that was kept before: {plan}."
+    return None
 
 
 def kept_before(hash: str, finalists: Sequence[Finalist]) -> str | None:

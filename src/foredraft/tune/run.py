@@ -15,14 +15,14 @@ from foredraft import demo
 from foredraft.bench.machine import machine
 from foredraft.bench.timing import wrapped
 from foredraft.build.policies import longest_draft
-from foredraft.drafters.plans import model_hash, plan_place, replaced
+from foredraft.drafters.plans import model_hash, plan_place
 from foredraft.errors import ConfigError, RequestError
 from foredraft.llm import LLM
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens, written
 from foredraft.tune.costs import measure_plan_costs
-from foredraft.tune.keeping import check_kept, dtype_of, keep, kept_before, plan_file
+from foredraft.tune.keeping import check_kept, dtype_of, keep, kept_before, plan_file, replaced
 from foredraft.tune.kept import TextPlace
 from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress, silent
@@ -72,7 +72,8 @@ def tune(
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     longest = longest_draft(options.max_draft, options.max_draft, runner)
-    ids = [_fitting(llm, own, options, prompts, truncate) for own in llm.encode(list(prompts))]
+    room = _room(options, prompts)
+    ids = [_fitting(llm, own, room, options, prompts, truncate) for own in llm.encode(list(prompts))]
     kept, held_out = hold_out(ids)
     with stages("calibrate"):
         texts = TextPlace(folder, hash, llm, kept, options.tokens, options.temperature)
@@ -159,10 +160,14 @@ def _of_a_text(options: Options, prompts: Sequence[str]) -> int:
 
 
 def _fitting(
-    llm: LLM, ids: list[int], options: Options, prompts: Sequence[str], truncate: Literal["left"] | None
+    llm: LLM,
+    ids: list[int],
+    room: int,
+    options: Options,
+    prompts: Sequence[str],
+    truncate: Literal["left"] | None,
 ) -> list[int]:
     """A prompt with room for what follows it, in the words of a search where there is none."""
-    room = _room(options, prompts)
     try:
         return llm.fitting(ids, room, truncate)
     except RequestError as error:
