@@ -22,10 +22,10 @@ from foredraft.drafters.plans import (
     model_hash,
     plan_place,
     read_plan,
-    replaced,
     write_plan,
 )
 from foredraft.drafters.skips import Skips
+from foredraft.tune.keeping import replaced
 
 PLAN = PlanFile(
     model="tiny", model_hash="a" * 64, layers=8, skip_attention=(1, 3), skip_mlp=(4,), device="cpu",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.bench.records import Model
 from foredraft.model.decoder import Decoder
+from foredraft.model.device import dtype_name
 from foredraft.model.runner import Runner
 
 __all__ = ["weigh"]
@@ -25,7 +26,7 @@ def weigh(role: str, name: str, runner: Runner) -> Model:
         name=name,
         parameters=read + looked_up,
         step_bytes=read * decoder.dtype.itemsize,
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        dtype=dtype_name(decoder.dtype),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from foredraft.build.memory import free_memory
 from foredraft.errors import ConfigError
 from foredraft.model.cache import KVCache
+from foredraft.model.device import dtype_name
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
@@ -83,7 +84,7 @@ def _left_by_weights(models: Models, device: torch.device, kernels: bool) -> int
     needs = [_bytes(model, device, kernels) for model in models]
     if sum(needs) <= free:
         return free - sum(needs)
-    sizes = [f"{_gib(need)} in {_name(dtype)}" for need, (_, dtype) in zip(needs, models, strict=True)]
+    sizes = [f"{_gib(need)} in {dtype_name(dtype)}" for need, (_, dtype) in zip(needs, models, strict=True)]
     raise ConfigError(
         f"the weights need {', those of the draft '.join(sizes)}, but {_gib(free)} are free on {device};"
         f" {_remedy(models, device, free, kernels)}"
@@ -118,7 +119,3 @@ def _bytes(model: tuple[ModelSpec, torch.dtype], device: torch.device, kernels: 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.{1 if size >= 2**30 else 3}f} GiB"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

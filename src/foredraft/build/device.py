@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from foredraft.build.capacity import DEVICES
 from foredraft.errors import ConfigError
+from foredraft.model.device import dtype_name
 
 __all__ = ["check_dtype", "find_device"]
 
@@ -47,7 +48,7 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
     Raises ConfigError where an operator fails or computes wrong values.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     try:
         x = torch.ones(1, 1, 8, 64, device=device, dtype=dtype)
         mask = torch.zeros(1, 1, 8, 8, device=device, dtype=dtype)

@@ -11,6 +11,7 @@ import torch
 from foredraft.drafters.plans import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_spelled
 from foredraft.errors import ConfigError
+from foredraft.model.device import dtype_name
 
 __all__ = ["GivenPlan", "SelfDraft", "chosen_plan"]
 
@@ -66,7 +67,7 @@ def chosen_plan(
             f"plan is one of a model of {found.layers} layers, and this one has {layers}; make one with"
             " `foredraft tune`"
         )
-    doubt = found.doubt(device.type, str(dtype).removeprefix("torch."))
+    doubt = found.doubt(device.type, dtype_name(dtype))
     if doubt is not None and (needed or plan is not None):
         logger.warning("%s", doubt)
     return SelfDraft(found.skips, found.max_draft)

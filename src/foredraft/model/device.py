@@ -1,4 +1,4 @@
-"""Host to device without waiting, and back by waiting once.
+"""Host to device without waiting, and back by waiting once; and what a dtype is called.
 
 Contract: the round reads the device once, at its end. A plain `torch.tensor(values, device="cuda")` would
 make the host wait for all work under way, several times a round; a copy out of pinned memory does not.
@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 HOST = ("cpu",)  # devices whose memory the host reads as it lies
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As people and options spell it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

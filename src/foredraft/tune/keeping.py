@@ -17,6 +17,7 @@ from foredraft.drafters.plans import PlanFile, find_plan, keep_plan, plan_place,
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
+from foredraft.model.device import dtype_name
 from foredraft.tune.records import Finalist
 
 __all__ = ["check_kept", "dtype_of", "keep", "kept_before", "plan_file", "replaced"]
@@ -38,7 +39,7 @@ def check_kept(folder: Path) -> None:
 
 
 def dtype_of(llm: LLM) -> str:
-    return str(llm.engine.cache.dtype).removeprefix("torch.")
+    return dtype_name(llm.engine.cache.dtype)
 
 
 def plan_file(won: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:

@@ -15,6 +15,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
+from foredraft.model.device import dtype_name
 from foredraft.verify.chi_square import samples_for
 from foredraft.verify.defect import without_residual
 from foredraft.verify.identity import compare_tokens
@@ -132,7 +133,7 @@ def _about(llm: LLM, drafter: str) -> dict[str, Any]:
         "plan": str(drafting.skips) if isinstance(drafting, LayerSkip) else None,
         "policy": engine.policy.name,
         "greedy_drafts": engine.greedy_drafts,
-        "dtype": str(engine.cache.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.cache.dtype),
         "device": str(engine.device),
         "deterministic": llm.deterministic,
         "max_batch": engine.cache.rows,
