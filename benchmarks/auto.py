@@ -1,13 +1,15 @@
 """What the cost model makes of good, bad and fickle drafters: `auto` beside plain decoding and fixed lengths.
 
 The demo target decodes held-out prompts. Drafters that misbehave are the demo's draft model with other
-words put into its mouth: it takes its time, and is then right or wrong as the case says. All take turns,
-warm, on one loaded model; `auto` both as it meets a drafter for the first time and as it knows it from
-earlier requests. Ratios are of seconds in the same repeat, plain over the other, prompts included: medians
-and quartiles, and of all seconds together. Beside each stand whether its tokens are plain decoding's, its
-mean draft length, its mean accepted length, and the share of repeated 4-grams. Above temperature 0, requests
-have a seed, so that all contenders write the same text. `auto` goes by costs that it measures when the models
-were loaded, and measures again: so they are loaded several times.
+words put into its mouth: it takes its time, and is then right or wrong as the case says. Every contender has
+models of its own, loaded for it, and all run at once, warm, a slice of some rounds at a time in turns: what
+disturbs the machine for longer disturbs all of them. `auto` runs both as it meets a drafter for the first
+time and as it knows it from earlier requests. Ratios are of the seconds of the same requests, plain over the
+other, prompts included: medians and quartiles, and of all seconds together. Plain decoding takes part twice:
+its own ratio is 1 but for what the machine disturbs. Beside each stand whether its tokens are plain
+decoding's, its mean draft length, its mean accepted length, and the share of repeated 4-grams. Above
+temperature 0, requests have a seed, so that all contenders write the same text. `auto` goes by costs that it
+measures when the models were loaded, and measures again: so all are loaded several times.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
@@ -28,14 +30,16 @@ and on prompts whose plain output repeats under 30 % of its 4-grams within 64 to
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from timing import spread, timed
+from timing import spread
 from torch import Tensor
 from workload import fluent, heldout, machine, write
 
@@ -43,13 +47,16 @@ import foredraft
 from foredraft import LLM, Output, SamplingParams
 from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
 from foredraft.decode.policy.stopping import stops_of
+from foredraft.decode.sequence import State
 from foredraft.decode.stats import Round, Stats
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.model.device import synchronise
 from foredraft.model.runner import Drafted, Drawing, Stops
 from foredraft.ngrams import repeated
 
 POSITIONS = 1024
 WARM = 1  # turns that do not count
+SLICE = 0.03  # seconds that a contender gets at a time
 
 Right = Callable[[int, int], bool]  # of a row and a place in its output
 CASES: dict[str, tuple[int, Right | None]] = {
@@ -145,25 +152,50 @@ def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
     return DraftModel(target, rows, POSITIONS) if case == "dear" else own
 
 
-def request(
-    llm: LLM, prompts: list[list[int]], speculation: str, new_tokens: int, temperature: float
-) -> tuple[float, list[Output]]:
-    """Seconds of the decoding, from the first round of any to the end of all; outputs."""
-    params = SamplingParams(
-        temperature=temperature,
-        max_new_tokens=new_tokens,
-        ignore_eos=True,
-        speculation=speculation,
-        seed=7 if temperature else None,
-        acceptance="coupled" if temperature else None,
-    )
-    seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.engine.device)
-    return seconds, outputs
-
-
-def with_table(policy: Auto, table: CostTable) -> Auto:
-    policy.table = table
+def with_table(policy: Auto, known: Callable[[], Auto]) -> Auto:
+    policy.table = known().table
     return policy
+
+
+@dataclass
+class Contender:
+    """On models of its own. policy: of its next requests; speculation: who drafts."""
+
+    llm: LLM
+    drafter: DraftModel
+    policy: Callable[[], Policy]
+    speculation: str
+
+
+class Running:
+    """Requests of a contender, which get on while they are let. seconds: that it took them so far."""
+
+    def __init__(self, contender: Contender, prompts: list[list[int]], params: SamplingParams) -> None:
+        self.llm = contender.llm
+        self.engine = contender.llm.engine
+        self.engine.policy = contender.policy()
+        own = replace(params, speculation=contender.speculation)
+        requests = self.llm._requests
+        self.sequences = [s for ids in prompts for s in requests.sequences(ids, own, 1, None, False, False)]
+        self.seconds = 0.0
+        for sequence in self.sequences:
+            self.engine.submit(sequence)
+
+    def go_on(self, seconds: float) -> None:
+        """For so long, and until the round is over that was begun by then."""
+        start, taken = time.perf_counter(), 0.0
+        while taken < seconds and not self.done:
+            self.engine.step()
+            taken = time.perf_counter() - start
+        synchronise(self.engine.device)
+        self.seconds += time.perf_counter() - start
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.state is State.FINISHED for sequence in self.sequences)
+
+    def outputs(self) -> list[Output]:
+        return [self.llm._output(sequence) for sequence in self.sequences]
 
 
 @dataclass
@@ -177,66 +209,81 @@ class Runs:
     tables: list[CostTable] = field(default_factory=list)
 
 
-def contenders_of(
-    case: str, known: Auto, lengths: Sequence[int]
-) -> dict[str, tuple[Callable[[], Policy], str]]:
-    """name -> (a policy for one request, who drafts); a fresh one knows the table, and no drafter."""
-    contenders: dict[str, tuple[Callable[[], Policy], str]] = {
-        "plain": (lambda: known, "none"),
-        "auto, first request": (lambda: Auto(known.max_draft, known.table), "draft-model"),
-        "auto": (lambda: known, "draft-model"),
+def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender]:
+    """By name. One that meets its drafter for the first time knows what `auto` knows of costs."""
+
+    def known() -> Auto:
+        policy = contenders["auto"].llm.engine.policy
+        assert isinstance(policy, Auto)
+        return policy
+
+    def loaded(make: Callable[[], Policy] | None, speculation: str) -> Contender:
+        llm = foredraft.load(
+            dtype=options.dtype,
+            device=options.device,
+            max_batch=CASES[case][0],
+            max_length=POSITIONS,
+            max_draft=options.max_draft,
+            plan=PLAN if case == "choice" else None,
+        )
+        own = llm.engine.policy
+        drafter = llm.engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
+        llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *drafter.caches)}.values())
+        return Contender(llm, drafter, make or (lambda: own), speculation)
+
+    who = "auto" if case == "choice" else "draft-model"
+    contenders = {
+        "auto": loaded(None, who),
+        "auto, first request": loaded(lambda: Auto(known().max_draft, known().table), who),
+        "plain": loaded(lambda: Fixed(1), "none"),  # which measures no costs
+        "plain, again": loaded(lambda: Fixed(1), "none"),
     }
     if case == "choice":
-        by_length = ByLength(known.max_draft)
-        contenders |= {
-            "auto": (lambda: known, "auto"),
-            "auto, first request": (lambda: Auto(known.max_draft, known.table), "auto"),
-            "auto, lookup": (lambda: known, "lookup"),
-        }
+        contenders["auto, lookup"] = loaded(None, "lookup")
         for name in MODELS:
-            contenders[f"auto, {name}"] = lambda: known, name
-            contenders[f"by length, {name}"] = lambda: with_table(by_length, known.table), name
-    for gamma in lengths:
-        contenders[f"fixed {gamma}"] = (lambda gamma=gamma: Fixed(gamma), "draft-model")  # type: ignore[misc]
+            contenders[f"auto, {name}"] = loaded(None, name)
+            by_length = ByLength(known().max_draft)
+            contenders[f"by length, {name}"] = loaded(partial(with_table, by_length, known), name)
+    for gamma in (int(length) for length in options.lengths.split(",")):
+        contenders[f"fixed {gamma}"] = loaded(partial(Fixed, gamma), "draft-model")
     return contenders
 
 
 def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
-    """A case on models that are loaded for it: all contenders on every prompt in turns."""
+    """A case on models that are loaded for it: all contenders on every prompt."""
     batch = CASES[case][0]
-    llm = foredraft.load(
-        dtype=options.dtype,
-        device=options.device,
-        max_batch=batch,
-        max_length=POSITIONS,
-        max_draft=options.max_draft,
-        plan=PLAN if case == "choice" else None,
-    )
-    engine = llm.engine
+    contenders = contenders_of(case, options)
+    llm = contenders["auto"].llm
     count = options.prompts * batch
     prompts = fluent(llm, count) if case in FLUENT else llm.encode(heldout(count))
-    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    drafter = engine.drafters["draft-model"] = drafter_of(case, llm, batch)
-    engine.rows.caches = list({id(c): c for c in (engine.cache, *drafter.caches)}.values())
-    known = engine.policy
-    assert isinstance(known, Auto)
-    contenders = contenders_of(case, known, [int(length) for length in options.lengths.split(",")])
-    for group in groups:
-        outputs = request(llm, group, "none", options.new_tokens, options.temperature)[1]
-        plain = [output.token_ids for output in outputs]
-        if isinstance(drafter, Ventriloquist):
-            drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
+    params = SamplingParams(
+        temperature=options.temperature,
+        max_new_tokens=options.new_tokens,
+        ignore_eos=True,
+        seed=7 if options.temperature else None,
+        acceptance="coupled" if options.temperature else None,
+    )
+    for group in (prompts[start : start + batch] for start in range(0, len(prompts), batch)):
+        plain = [output.token_ids for output in llm.generate(group, replace(params, speculation="none"))]
+        for contender in contenders.values():
+            if isinstance(contender.drafter, Ventriloquist):
+                contender.drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
         for turn in range(-WARM, options.repeats):
-            for name in list(contenders)[:: 1 if turn % 2 else -1]:
-                make, speculation = contenders[name]
-                engine.policy = make()
-                seconds, outputs = request(llm, group, speculation, options.new_tokens, options.temperature)
-                engine.policy = known
+            running = {name: Running(contender, group, params) for name, contender in contenders.items()}
+            order = list(running.values())[:: 1 if turn % 2 else -1]
+            while order:
+                for requests in order:
+                    requests.go_on(SLICE)
+                order = [requests for requests in order if not requests.done]
+            for name, requests in running.items():
+                outputs = requests.outputs()
                 runs.same[name] &= [output.token_ids for output in outputs] == plain
                 if turn >= 0:
-                    runs.seconds[name].append(seconds)
+                    runs.seconds[name].append(requests.seconds)
                     runs.outputs[name] += outputs
-    runs.tables.append(known.table)
+    policy = llm.engine.policy
+    assert isinstance(policy, Auto)
+    runs.tables.append(policy.table)
 
 
 def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:

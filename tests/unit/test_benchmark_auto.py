@@ -34,7 +34,7 @@ def test_bad_drafters_say_what_they_are_told_to(results: Path) -> None:
         case["case"]: {each["name"]: each for each in case["contenders"]} for case in found["cases"]
     }
     for contenders in cases.values():
-        assert set(contenders) == {"plain", "auto, first request", "auto", "fixed 3"}
+        assert set(contenders) == {"plain", "plain, again", "auto, first request", "auto", "fixed 3"}
         assert all(each["identical_to_plain"] for each in contenders.values())
         assert contenders["plain"]["mean_accepted_length"] == 1
     assert cases["random"]["fixed 3"]["mean_accepted_length"] == 1

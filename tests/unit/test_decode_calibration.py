@@ -282,6 +282,14 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
     assert table is not None
     assert table.passes[1] == [(1, 2.1), (2, 2.6)]
     assert table.drafting("draft-model", 1, 1) == pytest.approx(0.4)
+    measured.rounds |= {("filler", 5): deque([3.0]), ("draft-model", 5): deque([4.0])}
+    table = measured.table()
+    assert table is not None
+    assert table.drafts["draft-model"][1] == pytest.approx((0.4, 0.15))
+    measured.rounds["draft-model", 5] = deque([6.0])
+    table = measured.table()
+    assert table is not None
+    assert table.drafts["draft-model"][1] == pytest.approx((0.6, 0.6)), "the first step is never the cheaper"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.04, 0.06, 0.2])

@@ -91,7 +91,7 @@ def test_a_track_follows_a_change() -> None:
     assert track.survives(3)[2] > 0.9
     for _ in range(10):
         track.learn(3, 0)
-    assert track.survives(1)[0] < 0.45
+    assert track.survives(1)[0] < 0.5
 
 
 def run(table: CostTable, right: Right, policy: Auto | Fixed, prompt: int = 16) -> Simulated:
@@ -173,6 +173,23 @@ def test_a_batch_of_good_rows_gains() -> None:
     best = max(simulate(Fixed(gamma), table, rows()).speedup for gamma in range(LONGEST + 1))
     simulate(policy, table, rows())
     assert simulate(policy, table, rows()).speedup >= 0.9 * best > 1
+
+
+@pytest.mark.parametrize("chance, late", [(0.3, 0), (0.6, 40)])
+def test_a_row_joins_drafts_that_pay_for_others_alone(chance: float, late: int) -> None:
+    """Steps that are paid for already cost a row nothing but its columns, and a few tokens to read again.
+
+    late: places at which it is wrong at first, so that it falls behind.
+    """
+    passes = {1: {1: 1.0, 2: 1.05}, 8: {8: 4.0, 88: 8.0}}
+    table = CostTable(passes, {"small": {1: (0.4, 0.4), 8: (2.0, 0.5)}}, {"small": 0.05})
+    policy = Auto(LONGEST, table)
+    simulate(policy, table, [Row({"small": right_with(0.9, row)}) for row in range(8)])
+    seldom, good = right_with(chance), [right_with(0.85, row) for row in range(1, 8)]
+    rights = [lambda place: place >= late and seldom(place), *good]
+    found = simulate(policy, table, [Row({"small": right}) for right in rights])
+    full = [choices for choices in found.rounds if len(choices) == 8]
+    assert sum(budget > 0 for (_, budget), *_ in full) > 0.66 * len(full)
 
 
 def test_where_nobody_drafts_one_row_at_a_time_is_tried() -> None:

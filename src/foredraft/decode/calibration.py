@@ -165,7 +165,9 @@ class Measured:
                     continue
                 first = further = max(0.0, typical[name, 1] - table.verifying(batch, 2 * batch))
                 if (name, longest) in typical:
-                    further = typical[name, longest] - typical[FILLER, longest] - first
-                    further = max(0.0, further) / max(1, longest - 1)
+                    whole = max(0.0, typical[name, longest] - typical[FILLER, longest])
+                    further = max(0.0, whole - first) / max(1, longest - 1)
+                    if further > first:  # it reads what is new besides: to seem cheaper, it was disturbed
+                        first = further = whole / longest
             drafts[name] = {batch: (first, further)}
         return CostTable({batch: passes}, drafts, self.reads)

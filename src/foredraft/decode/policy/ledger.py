@@ -16,8 +16,8 @@ from foredraft.decode.stats import Round
 
 __all__ = ["SHARE", "Account", "Ledger"]
 
-SHARE = 0.008  # of its time that a request may lose by drafting, one round aside
-FIRST = 0.012  # of a whole request's, that a drafter which is not known to pay may read in
+SHARE = 0.004  # of its time that a request may lose by drafting, one round aside
+FIRST = 0.015  # of a whole request's, that a drafter which is not known to pay may read in
 READING = 4.0, 0.06  # plain steps, and share of a request's time, that others' gains may pay in it at most
 BACKED = 2.0  # plain steps that a request may lose beyond its own share, of what others gained
 EARNED = 0.005  # of all time, that reading may take whatever was gained

@@ -11,7 +11,7 @@ from foredraft.decode.stats import Round
 
 __all__ = ["MET", "Pace", "Record", "Track"]
 
-WEIGHT = 6.0  # rounds that what is assumed counts for, or known of other requests
+WEIGHT = 8.0  # rounds that what is assumed counts for, or known of other requests
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
 SLOWLY = 0.2  # of that, as a power, where nothing was drafted

@@ -21,7 +21,7 @@ from foredraft.decode.policy.protocol import PLAIN, Choice, Offers
 
 __all__ = ["Weighing"]
 
-SURE = 1.05  # by how much more a drafter that has to read first must promise
+SURE = 1.08  # by how much more a drafter that has to read first must promise
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 
 
@@ -119,15 +119,22 @@ class Weighing:
         return [Choice(*pair) if pair[1] else PLAIN for pair in zip(names, budgets, strict=True)]
 
     def _best(self, row: Offers, reading: float) -> str | None:
-        """reading: ms that the rows before this one need already."""
+        """Who might draft for a row, if only beside others that pay for its steps. reading: ms that the rows
+        before this one need already."""
         batch = len(self.rows)
-        best, chosen = batch / self.plain, None
+        plain = batch / self.plain
+        best, chosen = 0.0, None
         remaining = batch * row.sequence.remaining
         for name in row.most:
             rate, length = self._length(row, name)
             if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
                 rate = remaining / (remaining / rate + batch * own) / SURE
-            if length and rate > best and self._may_read(row, name, reading, pays=True):
+                alone = batch == 1 or _is_new(row, name)
+                if alone and (not length or rate <= plain):
+                    continue
+                if not self._may_read(row, name, reading, pays=True):
+                    continue
+            if rate > best:
                 best, chosen = rate, name
         return chosen
 
