@@ -175,7 +175,7 @@ def test_a_batch_of_good_rows_gains() -> None:
     assert simulate(policy, table, rows()).speedup >= 0.9 * best > 1
 
 
-@pytest.mark.parametrize("chance, late", [(0.3, 0), (0.6, 40)])
+@pytest.mark.parametrize(("chance", "late"), [(0.3, 0), (0.6, 40)])
 def test_a_row_joins_drafts_that_pay_for_others_alone(chance: float, late: int) -> None:
     """Steps that are paid for already cost a row nothing but its columns, and a few tokens to read again.
 
