@@ -23,6 +23,7 @@ and on prompts whose plain output repeats under 30 % of its 4-grams within 64 to
     choice      lookup, layer skip (a plan that `foredraft tune` found) or the draft model, beside each alone;
                 the last two also with drafts that end by their length alone
     batch       the draft model for eight sequences together
+    copies      lookup, on prompts whose answer copies much of them (the workload `edit-file`)
 
     python benchmarks/auto.py --new-tokens 256 --repeats 5 --loads 3
 """
@@ -68,8 +69,11 @@ CASES: dict[str, tuple[int, Right | None]] = {
     "pays": (1, None),
     "choice": (1, None),
     "batch": (8, None),
+    "copies": (1, None),
 }
-FLUENT = "pays", "choice", "batch"  # whose prompts lead to texts that repeat little
+# whose prompts lead to texts that repeat little, and of which workload they are
+FLUENT = {"pays": "free", "choice": "free", "batch": "free", "copies": "edit-file"}
+WHO = {"choice": "auto", "copies": "lookup"}  # drafts, if not the draft model
 PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-7,9-11,13-15"
 MODELS = "layer-skip", "draft-model"
 
@@ -231,7 +235,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
         llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *drafter.caches)}.values())
         return Contender(llm, drafter, make or (lambda: own), speculation)
 
-    who = "auto" if case == "choice" else "draft-model"
+    who = WHO.get(case, "draft-model")
     contenders = {
         "auto": loaded(None, who),
         "auto, first request": loaded(lambda: Auto(known().max_draft, known().table), who),
@@ -245,7 +249,8 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
             by_length = ByLength(known().max_draft)
             contenders[f"by length, {name}"] = loaded(partial(with_table, by_length, known), name)
     for gamma in (int(length) for length in options.lengths.split(",")):
-        contenders[f"fixed {gamma}"] = loaded(partial(Fixed, gamma), "draft-model")
+        fixed = "draft-model" if who == "auto" else who
+        contenders[f"fixed {gamma}"] = loaded(partial(Fixed, gamma), fixed)
     return contenders
 
 
@@ -255,7 +260,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     contenders = contenders_of(case, options)
     llm = contenders["auto"].llm
     count = options.prompts * batch
-    prompts = fluent(llm, count) if case in FLUENT else llm.encode(heldout(count))
+    prompts = fluent(llm, count, FLUENT[case]) if case in FLUENT else llm.encode(heldout(count))
     params = SamplingParams(
         temperature=options.temperature,
         max_new_tokens=options.new_tokens,

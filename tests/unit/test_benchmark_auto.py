@@ -26,9 +26,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bad_drafters_say_what_they_are_told_to(results: Path) -> None:
     """Whatever the draft model would have said."""
-    auto.main(
-        "--cases random,alternate,dear --prompts 2 --new-tokens 24 --repeats 1 --lengths 3 --name small".split()
-    )
+    options = "--prompts 2 --new-tokens 24 --repeats 1 --lengths 3 --loads 1 --name small"
+    auto.main(["--cases", "random,alternate,dear", *options.split()])
     found = json.loads((results / "small.json").read_text(), parse_constant=pytest.fail)
     cases: dict[str, dict[str, Any]] = {
         case["case"]: {each["name"]: each for each in case["contenders"]} for case in found["cases"]
