@@ -30,10 +30,9 @@ __all__ = ["Auto"]
 Heard = tuple[Request, Choice, Round]
 
 STANDS = 7  # further rounds for which a choice stands,
-SOON = (
-    2  # and one for which drafters had to read, for it may be the first that is heard of them; and at least
-)
-# one by which somebody in a batch may lose more than it should
+# one for which drafters had to read, since it may be the first that is heard of them, and at least one by
+# which somebody in a batch may lose more than it should
+SOON = 2
 
 
 class Auto(Alone):
