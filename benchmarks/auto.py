@@ -166,7 +166,6 @@ class Contender:
     """On models of its own. policy: of its next requests; speculation: who drafts."""
 
     llm: LLM
-    drafter: DraftModel
     policy: Callable[[], Policy]
     speculation: str
 
@@ -233,7 +232,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
         own = llm.engine.policy
         drafter = llm.engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
         llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *drafter.caches)}.values())
-        return Contender(llm, drafter, make or (lambda: own), speculation)
+        return Contender(llm, make or (lambda: own), speculation)
 
     who = WHO.get(case, "draft-model")
     contenders = {
@@ -248,8 +247,8 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
             contenders[f"auto, {name}"] = loaded(None, name)
             by_length = ByLength(known().max_draft)
             contenders[f"by length, {name}"] = loaded(partial(with_table, by_length, known), name)
+    fixed = "draft-model" if who == "auto" else who
     for gamma in (int(length) for length in options.lengths.split(",")):
-        fixed = "draft-model" if who == "auto" else who
         contenders[f"fixed {gamma}"] = loaded(partial(Fixed, gamma), fixed)
     return contenders
 
@@ -271,8 +270,9 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     for group in (prompts[start : start + batch] for start in range(0, len(prompts), batch)):
         plain = [output.token_ids for output in llm.generate(group, replace(params, speculation="none"))]
         for contender in contenders.values():
-            if isinstance(contender.drafter, Ventriloquist):
-                contender.drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
+            drafter = contender.llm.engine.drafters["draft-model"]
+            if isinstance(drafter, Ventriloquist):
+                drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
         for turn in range(-WARM, options.repeats):
             running = {name: Running(contender, group, params) for name, contender in contenders.items()}
             order = list(running.values())[:: 1 if turn % 2 else -1]

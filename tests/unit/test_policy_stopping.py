@@ -75,11 +75,11 @@ def test_a_position_that_is_never_right_ends_the_draft_before_it() -> None:
 
 def test_what_nobody_drafts_is_forgotten_slowly() -> None:
     track = Track(3, 0.9)
-    for _ in range(20):
+    for _ in range(40):
         track.learn(2, 1)
-    for _ in range(10):
+    for _ in range(8):
         track.learn(1, 1)
-    assert track.rates(2)[1] < 0.35
+    assert track.rates(2)[1] < 0.3
 
 
 def test_rows_that_do_not_draft_never_stop() -> None:
