@@ -31,12 +31,14 @@ def right_with(chance: float, seed: int = 0) -> Right:
 
 @dataclass
 class Row:
-    """One request: who is right where, and how many tokens are wanted. offered: what a drafter has to say."""
+    """One request: who is right where, and how many tokens are wanted. offered: what a drafter has to say;
+    sure: how sure it is of that."""
 
     drafters: Mapping[str, Right]
     tokens: int = 256
     offered: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     prompt: int = 16
+    sure: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,7 +95,8 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
                 for name in row.drafters
                 if name not in row.offered
             }
-            offers.append(Offers(sequence, most, behind))
+            sure = {name: row.sure[name](done) for name in row.sure if name in most}
+            offers.append(Offers(sequence, most, behind, sure))
         rests = policy.rests([sequence for _, sequence, _ in running_rows])
         choices = [PLAIN] * len(offers) if rests else policy.choose(offers)
         rounds.append([tuple(choice) for choice in choices])

@@ -422,6 +422,27 @@ def test_a_draft_model_reads_a_text_only_when_it_is_chosen(folders: tuple[Path, 
     assert drafter.draft_pass.runner.forwarded == 0
 
 
+def test_a_policy_hears_what_a_lookup_has_and_how_sure_it_is(folders: tuple[Path, Path]) -> None:
+    llm = loaded(folders)
+    policy = eager(llm)
+    lookup: Any = llm.engine.drafters["lookup"]
+    policy.table = CostTable({1: {1: 1.0, 11: 1.01}}, {})
+    choose = policy.choose
+    heard: list[tuple[dict[str, int], dict[str, float]]] = []
+
+    def watched(rows: Any) -> Any:
+        (row,) = rows
+        has, sure = lookup.has(row.sequence, row.sequence.remaining - 1)
+        assert (row.most, row.sure) == (({"lookup": has}, {"lookup": sure}) if has else ({}, {}))
+        heard.append((row.most, row.sure))
+        return choose(rows)
+
+    policy.choose = watched  # type: ignore[method-assign]
+    prompt = [5, 6, 7, 8, 9] * 3
+    llm.generate([prompt], replace(GREEDY, speculation="lookup"))
+    assert heard[0] == ({"lookup": 5}, {"lookup": 0.85})
+
+
 def test_what_another_tokenizer_has_to_read_is_counted(tmp_path: Path) -> None:
     """A draft model behind another tokenizer reads a text only once it is chosen, too."""
     target = save_checkpoint(tmp_path / "big", tokenizer=True, seed=1)

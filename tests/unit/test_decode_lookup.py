@@ -16,7 +16,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.lookup import Lookup, NGramIndex
+from foredraft.drafters.lookup import SURE, Lookup, NGramIndex
 from planting import Mutant, assert_caught
 
 tokens = st.lists(st.integers(0, 2), max_size=25)
@@ -73,6 +73,41 @@ def test_a_guess(text: list[int], guess: list[int]) -> None:
     index = NGramIndex(3)
     index.extend(text)
     assert index.continuation(4) == guess
+
+
+def same_before(text: list[int], place: int) -> int:
+    """How many tokens before a place are the text's last ones."""
+    return next((n for n in range(place) if text[place - 1 - n] != text[len(text) - 1 - n]), place)
+
+
+@given(tokens, st.integers(0, 12))
+def test_a_lookup_tells_what_it_has_and_how_sure_it_is(text: list[int], most: int) -> None:
+    """By how far both places are the same, however short the n-grams of its index are."""
+    lookup, sequence = Lookup(3), Sequence(0, text, SamplingParams(), 0)
+    lookup.join(sequence)
+    has, sure = lookup.has(sequence, most)
+    assert lookup.propose([(sequence, most)]) == [search(text, 3, most)]
+    assert has == len(search(text, 3, most))
+    if has:
+        rest = len(search(text, 3, len(text)))
+        n = same_before(text, len(text) - rest)
+        assert sure == max(chance for known, chance in SURE.items() if known <= n)
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        ([1, 9, 1], 1),
+        ([1, 2, 9, 1, 2], 2),
+        ([5, 1, 2, 3, 4, 9, 6, 1, 2, 3, 4], 3),
+        ([1, 2, 3, 9, 2, 3, 1, 2, 3], 3),
+        ([7] * 9, 5),
+    ],
+)
+def test_the_more_is_the_same_the_surer(text: list[int], n: int) -> None:
+    lookup, sequence = Lookup(3), Sequence(0, text, SamplingParams(), 0)
+    lookup.join(sequence)
+    assert lookup.has(sequence, 1) == (1, SURE[n])
 
 
 def test_a_lookup_keeps_an_index_per_sequence() -> None:

@@ -148,9 +148,9 @@ def test_a_choice_outlives_rows_that_leave_or_fall_silent(
     weighed: list[int] = []
     weigh = policy._weigh
 
-    def counted(rows: Any, *given: Any, **named: Any) -> None:
+    def counted(rows: Any, *given: Any, **named: Any) -> Any:
         weighed.append(len(rows))
-        weigh(rows, *given, **named)
+        return weigh(rows, *given, **named)
 
     def offers(row: int) -> Callable[[int], int]:
         return lambda done: 0 if silent and (done // 20 + row) % 4 == 0 else LONGEST
@@ -267,6 +267,71 @@ def test_auto_is_near_the_best_drafter(name: str) -> None:
         return simulate(policy, table, [row(*names)]).speedup
 
     assert taught(*mix) >= 0.95 * max(taught(key) for key in mix)
+
+
+SURE_AT = {0.85: range(12), 0.35: range(12, 40)}  # of every 40 places
+
+
+def sure_of(place: int) -> float:
+    return next(sure for sure, places in SURE_AT.items() if place % 40 in places)
+
+
+def flickering(*, tells: bool) -> Row:
+    """A drafter that is right wherever it is sure, and never else."""
+    right = {"lookup": lambda place: sure_of(place) > 0.5}
+    return Row(right, 400, {"lookup": lambda done: LONGEST}, sure={"lookup": sure_of} if tells else {})
+
+
+def test_drafts_go_by_how_sure_a_drafter_says_that_it_is() -> None:
+    table = flat(column=0.1)
+    policy, deaf = Auto(LONGEST, table), Auto(LONGEST, table)
+    for _ in range(2):
+        found = simulate(policy, table, [flickering(tells=True)])
+        merged = simulate(deaf, table, [flickering(tells=False)])
+    done, drafted = 0, dict.fromkeys(SURE_AT, 0)
+    for ((_, budget),) in found.rounds:
+        sure = sure_of(done)
+        drafted[sure] += budget
+        done += 1 + next(n for n in range(budget + 1) if n == budget or sure_of(done + n) < 0.5)
+    assert drafted[0.85] > 100 > 20 > drafted[0.35], "the last ones are tried again now and then"
+    assert found.speedup > 1.1 * merged.speedup
+
+
+def test_a_drafter_is_believed_at_first() -> None:
+    table = flat(column=0.1)
+    rows = [flickering(tells=True), flickering(tells=True)]
+    rows[1].sure = {"lookup": lambda done: 0.35}
+    surer, less = (simulate(Auto(LONGEST, table), table, [row]).rounds[0][0][1] for row in rows)
+    assert surer > less > 0
+
+
+def test_whoever_is_unsure_may_fail_without_being_weighed_anew() -> None:
+    """To weigh takes time, and that it fails is no news."""
+    table = flat(column=0.005)
+    policy = Auto(LONGEST, table)
+    weighed: list[bool] = []
+    weigh = policy._weigh
+
+    def counted(*given: Any, **named: Any) -> Any:
+        weighed.append(True)
+        return weigh(*given, **named)
+
+    policy._weigh = counted  # type: ignore[method-assign]
+    right = right_with(0.35)
+    row = Row({"lookup": right}, 400, {"lookup": lambda done: LONGEST}, sure={"lookup": lambda done: 0.35})
+    rounds = simulate(policy, table, [row]).rounds
+    assert sum(budget > 0 for ((_, budget),) in rounds) > 0.9 * len(rounds)
+    assert len(weighed) < 0.2 * len(rounds)
+
+
+def test_drafts_do_not_stand_as_long_as_none_would() -> None:
+    """After a request in which nobody is tried any more, another has things to say that will fail one day."""
+    table = flat(column=0.05)
+    policy = Auto(LONGEST, table)
+    assert simulate(policy, table, [Row({"small": right_with(0.0)})]).rounds[-20:] == [[PLAIN]] * 20
+    right = {"lookup": lambda place: place < 30}
+    row = Row(right, 400, {"lookup": lambda done: LONGEST}, sure={"lookup": lambda done: 0.45})
+    assert simulate(policy, table, [row]).speedup >= 0.97
 
 
 def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median_low
 
+from foredraft.decode.draft import as_free
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Auto, CostTable
 from foredraft.decode.rehearsal import FILLER, Rehearsal, Trial
@@ -88,7 +89,7 @@ class Measured:
     @classmethod
     def of(cls, engine: Engine, batch: int, draws: bool, longest: int) -> Measured:
         """Nothing yet."""
-        drafters = {name: not getattr(drafter, "free", False) for name, drafter in engine.drafters.items()}
+        drafters = {name: as_free(drafter) is None for name, drafter in engine.drafters.items()}
         return cls(batch, draws, min(longest, engine.target.max_queries - 1), drafters)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from foredraft.decode.draft import Drafter, as_guesser, as_reader
+from foredraft.decode.draft import Drafter, as_free, as_reader
 from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.sequence import Sequence
 
@@ -47,8 +47,10 @@ def _offers(sequence: Sequence, drafters: Mapping[str, Drafter], policy: Policy,
         if policy.weighs and most > 0:
             if (reader := as_reader(drafter)) is not None:
                 offers.behind[name] = len(sequence.tokens) - 1 - reader.length(sequence)
-            elif (guesser := as_guesser(drafter)).free:
-                most = len(guesser.propose([(sequence, most)])[0])
+            elif (guesser := as_free(drafter)) is not None:
+                most, sure = guesser.has(sequence, most)
+                if most > 0:
+                    offers.sure[name] = sure
         if most > 0:
             offers.most[name] = most
     return offers

@@ -28,11 +28,13 @@ from foredraft.model.runner import Drafted, Drawing, Resume, Stops
 __all__ = [
     "Draft",
     "Drafter",
+    "Free",
     "Guesser",
     "Looper",
     "Reader",
     "RoundInputs",
     "Stepper",
+    "as_free",
     "as_guesser",
     "as_looper",
     "as_reader",
@@ -201,13 +203,19 @@ class Looper(Stepper, Protocol):
 
 @runtime_checkable
 class Guesser(Drafter, Protocol):
-    """free: to ask it takes no time and changes nothing, so that a policy may hear first what it has."""
-
-    free: bool
-
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Once a round, of all its rows that may draft, each with its budget: for each of them, in order, at
         most so many tokens that may come next; none is an answer too."""
+        ...
+
+
+@runtime_checkable
+class Free(Guesser, Protocol):
+    """A Guesser that takes no time to ask, so that a policy hears first what it has to say."""
+
+    def has(self, sequence: Sequence, most: int) -> tuple[int, float]:
+        """How many tokens it would propose, and how sure it is of each, in (0, 1]: one of a few values, by
+        which what became of its drafts is told apart. Changes nothing."""
         ...
 
 
@@ -232,6 +240,10 @@ def as_reader(drafter: Drafter) -> Reader | None:
 def as_guesser(drafter: Drafter) -> Guesser:
     """One that is no stepper."""
     return cast(Guesser, drafter)
+
+
+def as_free(drafter: Drafter) -> Free | None:
+    return cast(Free, drafter) if _has(type(drafter), "has") else None
 
 
 @lru_cache(maxsize=64)

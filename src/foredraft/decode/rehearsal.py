@@ -148,7 +148,6 @@ class _Filler:
     """A Guesser that takes no time: what its drafts cost is what verifying them does."""
 
     name = FILLER
-    free = True
     taps: tuple[int, ...] = ()
     max_length: int | None = None
     caches: tuple[KVCache, ...] = ()

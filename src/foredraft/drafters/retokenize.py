@@ -66,7 +66,6 @@ class Retokenize:
     """
 
     name = "retokenize"
-    free = False
     taps: tuple[int, ...] = ()
     max_length: int | None = None  # its limit is in its own tokens
     caches: tuple[KVCache, ...] = ()  # none whose rows follow the batch's: its lengths are others

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foredraft.decode.policy.candidates import Candidate, Request
+from foredraft.decode.policy.candidates import NOBODY, Candidate, Made, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import Ledger
-from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers
+from foredraft.decode.policy.protocol import Alone, Choice, Offers, Source
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.weighing import Weighing
 from foredraft.decode.sequence import Sequence
@@ -27,7 +27,7 @@ from foredraft.model.runner import Stops
 
 __all__ = ["Auto"]
 
-Heard = tuple[Request, Choice, Round]
+Heard = tuple[Request, Made, Round]
 
 STANDS = 7  # further rounds for which a choice stands,
 # one for which drafters had to read, since it may be the first that is heard of them, and at least one by
@@ -45,16 +45,16 @@ class Auto(Alone):
         self.max_draft = max_draft
         self.table = table or CostTable.assumed()
         self.ledger = Ledger()
-        self._shared: dict[tuple[str, bool], Candidate] = {}
-        self._made: dict[tuple[object, ...], Choice] = {}  # by request and by who had something to offer
+        self._shared: dict[tuple[Source, bool], Candidate] = {}
+        self._made: dict[tuple[object, ...], Made] = {}  # by request and by who had what to offer
         self._rounds = 0.0  # for which these stand, while fewer than half of the rows
-        self._failed = 0  # were drafted for in vain in the last one
+        self._failed = 0  # lost a choice that is fragile in the last one
         self._batch = 1
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate: of a batch,
         self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
-        self._heard: list[list[Heard]] = []  # of the rounds since, what is not yet learned of
-        self._read = 0.0, 0.0  # in the first of these (`Weighing.readings`)
+        # What is not yet learned of: of each round, what drafters read (`Weighing.readings`), and its rows.
+        self._heard: list[tuple[tuple[float, float], list[Heard]]] = []
         self._silent: list[Sequence] = []  # none of whom drafts,
         self._rested = 0  # for so many rounds that nobody was asked about
 
@@ -63,7 +63,7 @@ class Auto(Alone):
 
     def rests(self, sequences: Seq[Sequence]) -> bool:
         """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
-        weighed for it: one that had nothing to say may have in the next."""
+        weighed for it, and none of them tells before how sure it is: it may be surer in the next."""
         if self._rounds < 1 or self._silent != sequences:
             return False
         self._rounds -= 1
@@ -71,58 +71,63 @@ class Auto(Alone):
         return True
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        offered = [(row.sequence.policy_state, *row.most) for row in rows]
+        offered = [(row.sequence.policy_state, *row.most, *row.sure.values()) for row in rows]
         failed, self._failed = self._failed, 0
         if self._rounds < 1 or 2 * failed >= len(rows):
             self._made.clear()
-        self._batch = len(rows)
+        self._batch, read = len(rows), (0.0, 0.0)
         if any(row.most and offer not in self._made for row, offer in zip(rows, offered, strict=True)):
-            self._weigh(rows, offered, anew=not self._made)
+            read = self._weigh(rows, offered, anew=not self._made)
         else:
             self._rounds -= 1
-        self._heard.append([])
-        made = (self._made.get(offer, PLAIN) for offer in offered)
-        choices = [_within(row, choice) for row, choice in zip(rows, made, strict=True)]
-        for row, choice in zip(rows, choices, strict=True):
-            row.sequence.policy_state.choice = choice
-        return choices
+        self._heard.append((read, []))
+        for row, offer in zip(rows, offered, strict=True):
+            row.sequence.policy_state.made = _within(row, self._made.get(offer, NOBODY))
+        return [row.sequence.policy_state.made.choice for row in rows]
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         """Nothing yet: what a choice came to is only looked at when the next one is made."""
         state: Request = sequence.policy_state
-        self._failed += state.choice.drafter is not None and not outcome.accepted
-        self._heard[-1].append((state, state.choice, outcome))
+        self._failed += state.made.fragile and not outcome.accepted
+        self._heard[-1][1].append((state, state.made, outcome))
 
-    def _weigh(self, rows: Seq[Offers], offered: Seq[tuple[object, ...]], *, anew: bool) -> None:
-        """Choices that stand for some rounds, beside those that stand already or anew."""
+    def _weigh(
+        self, rows: Seq[Offers], offered: Seq[tuple[object, ...]], *, anew: bool
+    ) -> tuple[float, float]:
+        """Choices that stand for some rounds, beside those that stand already or anew. Gives what is read."""
         self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
-        self._made.update(zip(offered, choices, strict=True))
-        self._read = weighing.readings(choices)
+        for offer, row, choice in zip(offered, rows, choices, strict=True):
+            self._made[offer] = NOBODY
+            if (name := choice.drafter) is not None:
+                self._made[offer] = Made(choice, self._candidate(row, name), weighing.fragile(row, name))
+        read = weighing.readings(choices)
         turn = any(row.sequence.policy_state.trial for row in rows)
         if anew or turn:
-            self._rounds = 0 if turn else SOON if any(self._read) else STANDS
+            self._rounds = 0 if turn else SOON if any(read) else STANDS
         drafts = any(choice.budget for choice in choices)
         if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
             self._rounds = min(self._rounds, max(weighing.bears(choices) - 1, SOON))
+        if drafts:  # those that stand for long are older, and not to draft
+            self._rounds = min(self._rounds, STANDS)
         self._silent = []
-        if not drafts and all(len(row.most) == len(row.sequence.drafters) for row in rows):
+        if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in rows):
             self._silent = [row.sequence for row in rows]
             self._rounds = max(self._rounds, weighing.until_turn() - 1)
         if drafts and (anew or turn or not self._rate):
             self._rate = weighing.promised(choices)
             self._stops.clear()
             self._ends.clear()
+        return read
 
     def _learn(self) -> None:
         """Of all rounds since choices were made."""
-        for heard in self._heard:
-            rows = [(state.account, choice.drafter, outcome) for state, choice, outcome in heard]
-            self.ledger.settle(self.table, rows, *self._read)
-            self._read = 0.0, 0.0
-            for state, choice, outcome in heard:
-                state.learn(choice, outcome, self.max_draft)
+        for read, heard in self._heard:
+            rows = [(state.account, made.choice.drafter, outcome) for state, made, outcome in heard]
+            self.ledger.settle(self.table, rows, *read)
+            for state, made, outcome in heard:
+                state.learn(made, outcome, self.max_draft)
         self._heard.clear()
         if self._rested:
             plain = self.table.verifying(len(self._silent), len(self._silent))
@@ -133,7 +138,7 @@ class Auto(Alone):
 
     def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
         drafting = [s if budget else None for s, budget in zip(sequences, budgets, strict=True)]
-        who = tuple(s and (s.id, s.policy_state.choice.drafter) for s in drafting)
+        who = tuple(s and (s.id, s.policy_state.made.choice.drafter) for s in drafting)
         if (key := (who, max(budgets))) not in self._stops:
             sharing = len(drafting) - drafting.count(None)
             rows = [None if s is None else self._ends_of(s, sharing) for s in drafting]
@@ -143,25 +148,28 @@ class Auto(Alone):
     def _ends_of(self, sequence: Sequence, sharing: int) -> Ends:
         """Of the longest draft, found when so many rows or more shared the drafter's steps."""
         state: Request = sequence.policy_state
-        name = state.choice.drafter
-        if state.trial or name is None:
+        (name, _), candidate, _ = state.made
+        if state.trial or name is None or candidate is None:
             return Ends.never(self.max_draft)
         if (key := (sequence.id, name)) not in self._ends:
-            record = state.candidates[name].record
-            self._ends[key] = ends(self.table, name, self._batch, sharing, self._rate, record, self.max_draft)
+            most, record = self.max_draft, candidate.record
+            self._ends[key] = ends(self.table, name, self._batch, sharing, self._rate, record, most)
         return self._ends[key]
 
     def _candidate(self, row: Offers, name: str) -> Candidate:
         state: Request = row.sequence.policy_state
-        if name not in state.candidates:
-            kind = name, row.sequence.params.temperature == 0
+        source = row.source(name)
+        if (found := state.candidates.get(source)) is None:
+            kind, sure = (source, row.sequence.params.temperature == 0), source[1]
             if kind not in self._shared:
-                self._shared[kind] = Candidate.of(self.max_draft)
-            state.candidates[name] = Candidate.of(self.max_draft, self._shared[kind])
-        return state.candidates[name]
+                self._shared[kind] = Candidate.of(self.max_draft, sure)
+            found = state.candidates[source] = Candidate.of(self.max_draft, sure, self._shared[kind])
+        return found
 
 
-def _within(row: Offers, choice: Choice) -> Choice:
+def _within(row: Offers, made: Made) -> Made:
     """The choice, as far as what the row is offered now."""
-    most = row.most[choice.drafter] if choice.drafter is not None else 0
-    return choice if choice.budget <= most else Choice(choice.drafter, most)
+    name, budget = made.choice
+    if name is None or budget <= row.most[name]:
+        return made
+    return made._replace(choice=Choice(name, row.most[name]))

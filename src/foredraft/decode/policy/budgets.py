@@ -66,15 +66,15 @@ def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
         range(deep + 1) if table.drafting(drafter, batch, 1) > 0 else (deep,)
         for drafter, deep in deepest.items()
     ]
-    tokens = sorted(
-        (-survives, depth, at)
-        for at, row in enumerate(rows)
-        if row is not None
-        for depth, survives in enumerate(row.survives, start=1)
-    )
-    if not tokens:
+    lengths = [0 if row is None else len(row.survives) for row in rows]
+    if not any(lengths):
         return [0] * batch
-    survives, depths, owners = map(np.array, zip(*tokens, strict=True))
+    chances = np.full((max(lengths), batch), -1.0)  # [depths, B]: s, where there is a token
+    for at, row in enumerate(rows):
+        if row is not None:
+            chances[: lengths[at], at] = row.survives
+    order = np.argsort(-chances, axis=None, kind="stable")[: sum(lengths)]  # the shallower first
+    survives, (depths, owners) = chances.ravel()[order], np.divmod(order, batch)
     places = {drafter: place for place, drafter in enumerate(deepest)}
     by = np.array([-1 if row is None else places[row.drafter] for row in rows])[owners]  # who drafts it
     tried = np.array(list(product(*ranges)))  # [C, drafters]
@@ -82,10 +82,9 @@ def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
         sum(table.drafting(drafter, batch, depth) for drafter, depth in zip(deepest, each, strict=True))
         for each in tried.tolist()
     ]
-    fits = depths <= tried[:, by]  # [C, tokens]
-    columns = fits.cumsum(1)
-    passes = np.array([table.verifying(batch, batch + drafted) for drafted in range(len(tokens) + 1)])
-    rates = (batch - (survives * fits).cumsum(1)) / (np.array(drafting)[:, None] + passes[columns])
+    fits = depths < tried[:, by]  # [C, tokens]
+    passes = table.passing(batch, len(order))
+    rates = (batch + (survives * fits).cumsum(1)) / (np.array(drafting)[:, None] + passes[fits.cumsum(1)])
     choice, last = np.unravel_index(rates.argmax(), rates.shape)
     if rates[choice, last] <= batch / passes[0]:
         return [0] * batch

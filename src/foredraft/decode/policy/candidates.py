@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from foredraft.decode.policy.budgets import Prospect
 from foredraft.decode.policy.ledger import Account
-from foredraft.decode.policy.protocol import PLAIN, Choice
+from foredraft.decode.policy.protocol import PLAIN, Choice, Source
+from foredraft.decode.policy.reliability import ASSUMED
 from foredraft.decode.policy.survival import MET, Record
 from foredraft.decode.stats import Round
 
-__all__ = ["Candidate", "Request"]
+__all__ = ["NOBODY", "Candidate", "Made", "Request"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
 CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first
@@ -18,8 +20,8 @@ CONTENT = 6  # times as many of one that is known while another one pays, and ag
 
 @dataclass(slots=True)
 class Candidate:
-    """A drafter, as one request knows it, or all (`shared`). waited: rounds since it drafted, of
-    `patience`."""
+    """A drafter, as one request knows it, or all (`shared`); apart for how sure it is, where it tells before.
+    waited: rounds since it drafted, of `patience`."""
 
     record: Record
     shared: Candidate | None = None
@@ -27,9 +29,10 @@ class Candidate:
     patience: int = PATIENCE[0]
 
     @classmethod
-    def of(cls, most: int, shared: Candidate | None = None) -> Candidate:
+    def of(cls, most: int, sure: float | None = None, shared: Candidate | None = None) -> Candidate:
+        """Of drafts of `most` tokens at most."""
         if shared is None:
-            return cls(Record(most))
+            return cls(Record(most, assumed=ASSUMED if sure is None else sure))
         return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
 
     @property
@@ -58,16 +61,28 @@ class Candidate:
             self.shared.waited, self.shared.patience = 0, self.patience
 
 
+class Made(NamedTuple):
+    """A choice. candidate: whose; fragile: a draft of which nothing is kept ends it."""
+
+    choice: Choice
+    candidate: Candidate | None = None
+    fragile: bool = False
+
+
+NOBODY = Made(PLAIN)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """Of one sequence. choice: who drafts for it now; trial: because it is the turn of one that was not
-    chosen; silent: nobody would otherwise."""
+    """Of one sequence. made: who drafts for it now; trial: because it is the turn of one that was not chosen;
+    silent: nobody would otherwise."""
 
-    candidates: dict[str, Candidate] = field(default_factory=dict)
-    prospects: dict[tuple[str, int], Prospect] = field(default_factory=dict)  # until it learns more, as
-    best: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)  # what follows of them
+    candidates: dict[Source, Candidate] = field(default_factory=dict)
+    # Until it learns more, as what follows of them.
+    prospects: dict[tuple[Source, int], Prospect] = field(default_factory=dict)
+    best: dict[tuple[Source, int, int], tuple[float, int]] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
-    choice: Choice = PLAIN
+    made: Made = NOBODY
     trial: bool = False
     silent: bool = False
 
@@ -77,15 +92,14 @@ class Request:
         for candidate in self.candidates.values():
             candidate.wait(rounds)
 
-    def learn(self, choice: Choice, outcome: Round, longest: int) -> None:
-        """What came of it; longest: of all drafts."""
-        for candidate in self.candidates.values():
-            candidate.wait()
-        name, budget = choice
-        if name is None:
+    def learn(self, made: Made, outcome: Round, longest: int) -> None:
+        """What came of a choice. longest: of all drafts."""
+        for waiting in self.candidates.values():
+            waiting.wait()
+        if (candidate := made.candidate) is None:
             return
-        candidate = self.candidates[name]
-        candidate.drafted(outcome, trial=self.trial, paced=budget == longest and not self.trial)
+        paced = made.choice.budget == longest and not self.trial
+        candidate.drafted(outcome, trial=self.trial, paced=paced)
         if self.trial and self.silent and outcome.accepted:
             candidate.waited = candidate.patience  # what came back is looked at again at once
         self.prospects.clear()

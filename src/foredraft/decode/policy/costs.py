@@ -6,7 +6,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 __all__ = ["CostTable"]
+
+FloatArray = NDArray[np.float64]
 
 ASSUMED = 0.25  # of a plain step: a drafter's step, while nothing was measured
 
@@ -33,6 +38,7 @@ class CostTable:
         self.reads = dict(reads or {})
         self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
         self._steps: dict[tuple[str, int], tuple[float, float]] = {}
+        self._passing: dict[int, FloatArray] = {}
         self._columns: dict[tuple[int, int], list[float]] = {}
         self._rounds: dict[tuple[str, int, int], list[float]] = {}
 
@@ -64,6 +70,14 @@ class CostTable:
             near = ((b, _on_line(self.passes[b], b + drafted)) for b in _around(self.passes, batch))
             found = self._verifying[batch, columns] = _on_line(list(near), batch)
         return found
+
+    def passing(self, batch: int, drafted: int) -> FloatArray:
+        """Of rounds over 0, 1, ... `drafted` columns more than the rows, drafting left out."""
+        found = self._passing.get(batch)
+        if found is None or len(found) <= drafted:
+            found = np.array([self.verifying(batch, batch + more) for more in range(drafted + 1)])
+            self._passing[batch] = found
+        return found[: drafted + 1]
 
     def rounds(self, drafter: str, batch: int, most: int) -> list[float]:
         """Of rounds in which every row drafts 1, 2, ... `most` tokens by it."""

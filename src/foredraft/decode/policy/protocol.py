@@ -15,11 +15,13 @@ from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.model.runner import Stops
 
-__all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal"]
+__all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal", "Source"]
 
 # How sure the target was of the token that it gave last, from its own logits; 1 is certain.
 Signal: TypeAlias = Literal["probability", "entropy", "margin"]
 Calibrate: TypeAlias = Callable[[Any, Seq[Sequence]], None]
+# A drafter, and how sure it is, where it tells before it is asked.
+Source: TypeAlias = tuple[str, float | None]
 
 
 class Choice(NamedTuple):
@@ -37,13 +39,18 @@ class Offers:
     """What a row has at hand in this round.
 
     most: who may draft -> tokens that it may draft at most, 1 or more; in the order of the request.
-    behind: tokens before the pending one that a drafter has not read yet, of those that read; where the
-    policy weighs costs.
+    behind: tokens before the pending one that a drafter has not read yet, of those that read. sure: of what
+    it has to say, of those that are free to ask. Both where the policy weighs costs.
     """
 
     sequence: Sequence
     most: dict[str, int]
     behind: dict[str, int] = field(default_factory=dict)
+    sure: dict[str, float] = field(default_factory=dict)
+
+    def source(self, name: str) -> Source:
+        """As what a drafter is known here."""
+        return name, self.sure.get(name)
 
 
 class Policy(Protocol):

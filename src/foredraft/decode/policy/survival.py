@@ -27,12 +27,12 @@ class Track:
 
         alpha = (kept + w alpha') / (tried + w),   r_j = (kept_j + w alpha r'_j / alpha') / (tried_j + w)
 
-    with the alpha' and r' of a Track that knows more (other requests), or r'_j = alpha' = ASSUMED.
+    with the alpha' and r' of a Track that knows more (other requests), or r'_j = alpha' = `assumed`.
     s_j = r_1 ... r_j.
     """
 
-    def __init__(self, most: int, fade: float, prior: Track | None = None) -> None:
-        self.fade, self.slowly, self.prior = fade, fade**SLOWLY, prior
+    def __init__(self, most: int, fade: float, prior: Track | None = None, assumed: float = ASSUMED) -> None:
+        self.fade, self.slowly, self.prior, self.assumed = fade, fade**SLOWLY, prior, assumed
         self.tried, self.kept = [0.0] * most, [0.0] * most
 
     @property
@@ -43,7 +43,7 @@ class Track:
     @property
     def alpha(self) -> float:
         """P(a drafted token is kept | all before it in its draft were)."""
-        assumed = ASSUMED if self.prior is None else self.prior.alpha
+        assumed = self.assumed if self.prior is None else self.prior.alpha
         return (sum(self.kept) + WEIGHT * assumed) / (sum(self.tried) + WEIGHT)
 
     def learn(self, drafted: int, accepted: int) -> None:
@@ -99,11 +99,11 @@ class Pace:
 
 class Record:
     """All that is known of a drafter: by position, by how sure it was, and of whole rounds; of one request,
-    or of all of them: the `prior` of the first."""
+    or of all of them: the `prior` of the first. assumed: P(a drafted token is kept), while nothing is."""
 
-    def __init__(self, most: int, prior: Record | None = None) -> None:
+    def __init__(self, most: int, prior: Record | None = None, assumed: float = ASSUMED) -> None:
         shared = prior is None
-        self.track: Track = Track(most, FADES[shared], None if prior is None else prior.track)
+        self.track: Track = Track(most, FADES[shared], None if prior is None else prior.track, assumed)
         self.reliability: Reliability = Reliability(
             FADES_BY_TOKEN[shared], None if prior is None else prior.reliability
         )

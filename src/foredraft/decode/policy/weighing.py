@@ -58,6 +58,11 @@ class Weighing:
             choices = self._turns(choices)
         return choices
 
+    def fragile(self, row: Offers, name: str) -> bool:
+        """Whether a draft of which nothing is kept ends a choice: not where one that tells how sure it is was
+        less sure than not."""
+        return name not in row.sure or self._prospect(row, name).survives[0] >= 0.5
+
     def promised(self, choices: Seq[Choice]) -> float:
         """Tokens per ms of the batch, by what its drafters are known for."""
         batch, tokens, columns = len(self.rows), 0.0, float(len(self.rows))
@@ -142,7 +147,7 @@ class Weighing:
         """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
         is best by position, or the longest, where drafts that stop by themselves have done better."""
         found, batch = _request(row).best, len(self.rows)
-        key = name, min(row.most[name], self.max_draft), batch
+        key = row.source(name), min(row.most[name], self.max_draft), batch
         if key not in found:
             best = best_length(self.table, batch, self._prospect(row, name))
             paced = self.candidate(row, name).record.pace.mean()
@@ -155,7 +160,7 @@ class Weighing:
         return found[key]
 
     def _prospect(self, row: Offers, name: str) -> Prospect:
-        found, key = _request(row).prospects, (name, min(row.most[name], self.max_draft))
+        found, key = _request(row).prospects, (row.source(name), min(row.most[name], self.max_draft))
         if key not in found:
             found[key] = Prospect(name, self.candidate(row, name).record.track.survives(key[1]))
         return found[key]
