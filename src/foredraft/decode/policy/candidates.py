@@ -21,12 +21,15 @@ CONTENT = 6  # times as many of one that is known while another one pays, and ag
 @dataclass(slots=True)
 class Candidate:
     """A drafter, as one request knows it, or all (`shared`); apart for how sure it is, where it tells before.
-    waited: rounds since it drafted, of `patience`."""
+    waited: rounds since it drafted, of `patience`. prospects, best: what follows until it learns more, by the
+    longest draft, and by that and the batch."""
 
     record: Record
     shared: Candidate | None = None
     waited: int = 0
     patience: int = PATIENCE[0]
+    prospects: dict[int, Prospect] = field(default_factory=dict)
+    best: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, most: int, sure: float | None = None, shared: Candidate | None = None) -> Candidate:
@@ -54,6 +57,8 @@ class Candidate:
 
     def drafted(self, outcome: Round, *, trial: bool, paced: bool) -> None:
         self.record.learn(outcome, paced=paced)
+        self.prospects.clear()
+        self.best.clear()
         self.waited = 0
         self.patience = min(2 * self.patience, PATIENCE[1]) if trial else PATIENCE[0]
         if self.shared is not None:
@@ -78,9 +83,6 @@ class Request:
     silent: nobody would otherwise."""
 
     candidates: dict[Source, Candidate] = field(default_factory=dict)
-    # Until it learns more, as what follows of them.
-    prospects: dict[tuple[Source, int], Prospect] = field(default_factory=dict)
-    best: dict[tuple[Source, int, int], tuple[float, int]] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     made: Made = NOBODY
     trial: bool = False
@@ -102,5 +104,3 @@ class Request:
         candidate.drafted(outcome, trial=self.trial, paced=paced)
         if self.trial and self.silent and outcome.accepted:
             candidate.waited = candidate.patience  # what came back is looked at again at once
-        self.prospects.clear()
-        self.best.clear()

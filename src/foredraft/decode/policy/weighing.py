@@ -146,24 +146,24 @@ class Weighing:
     def _length(self, row: Offers, name: str) -> tuple[float, int]:
         """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
         is best by position, or the longest, where drafts that stop by themselves have done better."""
-        found, batch = _request(row).best, len(self.rows)
-        key = row.source(name), min(row.most[name], self.max_draft), batch
-        if key not in found:
+        candidate, batch = self.candidate(row, name), len(self.rows)
+        most = min(row.most[name], self.max_draft)
+        if (best := candidate.best.get((most, batch))) is None:
             best = best_length(self.table, batch, self._prospect(row, name))
-            paced = self.candidate(row, name).record.pace.mean()
+            paced = candidate.record.pace.mean()
             if paced is not None:
                 tokens, drafted, steps = paced
                 ms = self.table.verifying(batch, round(batch * (1 + drafted)))
                 rate = batch * tokens / (ms + self.table.drafting(name, batch, steps))
-                best = max(best, (rate, key[1]))
-            found[key] = best
-        return found[key]
+                best = max(best, (rate, most))
+            candidate.best[most, batch] = best
+        return best
 
     def _prospect(self, row: Offers, name: str) -> Prospect:
-        found, key = _request(row).prospects, (row.source(name), min(row.most[name], self.max_draft))
-        if key not in found:
-            found[key] = Prospect(name, self.candidate(row, name).record.track.survives(key[1]))
-        return found[key]
+        candidate, most = self.candidate(row, name), min(row.most[name], self.max_draft)
+        if (found := candidate.prospects.get(most)) is None:
+            found = candidate.prospects[most] = Prospect(name, candidate.record.track.survives(most))
+        return found
 
     def _turns(self, choices: Seq[Choice]) -> list[Choice]:
         """The choices, or instead of a row's a drafter that has waited long enough and might pay; of one row
