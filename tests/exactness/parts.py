@@ -175,9 +175,8 @@ class TappingStepper:
 
 
 class ScriptedGuesser:
-    """Proposes what a function of the text says, whatever that is."""
+    """Proposes what a function of the text says, whatever that is, and is as sure of it as the text decides."""
 
-    free = True
     taps: tuple[int, ...] = ()
     max_length: int | None = None
     caches: tuple[Any, ...] = ()
@@ -193,6 +192,10 @@ class ScriptedGuesser:
         for sequence, _ in requests:
             assert self.lengths.get(sequence.id) == len(sequence.tokens), "every commit is told"
         return [self.script(sequence, budget) for sequence, budget in requests]
+
+    def has(self, sequence: Sequence, most: int) -> tuple[int, float]:
+        (guess,) = self.propose([(sequence, most)])
+        return min(most, len(guess)), random.Random(f"sure {sequence.tokens}").choice((0.2, 0.6, 0.9))
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         raise AssertionError("it tapped nothing")
