@@ -107,10 +107,10 @@ class Auto(Alone):
         if anew or turn:
             self._rounds = 0 if turn else SOON if any(read) else STANDS
         drafts = any(choice.budget for choice in choices)
-        if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
-            self._rounds = min(self._rounds, max(weighing.bears(choices) - 1, SOON))
-        if drafts:  # those that stand for long are older, and not to draft
-            self._rounds = min(self._rounds, STANDS)
+        if drafts:  # one that gains nothing does not end a choice that others gain by
+            # nor does it stand as long as one not to draft, beside which it may be made
+            bears = weighing.bears(choices) - 1 if len(rows) > 1 else STANDS
+            self._rounds = min(self._rounds, STANDS, max(bears, SOON))
         self._silent = []
         if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in rows):
             self._silent = [row.sequence for row in rows]
