@@ -107,8 +107,8 @@ class Auto(Alone):
         if anew or turn:
             self._rounds = 0 if turn else SOON if any(read) else STANDS
         drafts = any(choice.budget for choice in choices)
-        if drafts:  # one that gains nothing does not end a choice that others gain by
-            # nor does it stand as long as one not to draft, beside which it may be made
+        if drafts:  # one that gains nothing does not end a choice that others gain by; and none stands for as
+            # long as one not to draft, beside which it may be made
             bears = weighing.bears(choices) - 1 if len(rows) > 1 else STANDS
             self._rounds = min(self._rounds, STANDS, max(bears, SOON))
         self._silent = []
