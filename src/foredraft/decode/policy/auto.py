@@ -19,6 +19,7 @@ from foredraft.decode.policy.candidates import NOBODY, Candidate, Made, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import Ledger
 from foredraft.decode.policy.protocol import Alone, Choice, Offers, Source
+from foredraft.decode.policy.reliability import ASSUMED
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.weighing import Weighing
 from foredraft.decode.sequence import Sequence
@@ -53,8 +54,8 @@ class Auto(Alone):
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate: of a batch,
         self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
-        # What is not yet learned of: of each round, what drafters read (`Weighing.readings`), and its rows.
-        self._heard: list[tuple[tuple[float, float], list[Heard]]] = []
+        self._heard: list[list[Heard]] = []  # of the rounds since, what is not yet learned of
+        self._read = 0.0, 0.0  # in the first of these (`Weighing.readings`)
         self._silent: list[Sequence] = []  # none of whom drafts,
         self._rested = 0  # for so many rounds that nobody was asked about
 
@@ -75,12 +76,12 @@ class Auto(Alone):
         failed, self._failed = self._failed, 0
         if self._rounds < 1 or 2 * failed >= len(rows):
             self._made.clear()
-        self._batch, read = len(rows), (0.0, 0.0)
+        self._batch = len(rows)
         if any(row.most and offer not in self._made for row, offer in zip(rows, offered, strict=True)):
-            read = self._weigh(rows, offered, anew=not self._made)
+            self._weigh(rows, offered, anew=not self._made)
         else:
             self._rounds -= 1
-        self._heard.append((read, []))
+        self._heard.append([])
         for row, offer in zip(rows, offered, strict=True):
             row.sequence.policy_state.made = _within(row, self._made.get(offer, NOBODY))
         return [row.sequence.policy_state.made.choice for row in rows]
@@ -89,12 +90,10 @@ class Auto(Alone):
         """Nothing yet: what a choice came to is only looked at when the next one is made."""
         state: Request = sequence.policy_state
         self._failed += state.made.fragile and not outcome.accepted
-        self._heard[-1][1].append((state, state.made, outcome))
+        self._heard[-1].append((state, state.made, outcome))
 
-    def _weigh(
-        self, rows: Seq[Offers], offered: Seq[tuple[object, ...]], *, anew: bool
-    ) -> tuple[float, float]:
-        """Choices that stand for some rounds, beside those that stand already or anew. Gives what is read."""
+    def _weigh(self, rows: Seq[Offers], offered: Seq[tuple[object, ...]], *, anew: bool) -> None:
+        """Choices that stand for some rounds, beside those that stand already or anew."""
         self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
@@ -102,10 +101,10 @@ class Auto(Alone):
             self._made[offer] = NOBODY
             if (name := choice.drafter) is not None:
                 self._made[offer] = Made(choice, self._candidate(row, name), weighing.fragile(row, name))
-        read = weighing.readings(choices)
+        self._read = weighing.readings(choices)
         turn = any(row.sequence.policy_state.trial for row in rows)
         if anew or turn:
-            self._rounds = 0 if turn else SOON if any(read) else STANDS
+            self._rounds = 0 if turn else SOON if any(self._read) else STANDS
         drafts = any(choice.budget for choice in choices)
         if drafts:  # one that gains nothing does not end a choice that others gain by; and none stands for as
             # long as one not to draft, beside which it may be made
@@ -119,13 +118,13 @@ class Auto(Alone):
             self._rate = weighing.promised(choices)
             self._stops.clear()
             self._ends.clear()
-        return read
 
     def _learn(self) -> None:
         """Of all rounds since choices were made."""
-        for read, heard in self._heard:
+        for heard in self._heard:
             rows = [(state.account, made.choice.drafter, outcome) for state, made, outcome in heard]
-            self.ledger.settle(self.table, rows, *read)
+            self.ledger.settle(self.table, rows, *self._read)
+            self._read = 0.0, 0.0
             for state, made, outcome in heard:
                 state.learn(made, outcome, self.max_draft)
         self._heard.clear()
@@ -160,10 +159,10 @@ class Auto(Alone):
         state: Request = row.sequence.policy_state
         source = row.source(name)
         if (found := state.candidates.get(source)) is None:
-            kind, sure = (source, row.sequence.params.temperature == 0), source[1]
+            kind = source, row.sequence.params.temperature == 0
             if kind not in self._shared:
-                self._shared[kind] = Candidate.of(self.max_draft, sure)
-            found = state.candidates[source] = Candidate.of(self.max_draft, sure, self._shared[kind])
+                self._shared[kind] = Candidate.of(self.max_draft, assumed=row.sure.get(name, ASSUMED))
+            found = state.candidates[source] = Candidate.of(self.max_draft, self._shared[kind])
         return found
 
 

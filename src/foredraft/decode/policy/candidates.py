@@ -32,10 +32,10 @@ class Candidate:
     best: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, most: int, sure: float | None = None, shared: Candidate | None = None) -> Candidate:
-        """Of drafts of `most` tokens at most."""
+    def of(cls, most: int, shared: Candidate | None = None, assumed: float = ASSUMED) -> Candidate:
+        """Of drafts of `most` tokens at most; assumed: as of a `Record`, where nobody knows more."""
         if shared is None:
-            return cls(Record(most, assumed=ASSUMED if sure is None else sure))
+            return cls(Record(most, assumed=assumed))
         return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
 
     @property

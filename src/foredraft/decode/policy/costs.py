@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 __all__ = ["CostTable"]
 
-FloatArray = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 ASSUMED = 0.25  # of a plain step: a drafter's step, while nothing was measured
 
@@ -38,7 +38,7 @@ class CostTable:
         self.reads = dict(reads or {})
         self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
         self._steps: dict[tuple[str, int], tuple[float, float]] = {}
-        self._passing: dict[int, FloatArray] = {}
+        self._passing: dict[int, Floats] = {}
         self._columns: dict[tuple[int, int], list[float]] = {}
         self._rounds: dict[tuple[str, int, int], list[float]] = {}
 
@@ -71,7 +71,7 @@ class CostTable:
             found = self._verifying[batch, columns] = _on_line(list(near), batch)
         return found
 
-    def passing(self, batch: int, drafted: int) -> FloatArray:
+    def passing(self, batch: int, drafted: int) -> Floats:
         """Of rounds over 0, 1, ... `drafted` columns more than the rows, drafting left out."""
         found = self._passing.get(batch)
         if found is None or len(found) <= drafted:

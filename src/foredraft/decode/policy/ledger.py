@@ -77,9 +77,8 @@ class Ledger:
         ms = again + table.verifying(batch, batch + sum(outcome.drafted for _, _, outcome in rows))
         ms += sum(table.drafting(drafter, batch, depth) for drafter, depth in depths.items())
         others = (plain - alone) / max(1, batch - 1)  # of a plain step, each of them
-        most = max(given)
         for (account, _, _), tokens in zip(rows, given, strict=True):
-            ahead = sum(max(0, more - tokens) for more in given) if tokens < most else 0
+            ahead = sum(max(0, more - tokens) for more in given)
             account.spent += ms + first
             account.read += first
             account.lost += ms - plain * tokens - others * ahead

@@ -72,7 +72,7 @@ class Weighing:
                 tokens += 1
                 continue
             paced = self.candidate(row, name).record.pace.mean()
-            shortened = budget < min(row.most[name], self.max_draft)  # by position (`_length`)
+            shortened = budget < self._most(row, name)  # by position (`_length`)
             if paced is None or shortened or _request(row).trial:
                 paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
             tokens += paced[0]
@@ -147,7 +147,7 @@ class Weighing:
         """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
         is best by position, or the longest, where drafts that stop by themselves have done better."""
         candidate, batch = self.candidate(row, name), len(self.rows)
-        most = min(row.most[name], self.max_draft)
+        most = self._most(row, name)
         if (best := candidate.best.get((most, batch))) is None:
             best = best_length(self.table, batch, self._prospect(row, name))
             paced = candidate.record.pace.mean()
@@ -159,8 +159,12 @@ class Weighing:
             candidate.best[most, batch] = best
         return best
 
+    def _most(self, row: Offers, name: str) -> int:
+        """Tokens that it may draft."""
+        return min(row.most[name], self.max_draft)
+
     def _prospect(self, row: Offers, name: str) -> Prospect:
-        candidate, most = self.candidate(row, name), min(row.most[name], self.max_draft)
+        candidate, most = self.candidate(row, name), self._most(row, name)
         if (found := candidate.prospects.get(most)) is None:
             found = candidate.prospects[most] = Prospect(name, candidate.record.track.survives(most))
         return found
@@ -188,7 +192,7 @@ class Weighing:
         own = self._reading(row, name)
         if (left := self.candidate(row, name).left(choice, own)) > 0:
             return left
-        perfect = Prospect(name, (1.0,) * min(row.most[name], self.max_draft))
+        perfect = Prospect(name, (1.0,) * self._most(row, name))
         if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, reading):
             return math.inf
         account = _request(row).account
