@@ -25,7 +25,7 @@ from foredraft.tune.exits import ExitCosts
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.rounds import Rounds
 from foredraft.tune.search import Deadline, Search, best_of
-from foredraft.tune.study import StudyPlace, optuna
+from foredraft.tune.study import StudyPlace, optuna, sqlalchemy
 from searching import (
     COSTS,
     LAYERS,
@@ -156,6 +156,62 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     both = [child(url, 0.2, 14, seed) for seed in (1, 2)]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
     assert 14 <= len(kept(url)) <= 15  # the other may be about to end one
+
+
+def test_of_two_processes_that_want_a_trial_at_once_one_gets_it(tmp_path: Path) -> None:
+    ours, theirs = StudyPlace(sqlite(tmp_path)), StudyPlace(sqlite(tmp_path))
+    study = ours.study("a study")
+    study.enqueue_trial({"attention.0": True})
+    [waiting] = study.trials
+    running = optuna.trial.TrialState.RUNNING
+    got = []
+
+    def quicker(*statement: Any) -> None:
+        """The other process begins it when ours is about to write that it has."""
+        if "UPDATE trials" in statement[2] and not got:
+            got.append(theirs.storage.set_trial_state_values(waiting._trial_id, running))
+
+    sqlalchemy.event.listen(ours.storage.engine, "before_cursor_execute", quicker)
+    got.append(ours.storage.set_trial_state_values(waiting._trial_id, running))
+    assert got == [True, False]
+    [begun] = study.trials
+    assert begun.state is running and begun.datetime_start is not None
+
+
+@pytest.mark.parametrize("moment", ["rounds", "tell"])
+def test_a_trial_that_another_process_gave_up_does_not_end_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    url = sqlite(tmp_path)
+    others = StudyPlace(url).study("a study")
+    teacher = FakeTeacher()
+    owner = teacher if moment == "rounds" else optuna.storages.RDBStorage
+    name = "rounds" if moment == "rounds" else "set_trial_state_values"
+    method, calls = getattr(owner, name), []
+
+    def late(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            [number] = kept(url, "RUNNING")
+            others.tell(number, state=optuna.trial.TrialState.FAIL)
+        return method(*given)
+
+    monkeypatch.setattr(owner, name, late)
+    trials = searched(url, teacher, trials=6).trials()
+    assert len(trials) == 6 and not kept(url, "RUNNING")
+    assert len(kept(url, "FAIL")) == 1
+
+
+def test_an_error_within_a_trial_ends_the_trial_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Rounds:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(FakeTeacher, "rounds", broken)
+    with pytest.raises(ValueError, match="broken"):
+        searched(sqlite(tmp_path))
+    assert len(kept(sqlite(tmp_path), "FAIL")) == 1 and not kept(sqlite(tmp_path), "RUNNING")
 
 
 class HurriedTeacher(FakeTeacher):

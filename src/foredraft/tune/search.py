@@ -140,24 +140,12 @@ class Search:
         tell()
         # whoever goes on must not propose again what was proposed at the beginning
         self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
-
-        def after(study: Any, trial: Any) -> None:
-            nonlocal done, best
-            if trial.state is optuna.trial.TrialState.COMPLETE:
+        while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
+            predicted = self.place.trial(self.study, self._predicted, but=OutOfTime)
+            if predicted is not None:
                 done += 1
-                best = max(best, trial.value)
+                best = max(best, predicted)
                 tell()
-                ended = len(study.get_trials(deepcopy=False, states=(trial.state,)))
-                if ended >= total or self.exhausted:
-                    study.stop()
-            self.place.give_up_unborn(study)
-            if self.deadline.passed:
-                study.stop()
-
-        if done < total and not self.exhausted:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                self.study.optimize(self._try, callbacks=[after], catch=(OutOfTime,))
         if not self.trials():
             raise ConfigError(
                 f"timeout is {self.options.timeout:g}, in which not one trial ended; give more seconds, or"
@@ -213,7 +201,7 @@ class Search:
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
 
-    def _try(self, trial: Any) -> float:
+    def _predicted(self, trial: Any) -> float:
         left_out: dict[str, list[int]] = {"attention": [], "mlp": []}
         for kind, layers in left_out.items():
             for layer in range(self.layers):

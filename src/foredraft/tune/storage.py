@@ -13,17 +13,20 @@ import logging
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError
 
-__all__ = ["GRACE", "failure", "hidden", "open_storage", "optuna", "sqlalchemy"]
+__all__ = ["GRACE", "failure", "heartbeat", "hidden", "open_storage", "optuna", "sqlalchemy"]
 
 optuna = module("optuna", "the search")
 sqlalchemy = module("sqlalchemy", "the search")
 models = module("optuna.storages._rdb.models", "the search")
+heartbeat = module("optuna.storages._heartbeat", "the search")
 
 HEARTBEAT, GRACE = 20, 120  # seconds: between two signs of life, and until there have been none for too long
 TRIES = 5  # to open a database whose tables another process is making
@@ -36,6 +39,25 @@ Database: Any = optuna.storages.RDBStorage
 
 
 class Storage(Database):  # type: ignore[misc]
+    def set_trial_state_values(
+        self, trial_id: int, state: Any, values: Sequence[float] | None = None
+    ) -> bool:
+        """Begin or end a trial; False where another process began it before.
+
+        Optuna reads whether a trial waits and then writes that it runs, under a lock which SQLite does not
+        have: two processes can both believe that they began it. Here it is one statement.
+        """
+        if state != optuna.trial.TrialState.RUNNING:
+            return bool(super().set_trial_state_values(trial_id, state, values))
+        table = models.TrialModel
+        begin = (
+            sqlalchemy.update(table)
+            .where(table.trial_id == trial_id, table.state == optuna.trial.TrialState.WAITING)
+            .values(state=state, datetime_start=datetime.now())
+        )
+        with self.engine.begin() as connection:
+            return bool(connection.execute(begin).rowcount)
+
     def record_heartbeat(self, trial_id: int) -> None:
         """Never an error: it would end a thread with a traceback, and whether the storage is lost is told by
         the next thing that is asked of it."""

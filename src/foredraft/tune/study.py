@@ -9,8 +9,8 @@ from __future__ import annotations
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from foredraft.kernels.machine import cache_folder
 from foredraft.tune.flips import FlipSampler
 from foredraft.tune.keeping import check_kept
 from foredraft.tune.options import SamplerName
-from foredraft.tune.storage import GRACE, failure, hidden, open_storage, optuna, sqlalchemy
+from foredraft.tune.storage import GRACE, failure, heartbeat, hidden, open_storage, optuna, sqlalchemy
 
 __all__ = ["StudyPlace", "make_sampler", "optuna"]
 
@@ -64,6 +64,26 @@ class StudyPlace:
                 " written, and the trials that ended are kept nowhere else: bring it back, and the same"
                 " command goes on with them, or begin anew with another"
             ) from error
+
+    def trial(self, study: Any, objective: Callable[[Any], float], but: type[Exception]) -> float | None:
+        """Begin a trial and end it. Its value; None where the objective raised `but`, or another process had
+        given it up: a machine that slept for a while has given no sign of life."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            warnings.filterwarnings("ignore", "Heartbeat of storage is supposed", UserWarning)
+            optuna.storages.fail_stale_trials(study)
+            self.give_up_unborn(study)
+            trial = study.ask()
+        taken = optuna.exceptions.UpdateFinishedTrialError
+        value = ended = None
+        try:
+            with heartbeat.get_heartbeat_thread(trial._trial_id, self.storage), suppress(but, taken):
+                value = objective(trial)
+        finally:
+            state = optuna.trial.TrialState.FAIL if value is None else None
+            with suppress(taken):
+                ended = study.tell(trial, value, state, skip_if_finished=True)
+        return None if ended is None else ended.value
 
     def give_up_unborn(self, study: Any) -> None:
         """Give up trials that died before their first heartbeat, as Optuna does those that died later: it
