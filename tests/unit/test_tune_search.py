@@ -19,6 +19,7 @@ import pytest
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
+from foredraft.tune import storage as storage_module
 from foredraft.tune import study as study_module
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.exits import ExitCosts
@@ -156,6 +157,35 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     both = [child(url, 0.2, 14, seed) for seed in (1, 2)]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
     assert 14 <= len(kept(url)) <= 15  # the other may be about to end one
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        sqlalchemy.exc.OperationalError(
+            "CREATE TABLE studies", {}, Exception("table studies already exists")
+        ),
+        sqlalchemy.exc.IntegrityError(
+            "INSERT INTO alembic_version", {}, Exception("UNIQUE constraint failed")
+        ),
+    ],
+)
+def test_a_database_that_another_process_is_making_is_opened_once_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    storage, errors = storage_module.Storage, [error, error]
+
+    def racing(*given: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return storage(*given, **options)
+
+    monkeypatch.setattr(storage_module, "Storage", racing)
+    monkeypatch.setattr(storage_module.time, "sleep", lambda _: None)
+    assert StudyPlace(sqlite(tmp_path)).study("a study").trials == []
+    errors.extend([error] * 100)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        StudyPlace(sqlite(tmp_path))
 
 
 def test_of_two_processes_that_want_a_trial_at_once_one_gets_it(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def open_storage(url: str) -> Any:
                 " 'foredraft[postgres]'`, or what another database needs"
             ) from error
         except Exception as error:  # drivers raise what they like
-            if tried == TRIES or "already exists" not in str(error):
+            made = "already exists" in str(error) or isinstance(error, sqlalchemy.exc.IntegrityError)
+            if tried == TRIES or not made:
                 reason = _without(parsed.password, failure(error) or _one_line(error))
                 raise ConfigError(
                     f"storage is {shown!r}, which cannot be used ({reason}); give sqlite:///FILE in a folder"
