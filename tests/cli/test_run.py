@@ -19,7 +19,7 @@ import torch
 
 from foredraft import LLM, Output, SamplingParams, build
 from foredraft.cli import interrupt, main
-from foredraft.cli.render import ProgressBars
+from foredraft.cli.progress import ProgressBars
 from foredraft.cli.spelling import spelled_as_options
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes

@@ -13,7 +13,7 @@ import pytest
 import foredraft
 from checkpoints import save_pair
 from foredraft.cli import main
-from foredraft.cli.render import STAGES
+from foredraft.cli.progress import STAGES
 from foredraft.cli.tune import ProgressLines
 from foredraft.drafters.plans import find_plan, model_hash, read_plan
 from foredraft.model.runner import Runner

@@ -17,7 +17,8 @@ from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, loading
 from foredraft.cli.places import check_places
-from foredraft.cli.render import ProgressBars, table
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import table
 from foredraft.cli.spelling import spelled_as_options
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole

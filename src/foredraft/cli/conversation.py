@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, stream
-from foredraft.cli.render import Painter, ProgressBars, last_line
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import Painter, last_line
 from foredraft.cli.spelling import spelled_as_options
 from foredraft.errors import ConfigError, RequestError
 

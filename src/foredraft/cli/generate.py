@@ -23,7 +23,8 @@ from foredraft.cli.options import (
     loading,
     requested,
 )
-from foredraft.cli.render import Painter, ProgressBars, document, last_line
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import Painter, document, last_line
 from foredraft.cli.spelling import STDIN
 from foredraft.errors import ConfigError
 from foredraft.files import check_place

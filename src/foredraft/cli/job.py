@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foredraft.cli.interrupt import Interrupt
-from foredraft.cli.render import Painter, ProgressBars
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import Painter
 
 if TYPE_CHECKING:
     from foredraft import LLM, Output, Piece, SamplingParams, Stats

@@ -1,4 +1,4 @@
-"""What a person or a program sees: coloured text, lines of figures, the JSON document, progress bars.
+"""What a person or a program sees: coloured text, lines of figures, the JSON document.
 
 Contract: text that goes to a terminal carries no control characters of the model's making; text that
 goes anywhere else is the model's, byte for byte. The JSON document holds no NaN.
@@ -9,36 +9,21 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
 
-__all__ = ["Painter", "ProgressBars", "document", "last_line", "table"]
+__all__ = ["Painter", "document", "last_line", "table"]
 
 # Who wrote a token -> (ANSI colour, its name, what to call it in the legend).
 ORIGINS = {
     "drafter": ("32", "green", "drafted, and accepted by the target"),
     "target": ("33", "yellow", "the target's own word"),
     "bonus": ("36", "cyan", "the target's bonus after a fully accepted draft"),
-}
-STAGES = {
-    "download": "Downloading (MB)",
-    "load": "Loading",
-    "prefill": "Reading the prompt",
-    "compare": "Comparing",
-    "calibrate": "Texts to try plans on (tokens)",
-    "read": "Reading these texts (tokens)",
-    "costs": "Timing passes (turns)",
-    "rank": "Plans to begin with (sub-layers run)",
-    "trials": "Trials",
-    "decode": "Decoding held-out prompts",
 }
 
 
@@ -172,54 +157,3 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-
-
-class ProgressBars:
-    """A bar a stage on stderr, gone when it is done; none where stderr is not a terminal.
-
-    They are drawn when they are told something and never in between, so no thread takes time from a
-    timed run.
-    """
-
-    def __init__(self) -> None:
-        self._bars: Progress | None = None
-        self._alone: str | None = None
-        self._tasks: dict[str, TaskID] = {}
-
-    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """note: stands beside the stage's name."""
-        if not sys.stderr.isatty() or self._alone not in (None, stage):
-            return
-        if self._bars is None:
-            self._bars = self._start()
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(STAGES.get(stage, stage))
-        described = ", ".join(filter(None, (STAGES.get(stage, stage), note)))
-        self._bars.update(self._tasks[stage], completed=done, total=total, description=described)
-        self._bars.refresh()
-        if done >= total:
-            self.clear()
-
-    @contextmanager
-    def alone(self, stage: str) -> Iterator[None]:
-        """Keep the other stages off the screen."""
-        self._alone = stage
-        try:
-            yield
-        finally:
-            self._alone = None
-
-    def clear(self) -> None:
-        """Take them off the screen; text may follow."""
-        if self._bars is not None:
-            self._bars.stop()
-        self._bars, self._tasks = None, {}
-
-    def _start(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        bars = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-        bars.start()
-        return bars

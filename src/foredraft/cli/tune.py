@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, loading
 from foredraft.cli.places import check_places
-from foredraft.cli.render import STAGES, ProgressBars, table
+from foredraft.cli.progress import ProgressBars, ProgressLines
+from foredraft.cli.render import table
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 DIFFERS, INTERRUPTED = 1, 130
-PARTS = 10  # of the trials, after each of which a line is printed
 
 
 def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOptions()) -> int:
@@ -103,24 +103,6 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
 
 
 # --- what a person sees -----------------------------------------------------------------------------
-
-
-class ProgressLines:
-    """Where stderr is no terminal: a line where a stage begins, and at every tenth of the trials."""
-
-    def __init__(self) -> None:
-        self._told: tuple[str, int] | None = None
-
-    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
-        tenth = PARTS * done // max(1, total) if stage == "trials" else 0
-        if (stage, tenth) == self._told:
-            return
-        self._told = stage, tenth
-        told = [STAGES.get(stage, stage) + (f" {done}/{total}" if stage == "trials" else ""), note]
-        print(f"foredraft: {', '.join(filter(None, told))}", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Lines stay."""
 
 
 COLUMNS = (

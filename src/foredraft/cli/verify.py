@@ -18,7 +18,8 @@ from foredraft.bench.workload import prompt_of
 from foredraft.cli.generate import check, named, read_prompt, refuse_lossy
 from foredraft.cli.measuring import VerifyOptions
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, loading
-from foredraft.cli.render import ProgressBars, table
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import table
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS
 from foredraft.verify import Options
