@@ -30,6 +30,7 @@ __all__ = [
     "RuleKind",
     "Setting",
     "default_drafter",
+    "suits",
 ]
 
 
@@ -234,3 +235,10 @@ def default_drafter(draft_given: bool, other_tokenizer: bool = False, *, plan_gi
     if not draft_given:
         return "none"
     return "retokenize" if other_tokenizer else "draft-model"
+
+
+def suits(drafter: str, policy: str) -> bool:
+    """Whether a policy can decide about a drafter: only one that weighs costs chooses among several, and only
+    a stepper can tell how sure it is."""
+    who, how = DRAFTERS[drafter], POLICIES[policy]
+    return (how.weighs or not who.chooses) and (who.stepper or not how.confident)

@@ -20,7 +20,7 @@ from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
 from foredraft.bench.bare import draft_seconds
 from foredraft.bench.contender import Setting
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen, suits
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
 from foredraft.bench.costs import measure_costs
 from foredraft.bench.field import Field
 from foredraft.bench.machine import Memory
@@ -31,7 +31,7 @@ from foredraft.bench.weights import weigh
 from foredraft.build.policies import make_policy
 from foredraft.decode.calibration import Measured
 from foredraft.decode.policy import Alone
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds import DRAFTERS, POLICIES, suits
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
 TOKENS = 12

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.bench.records import PLAIN
 from foredraft.errors import ConfigError
-from foredraft.kinds import DRAFTERS, POLICIES, RULES
+from foredraft.kinds import DRAFTERS, POLICIES, RULES, suits
 
 if TYPE_CHECKING:
     from foredraft.bench.contender import Contender, Setting
@@ -29,7 +29,6 @@ __all__ = [
     "check_policy",
     "chosen",
     "deciding",
-    "suits",
 ]
 
 ALL = "all"
@@ -91,13 +90,6 @@ PROGRAMS: dict[str, Program] = {
         lambda setting: _in("llama_cpp").LlamaCpp(setting), "llama-cpp-python", "pip install llama-cpp-python"
     ),
 }
-
-
-def suits(drafter: str, policy: str) -> bool:
-    """Whether a policy can decide about a drafter: only one that weighs costs chooses among several, and only
-    a stepper can tell how sure it is."""
-    who, how = DRAFTERS[drafter], POLICIES[policy]
-    return (how.weighs or not who.chooses) and (who.stepper or not how.confident)
 
 
 def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:

@@ -26,7 +26,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.operators import operators_of
 from foredraft.decode.params import SamplingParams, is_whole
 from foredraft.errors import ConfigError, RequestError
-from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter
+from foredraft.kinds import DRAFTERS, POLICIES, DrafterKind, Parts, default_drafter, suits
 from foredraft.llm import LLM
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
@@ -126,7 +126,7 @@ def load(
         raise ConfigError(
             f"drafter is {drafter!r}; give draft=, the folder or hub id of the small model, too"
         )
-    if drafter is not None and DRAFTERS[drafter].chooses and not POLICIES[policy].weighs:
+    if drafter is not None and DRAFTERS[drafter].chooses and not suits(drafter, policy):
         raise ConfigError(f"drafter is {drafter!r}, but policy {policy!r} cannot choose; give policy='auto'")
     where = find_device(device)
     if compile:
@@ -207,13 +207,13 @@ def load(
 
 def _check_confident(policy: str, drafter: str, kinds: Mapping[str, DrafterKind]) -> None:
     """Raises ConfigError where a policy would never be asked: by nobody, or not by whom drafts by default."""
-    steppers = [name for name, kind in kinds.items() if kind.stepper]
-    if not steppers:
+    fitting = [name for name in kinds if suits(name, policy)]
+    if not fitting:
         raise ConfigError(f"policy is {policy!r}, but nothing that drafts can be unsure; give another policy")
-    if kinds[drafter].make is not None and not kinds[drafter].stepper:
+    if kinds[drafter].make is not None and drafter not in fitting:
         raise ConfigError(
             f"policy is {policy!r}, but {drafter!r} drafts, which is never unsure; give another policy,"
-            f" or drafter={steppers[0]!r}"
+            f" or drafter={fitting[0]!r}"
         )
 
 

@@ -28,7 +28,7 @@ from foredraft.cli.render import Painter, document, last_line
 from foredraft.cli.spelling import STDIN
 from foredraft.errors import ConfigError
 from foredraft.files import check_place
-from foredraft.kinds import DRAFTERS, POLICIES, RULES, default_drafter
+from foredraft.kinds import DRAFTERS, RULES, default_drafter, suits
 
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
@@ -169,7 +169,7 @@ def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) ->
         if getattr(drafting, option) not in (None, ()):
             raise ConfigError(f"--{option.replace('_', '-')} has no use with drafter {name}; leave it out")
     policy, rule = drafting.policy, drafting.acceptance
-    if policy is not None and POLICIES[policy].confident and not drafter.stepper:
+    if policy is not None and not drafter.chooses and not suits(name, policy):
         raise ConfigError(f"--policy {policy} has no use with drafter {name}; give another")
     if rule is not None and not RULES[rule].lossless and name == "none":
         raise ConfigError(f"--acceptance {rule} has no use with drafter {name}; leave it out")
