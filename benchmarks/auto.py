@@ -16,10 +16,12 @@ measures when the models were loaded, and measures again: so all are loaded seve
     thirty      right for 30 tokens, then never
     alternate   right at every other token
     bad-row     eight rows, one of which has a draft model that is never right
+    long-random the same as random, after a prompt of 700 tokens
 
 and on prompts whose plain output repeats under 30 % of its 4-grams within 64 tokens:
 
     pays        the draft model as it is; the best fixed length is the best of all that are timed
+    long        the same after a prompt of 700 tokens, whatever its output repeats
     choice      lookup, layer skip (a plan that `foredraft tune` found) or the draft model, beside each alone;
                 the last two also with drafts that end by their length alone
     batch       the draft model for eight sequences together
@@ -66,6 +68,8 @@ CASES: dict[str, tuple[int, Right | None]] = {
     "thirty": (1, lambda row, place: place < 30),
     "alternate": (1, lambda row, place: place % 2 == 0),
     "bad-row": (8, lambda row, place: row > 0 and place % 5 > 0),
+    "long-random": (1, lambda row, place: False),
+    "long": (1, None),
     "pays": (1, None),
     "choice": (1, None),
     "batch": (8, None),
@@ -73,6 +77,7 @@ CASES: dict[str, tuple[int, Right | None]] = {
 }
 # whose prompts lead to texts that repeat little, and of which workload they are
 FLUENT = {"pays": "free", "choice": "free", "batch": "free", "copies": "edit-file"}
+LONG = 700  # tokens of a prompt, in the cases that begin with that word
 WHO = {"choice": "auto", "copies": "lookup"}  # drafts, if not the draft model
 PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-7,9-11,13-15"
 MODELS = "layer-skip", "draft-model"
@@ -125,12 +130,12 @@ class Ventriloquist(DraftModel):
         self._texts.pop(sequence.id, None)
 
     def _words(self, row: int, position: int, count: int) -> list[int]:
-        """From a position of the row's on."""
+        """From a position of the row's on, counted from where its text begins here."""
         sequences, words = self.llm.engine.rows.sequences, self.draft_pass.runner.decoder.spec.vocab_size
         if row >= len(sequences) or sequences[row].id not in self._texts:
             return [0] * count  # its rounds are being timed
         index, output = self._texts[sequences[row].id]
-        first = position - len(sequences[row].prompt)
+        first = self.began(sequences[row]) + position - len(sequences[row].prompt)
         said = [output[place] if place < len(output) else 0 for place in range(first, first + count)]
         places = enumerate(said, start=first)
         return [token if self.right(index, place) else (token + 1) % words for place, token in places]
@@ -260,6 +265,10 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     llm = contenders["auto"].llm
     count = options.prompts * batch
     prompts = fluent(llm, count, FLUENT[case]) if case in FLUENT else llm.encode(heldout(count))
+    if case.startswith("long"):
+        texts = llm.encode(heldout(5 * count))
+        several = (texts[at : at + 5] for at in range(0, len(texts), 5))
+        prompts = [[id for text in five for id in text][-LONG:] for five in several]
     params = SamplingParams(
         temperature=options.temperature,
         max_new_tokens=options.new_tokens,

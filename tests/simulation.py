@@ -32,22 +32,25 @@ def right_with(chance: float, seed: int = 0) -> Right:
 @dataclass
 class Row:
     """One request: who is right where, and how many tokens are wanted. offered: what a drafter has to say;
-    sure: how sure it is of that."""
+    sure: how sure it is of that. late: who may begin later than the text does."""
 
     drafters: Mapping[str, Right]
     tokens: int = 256
     offered: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     prompt: int = 16
     sure: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+    late: frozenset[str] = frozenset()
 
 
 @dataclass
 class Simulated:
-    """Time taken, what plain steps would have taken, and every round's choices."""
+    """Time taken, what plain steps would have taken, every round's choices, and how much of a text that was new
+    to them drafters read, in their order."""
 
     ms: float
     plain: float
     rounds: list[list[tuple[str | None, int]]]
+    read: list[int] = field(default_factory=list)
 
     @property
     def speedup(self) -> float:
@@ -70,6 +73,7 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
         for index, row in enumerate(rows)
     ]
     total, plain, rounds = 0.0, 0.0, []
+    reads: list[int] = []
     for step in range(max(row.tokens for row in rows)):
         running = sum(row.tokens > step for row in rows)
         plain += clock.verifying(running, running)
@@ -81,7 +85,7 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
             if sequence.remaining:
                 running_rows.append((row, sequence, done))
         if not running_rows:
-            return Simulated(total, plain, rounds)
+            return Simulated(total, plain, rounds, reads)
         offers = []
         for row, sequence, done in running_rows:
             most = {}
@@ -96,17 +100,24 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
                 if name not in row.offered
             }
             sure = {name: row.sure[name](done) for name in row.sure if name in most}
-            offers.append(Offers(sequence, most, behind, sure))
+            late = {name for name in row.late if name not in sequence.read}
+            offers.append(Offers(sequence, most, behind, sure, late))
         rests = policy.rests([sequence for _, sequence, _ in running_rows])
         choices = [PLAIN] * len(offers) if rests else policy.choose(offers)
-        rounds.append([tuple(choice) for choice in choices])
+        rounds.append([(choice.drafter, choice.budget) for choice in choices])
         total += round_ms(clock, choices)
-        for (row, sequence, done), offer, (name, budget) in zip(running_rows, offers, choices, strict=True):
+        for (row, sequence, done), offer, choice in zip(running_rows, offers, choices, strict=True):
+            name, budget, some = choice
             accepted = 0
             if budget:
                 assert name is not None
                 assert budget <= offer.most[name]
-                total += clock.reading(name, offer.behind.get(name, 0))
+                new = name not in sequence.read and name in offer.behind
+                tokens = (
+                    some if new and some is not None and name in offer.late else offer.behind.get(name, 0)
+                )
+                total += clock.reading(name, tokens)
+                reads += [tokens] if new else []
                 while accepted < budget and row.drafters[name](done + accepted):
                     accepted += 1
             sequence.tokens += [0] * (accepted + 1)

@@ -129,7 +129,7 @@ class Coin:
 
 @dataclass(frozen=True)
 class Case:
-    """One request, whose exact output law is wanted."""
+    """One request, whose exact output law is wanted. alone: its paths share no prompt rows."""
 
     name: str
     params: SamplingParams
@@ -138,6 +138,7 @@ class Case:
     drafters: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     constraint: Callable[[], Any] = lambda: None
+    alone: bool = False
 
 
 @dataclass
@@ -176,7 +177,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
                 drafter=case.drafter,
                 drafters=case.drafters,
                 constraint=case.constraint(),
-                group=index,
+                group=None if case.alone else index,
             )
             idle = (ROLLBACK,) if case.params.bound is None else (ACCEPT, RESIDUAL)
             noise.paths[sequence.key] = Path(prefix, certain=case.params.greedy, idle=idle)

@@ -21,7 +21,7 @@ from parts import (
 from tabular import Table, Tabular, TokenCache
 
 from deciding import PRESENT
-from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.draft import Draft, RoundInputs, as_latecomer
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
@@ -81,9 +81,11 @@ class CheckedEngine(Engine):
             for name in sequence.drafters:
                 drafter = self.drafters[name]
                 vocabulary = getattr(drafter, "vocabulary", None)
+                late = as_latecomer(drafter)
+                began = late.began(sequence) if late is not None else 0
                 for cache in drafter.caches:
-                    assert cache.lengths[row] <= length
-                    tokens = sequence.tokens[: cache.lengths[row]]
+                    assert began + cache.lengths[row] <= length
+                    tokens = sequence.tokens[began : began + cache.lengths[row]]
                     if vocabulary is not None:
                         tokens = [vocabulary.draft_ids[token] for token in tokens]
                     _check_row(cache, row, tokens)

@@ -378,8 +378,8 @@ class Fickle(Alone):
 
 
 class Whims(Alone):
-    """Any drafter and any budget, in or out of proportion, and stops anywhere: by all that a policy may see,
-    which is the text, the laws and the logits of the draft, and how sure the target was."""
+    """Any drafter and any budget, in or out of proportion, begun anywhere, and stops anywhere: by all that a
+    policy may see, which is the text, the laws and the logits of the draft, and how sure the target was."""
 
     name = "whims"
     looks = True
@@ -396,8 +396,8 @@ class Whims(Alone):
             sequence = row.sequence
             sure = round(sequence.policy_state[0], 3)
             dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count} {sure}")
-            names = [None, *row.most]
-            choices.append(Choice(dice.choice(names), dice.randint(0, self.max_draft)))
+            name, budget = dice.choice([None, *row.most]), dice.randint(0, self.max_draft)
+            choices.append(Choice(name, budget, dice.choice([None, 0, 1, 2, 9])))
         return choices
 
     def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:

@@ -157,11 +157,18 @@ def test_the_cost_model_chooses_among_drafters(transform: str) -> None:
     seed=st.integers(0, 10**6),
     wants=st.sampled_from([None, "probability", "entropy", "margin"]),
     weighs=st.booleans(),
+    alone=st.booleans(),
     transform=st.sampled_from(["as it is", "hot top-p", "top-k", "repetition"]),
 )
-def test_no_policy_changes_the_law(seed: int, wants: Any, weighs: bool, transform: str) -> None:
-    """Whatever it makes of all that it may see: who drafts, how much, and where a draft stops."""
-    cases = [choosing(transform), case(transform, "draft-model", "late ban"), choosing("cold", "no repeat")]
+def test_no_policy_changes_the_law(seed: int, wants: Any, weighs: bool, alone: bool, transform: str) -> None:
+    """Whatever it makes of all that it may see: who drafts, how much, where a draft stops, and where the text
+    begins for its drafter."""
+    prompt = {"alone": alone, "prompt": (0, 1, 0) if alone else (0,)}
+    cases = [
+        choosing(transform, **prompt),
+        case(transform, "draft-model", "late ban", **prompt),
+        choosing("cold", "no repeat", **prompt),
+    ]
     enumerate_and_compare(cases, lambda: Whims(3, seed, wants, weighs))
 
 

@@ -443,6 +443,41 @@ def test_a_policy_hears_what_a_lookup_has_and_how_sure_it_is(folders: tuple[Path
     assert heard[0] == ({"lookup": 5}, {"lookup": 0.85})
 
 
+def test_of_a_long_prompt_a_new_draft_model_reads_the_end(folders: tuple[Path, Path]) -> None:
+    """And drafts what it would after that end alone; plain steps are left to read later on."""
+    llm = loaded((folders[0], folders[0]), max_length=500)
+    policy, prompt = eager(llm), [5 + i * i % 90 for i in range(290)]
+    policy.table = CostTable(
+        {1: {1: 1.0, 11: 1.01}}, {"draft-model": {1: (0.01, 0.01)}}, {"draft-model": 0.02}
+    )
+    drafter: Any = llm.engine.drafters["draft-model"]
+    begun, drafts = [], []
+    choose, verify = policy.choose, llm.engine._verify
+    rounds = itertools.count()
+
+    def watched(rows: Any) -> Any:
+        if next(rounds) % 40 > 30:
+            return [PLAIN]
+        begun.append(drafter.began(rows[0].sequence))
+        return choose(rows)
+
+    def verified(inputs: Any, draft: Any) -> Any:
+        drafts.append(draft.tokens[0].tolist())
+        return verify(inputs, draft)
+
+    policy.choose, llm.engine._verify = watched, verified  # type: ignore[method-assign]
+    options = replace(GREEDY, max_new_tokens=200)
+    (found,) = llm.generate([prompt], options)
+    assert begun[0] == 0 and set(begun[1:]) == {290 - 1 - 128}
+    assert max(found.stats.lengths) and any(count > 2 for count in map(len, drafts))
+    policy.choose, llm.engine._verify = choose, verify  # type: ignore[method-assign]
+    plainly = replace(options, speculation="none")
+    assert llm.generate([prompt], plainly)[0].token_ids == found.token_ids
+    first = next(draft for draft in drafts if draft)
+    (after_its_end,) = llm.generate([prompt[161:]], replace(plainly, max_new_tokens=len(first)))
+    assert after_its_end.token_ids == first
+
+
 def test_what_another_tokenizer_has_to_read_is_counted(tmp_path: Path) -> None:
     """A draft model behind another tokenizer reads a text only once it is chosen, too."""
     target = save_checkpoint(tmp_path / "big", tokenizer=True, seed=1)

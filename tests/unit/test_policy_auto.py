@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import PLAIN, Auto, CostTable, Fixed
+from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.survival import Track
 from simulation import Right, Row, Simulated, flat, right_with, simulate
@@ -25,7 +26,7 @@ def rate(table: CostTable, rows: list[Prospect | None], budgets: tuple[int, ...]
         sum(row.survives[:budget]) for row, budget in zip(rows, budgets, strict=True) if row is not None
     )
     names = [None if row is None else row.drafter for row in rows]
-    return tokens / round_ms(table, list(zip(names, budgets, strict=True)))
+    return tokens / round_ms(table, list(map(Choice, names, budgets)))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -328,7 +329,7 @@ def test_drafts_do_not_stand_as_long_as_none_would() -> None:
     """After a request in which nobody is tried any more, another has things to say that will fail one day."""
     table = flat(column=0.05)
     policy = Auto(LONGEST, table)
-    assert simulate(policy, table, [Row({"small": right_with(0.0)})]).rounds[-20:] == [[PLAIN]] * 20
+    assert simulate(policy, table, [Row({"small": right_with(0.0)})]).rounds[-20:] == [[PLAIN[:2]]] * 20
     right = {"lookup": lambda place: place < 30}
     row = Row(right, 400, {"lookup": lambda done: LONGEST}, sure={"lookup": lambda done: 0.45})
     assert simulate(policy, table, [row]).speedup >= 0.97
@@ -343,6 +344,47 @@ def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:
     assert run(table, right_with(0.8), policy, prompt=4000).speedup > 1.3
     rows = [Row({"small": right_with(0.8)}, prompt=4000, tokens=8)]
     assert simulate(policy, table, rows).speedup == 1.0, "it would not earn that again"
+
+
+LATECOMER = frozenset({"small"})
+
+
+def test_of_a_long_text_an_unknown_drafter_reads_the_end() -> None:
+    """So that it is tried at once, and a bad one has taken little; one that is known to pay reads all of it, if
+    there is much left to say."""
+    table = flat()
+    long = Row({"small": right_with(0.8)}, prompt=4000, late=LATECOMER)
+    policy = Auto(LONGEST, table)
+    first = simulate(policy, table, [long])
+    whole = max(simulate(Fixed(gamma), table, [long]).speedup for gamma in range(1, LONGEST))
+    assert first.read == [128] and first.speedup > whole > 1.3
+    assert policy.ledger.spent == pytest.approx(first.ms, rel=0.03)
+    assert simulate(policy, table, [long]).read == [3999]
+    short = simulate(policy, table, [replace(long, tokens=8)])
+    assert short.read == [128] and short.speedup > 1.1
+    together = simulate(policy, table, [replace(long, prompt=1000)] * 8)
+    assert set(together.read) <= {999} and together.speedup >= 0.97, "all or nothing"
+    for prompt, read in ((600, [128]), (100, [99])):
+        assert simulate(Auto(LONGEST, table), table, [replace(long, prompt=prompt)]).read == read
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", NEVER_SLOWER)
+def test_a_bad_drafter_that_begins_late_takes_little(name: str, rows: int) -> None:
+    right, step = NEVER_SLOWER[name]
+    table = flat(step)
+    policy = Auto(LONGEST, table)
+    for _ in range(3):
+        several = [Row({"small": right}, prompt=4000, late=LATECOMER)] * rows
+        assert simulate(policy, table, several).speedup >= 0.97
+
+
+def test_a_drafter_that_was_no_good_begins_late_again() -> None:
+    """Where it could read more: the ledger would let it."""
+    policy, table = Auto(LONGEST, flat()), flat()
+    bad = Row({"small": right_with(0.0)}, prompt=600, late=LATECOMER)
+    read = [simulate(policy, table, [bad]).read for _ in range(12)]
+    assert sum(map(len, read)) > 2 and all(one in ([], [128]) for one in read)
 
 
 def test_a_batch_reads_its_texts_only_if_all_of_them_are_worth_it() -> None:
@@ -369,7 +411,7 @@ def test_a_drafter_that_comes_right_late_is_met_again() -> None:
     table = flat(0.1)
     policy = Auto(LONGEST, table)
     found = run(table, lambda position: position >= 60, policy)
-    assert found.rounds[60:70].count([PLAIN]) == 10
+    assert found.rounds[60:70].count([PLAIN[:2]]) == 10
     assert found.speedup > 1.3
     assert policy.ledger.spent == pytest.approx(found.ms, rel=0.1), "but for the last choice"
 

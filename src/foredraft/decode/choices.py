@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from foredraft.decode.draft import Drafter, as_free, as_reader
+from foredraft.decode.draft import Drafter, as_free, as_latecomer, as_reader
 from foredraft.decode.policy import Offers, Policy
 from foredraft.decode.sequence import Sequence
 
@@ -30,6 +30,9 @@ def choose(
         if choice.drafter in row.most and choice.budget > 0:
             row.sequence.drafter = choice.drafter
             budgets[row.sequence.row] = min(choice.budget, row.most[choice.drafter])
+            late = as_latecomer(drafters[choice.drafter])
+            if late is not None and choice.drafter in row.late and choice.reads is not None:
+                late.begin(row.sequence, max(0, len(row.sequence.tokens) - 1 - choice.reads))
     return budgets
 
 
@@ -42,11 +45,16 @@ def _offers(sequence: Sequence, drafters: Mapping[str, Drafter], policy: Policy,
     room = min(sequence.remaining, widest) - 1
     for name in sequence.drafters:
         drafter, most = drafters[name], room
+        late = as_latecomer(drafter)
         if drafter.max_length is not None:
-            most = min(most, drafter.max_length - len(sequence.tokens))
+            began = late.began(sequence) if late is not None else 0
+            most = min(most, drafter.max_length - (len(sequence.tokens) - began))
         if policy.weighs and most > 0:
             if (reader := as_reader(drafter)) is not None:
-                offers.behind[name] = len(sequence.tokens) - 1 - reader.length(sequence)
+                read = reader.length(sequence)
+                offers.behind[name] = len(sequence.tokens) - 1 - read
+                if not read and sequence.group is None and late is not None:
+                    offers.late.add(name)
             elif (guesser := as_free(drafter)) is not None:
                 most, sure = guesser.has(sequence, most)
                 if most > 0:

@@ -30,12 +30,14 @@ __all__ = [
     "Drafter",
     "Free",
     "Guesser",
+    "Latecomer",
     "Looper",
     "Reader",
     "RoundInputs",
     "Stepper",
     "as_free",
     "as_guesser",
+    "as_latecomer",
     "as_looper",
     "as_reader",
     "as_stepper",
@@ -185,6 +187,20 @@ class Stepper(Reader, Protocol):
 
 
 @runtime_checkable
+class Latecomer(Stepper, Protocol):
+    """A Stepper for which a text may begin later than it does. What `step` and `draft` call a position counts
+    from there."""
+
+    def begin(self, sequence: Sequence, start: int) -> None:
+        """Forget what was read of this text: it begins with token `start`. Not where siblings share it."""
+        ...
+
+    def began(self, sequence: Sequence) -> int:
+        """The token that it begins with; 0 unless told otherwise."""
+        ...
+
+
+@runtime_checkable
 class Looper(Stepper, Protocol):
     """A Stepper that may take all the steps of a round in one call."""
 
@@ -227,6 +243,10 @@ def _has(kind: type, method: str) -> bool:
 
 def as_stepper(drafter: Drafter) -> Stepper | None:
     return cast(Stepper, drafter) if _has(type(drafter), "step") else None
+
+
+def as_latecomer(drafter: Drafter) -> Latecomer | None:
+    return cast(Latecomer, drafter) if _has(type(drafter), "begin") else None
 
 
 def as_looper(drafter: Drafter) -> Looper | None:

@@ -21,6 +21,7 @@ from foredraft.decode.draft import (
     RoundInputs,
     Stepper,
     as_guesser,
+    as_latecomer,
     as_looper,
     as_stepper,
     no_draft,
@@ -181,6 +182,7 @@ def _catch_up(
 ) -> tuple[list[list[int]], list[int]]:
     """What each row has to read first, and from which position on: the tokens past the drafter's length, the
     pending one included."""
+    late = as_latecomer(drafter)
     behind: list[list[int]] = []
     starts: list[int] = []
     for sequence, is_mine in zip(sequences, mine, strict=True):
@@ -189,7 +191,7 @@ def _catch_up(
             drafter.read(sequence, start, len(sequence.tokens) - 1)
             start = len(sequence.tokens) - 1
         behind.append(sequence.tokens[start:] if is_mine else [0])
-        starts.append(start)
+        starts.append(start - late.began(sequence) if late is not None and is_mine else start)
     return behind, starts
 
 

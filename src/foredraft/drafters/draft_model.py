@@ -40,15 +40,24 @@ class DraftModel:
         self.cache = runner.new_cache(rows, longest)
         self.caches: tuple[KVCache, ...] = (self.cache,)
         self._read: dict[int, int] = {}  # row -> tokens in the cache after this round's steps
+        self._began: dict[int, int] = {}  # sequence's id -> where its text begins, if not at 0
+
+    def began(self, sequence: Sequence) -> int:
+        return self._began.get(sequence.id, 0)
+
+    def begin(self, sequence: Sequence, start: int) -> None:
+        self._began[sequence.id] = start
+        self.cache.lengths[sequence.row] = 0
 
     def length(self, sequence: Sequence) -> int:
-        return self.cache.lengths[sequence.row]
+        return self.began(sequence) + self.cache.lengths[sequence.row]
 
     def read(self, sequence: Sequence, start: int, stop: int) -> None:
-        runner = self.draft_pass.runner
+        runner, began = self.draft_pass.runner, self.began(sequence)
+        start, stop = start - began, stop - began  # as its cache counts
         while start < stop:
             end = next_chunk(start, stop, runner.chunk)
-            tokens = sequence.tokens[start:end]
+            tokens = sequence.tokens[began + start : began + end]
             if self.vocabulary is not None:
                 tokens = [self.vocabulary.draft_ids[token] for token in tokens]
             runner.prefill(self.cache, sequence.row, tokens, start)
@@ -95,9 +104,12 @@ class DraftModel:
         return None
 
     def rewind(self, sequence: Sequence) -> None:
-        row = sequence.row
+        row, most = sequence.row, len(sequence.tokens) - 1 - self.began(sequence)
         read = self._read.pop(row, self.cache.lengths[row])
-        self.cache.lengths[row] = min(read, len(sequence.tokens) - 1)
+        if most < 0:  # a ban took back what the text began with
+            del self._began[sequence.id]
+        self.cache.lengths[row] = max(0, min(read, most))
 
     def leave(self, sequence: Sequence) -> None:
         self._read.pop(sequence.row, None)
+        self._began.pop(sequence.id, None)

@@ -147,7 +147,7 @@ class Auto(Alone):
     def _ends_of(self, sequence: Sequence, sharing: int) -> Ends:
         """Of the longest draft, found when so many rows or more shared the drafter's steps."""
         state: Request = sequence.policy_state
-        (name, _), candidate, _ = state.made
+        (name, *_), candidate, _ = state.made
         if state.trial or name is None or candidate is None:
             return Ends.never(self.max_draft)
         if (key := (sequence.id, name)) not in self._ends:
@@ -168,7 +168,7 @@ class Auto(Alone):
 
 def _within(row: Offers, made: Made) -> Made:
     """The choice, as far as what the row is offered now."""
-    name, budget = made.choice
+    name, budget, _ = made.choice
     if name is None or budget <= row.most[name]:
         return made
-    return made._replace(choice=Choice(name, row.most[name]))
+    return made._replace(choice=made.choice._replace(budget=row.most[name]))

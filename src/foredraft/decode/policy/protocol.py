@@ -25,10 +25,12 @@ Source: TypeAlias = tuple[str, float | None]
 
 
 class Choice(NamedTuple):
-    """Who drafts for a row in this round, and how many tokens at most."""
+    """Who drafts for a row in this round, and how many tokens at most. reads: of a text that is new to it, so
+    many of the last tokens are all that it reads first; None: whatever it has not read."""
 
     drafter: str | None
     budget: int
+    reads: int | None = None
 
 
 PLAIN = Choice(None, 0)
@@ -40,13 +42,15 @@ class Offers:
 
     most: who may draft -> tokens that it may draft at most, 1 or more; in the order of the request.
     behind: tokens before the pending one that a drafter has not read yet, of those that read. sure: of what
-    it has to say, of those that are free to ask. Both where the policy weighs costs.
+    it has to say, of those that are free to ask. late: those to whom the text is new, and may begin later
+    than it does. All three where the policy weighs costs.
     """
 
     sequence: Sequence
     most: dict[str, int]
     behind: dict[str, int] = field(default_factory=dict)
     sure: dict[str, float] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
 
     def source(self, name: str) -> Source:
         """As what a drafter is known here."""

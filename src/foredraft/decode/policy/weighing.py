@@ -23,6 +23,8 @@ __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
+LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
+WHOLE = 0.1  # or where reading all of it takes more than such a share of the rest decoded plainly
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Weighing:
         """Tokens per ms of the batch, by what its drafters are known for."""
         batch, tokens, columns = len(self.rows), 0.0, float(len(self.rows))
         depths: dict[str, float] = {}
-        for row, (name, budget) in zip(self.rows, choices, strict=True):
+        for row, (name, budget, _) in zip(self.rows, choices, strict=True):
             if name is None or not budget:
                 tokens += 1
                 continue
@@ -84,11 +86,14 @@ class Weighing:
     def readings(self, choices: Seq[Choice]) -> tuple[float, float]:
         """ms that drafters read before they can draft: texts that are new to them, and what they missed."""
         first = again = 0.0
-        for row, (name, _) in zip(self.rows, choices, strict=True):
-            if name is not None and _is_new(row, name):
-                first += self._reading(row, name)
-            elif name is not None:
-                again += self._reading(row, name)
+        for row, (name, _, reads) in zip(self.rows, choices, strict=True):
+            if name is None:
+                continue
+            ms = self.table.reading(name, row.behind.get(name, 0) if reads is None else reads)
+            if _is_new(row, name):
+                first += ms
+            else:
+                again += ms
         return first, again
 
     def bears(self, choices: Seq[Choice]) -> float:
@@ -109,19 +114,22 @@ class Weighing:
 
     def _paying(self) -> list[Choice]:
         """For each row the drafter that pays most, and the budgets at which all of them together do."""
+        rows, reading = self.rows, 0.0
         names: list[str | None] = []
-        reading = 0.0
-        for row in self.rows:
+        for row in rows:
             name = self._best(row, reading)
             names.append(name)
-            reading += 0.0 if name is None else self._reading(row, name)
+            reading += 0.0 if name is None else self._reading(row, name, pays=True)
         if len(self.rows) == 1:
             budgets = [0 if names[0] is None else self._length(self.rows[0], names[0])[1]]
         else:
             pairs = zip(self.rows, names, strict=True)
             prospects = [None if name is None else self._prospect(row, name) for row, name in pairs]
             budgets = best_budgets(self.table, prospects)
-        return [Choice(*pair) if pair[1] else PLAIN for pair in zip(names, budgets, strict=True)]
+        return [
+            PLAIN if name is None or not budget else Choice(name, budget, self._reads(row, name, pays=True))
+            for row, name, budget in zip(rows, names, budgets, strict=True)
+        ]
 
     def _best(self, row: Offers, reading: float) -> str | None:
         """Who might draft for a row, if only beside others that pay for its steps. reading: ms that the rows
@@ -132,7 +140,9 @@ class Weighing:
         remaining = batch * row.sequence.remaining
         for name in row.most:
             rate, length = self._length(row, name)
-            if own := self._reading(row, name):  # worth it for the rest of the text, and by more than chance
+            if own := self._reading(
+                row, name, pays=True
+            ):  # worth it for the rest of the text, and by more than chance
                 rate = remaining / (remaining / rate + batch * own) / SURE
                 alone = batch == 1 or _is_new(row, name)
                 if alone and (not length or rate <= plain):
@@ -181,7 +191,8 @@ class Weighing:
                 name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
             if name is not None:
                 _request(row).trial = True
-                choice = Choice(name, max(1, best_length(self.table, 1, self._prospect(row, name))[1]))
+                longest = max(1, best_length(self.table, 1, self._prospect(row, name))[1])
+                choice = Choice(name, longest, self._reads(row, name))
                 reading += self._reading(row, name)
             turns.append(choice)
         return turns
@@ -206,16 +217,29 @@ class Weighing:
         """Whether it may read what it has not: if its drafts promise to save that again in the rest of the
         text (`pays`), and it is known well; else if the ledger allows it, as it will be when the text has all
         the tokens that were asked for. others: ms that other rows read in this round."""
-        reading = self._reading(row, name)
+        reading = self._reading(row, name, pays=pays)
         if not reading or (pays and self.candidate(row, name).known.seen >= KNOWN):
             return True
         account, ahead = _request(row).account, self.plain * row.sequence.remaining
         whole = self.table.verifying(1, len(row.sequence.prompt)) + account.spent + ahead
         return self.ledger.may_read(account, others + reading, whole, self.plain)
 
-    def _reading(self, row: Offers, name: str) -> float:
-        """ms until it has read what it has not."""
-        return self.table.reading(name, row.behind.get(name, 0))
+    def _reads(self, row: Offers, name: str, *, pays: bool = False) -> int | None:
+        """How many of the last tokens of a text that is new to it a drafter reads, where it may begin late:
+        all (None) only if its drafts promise to save that again (`pays`), it is known well, and that takes a
+        small part of the time that the rest would take plainly. In a batch all: there more is at stake than
+        one reading, as costs are less certain, and each row bears what others lose."""
+        if name not in row.late or row.behind[name] <= LATE or len(self.rows) > 1:
+            return None
+        if not pays or self.candidate(row, name).known.seen < KNOWN:
+            return LATE
+        whole = self.table.reading(name, row.behind[name])
+        return None if whole <= WHOLE * self.plain * row.sequence.remaining else LATE
+
+    def _reading(self, row: Offers, name: str, *, pays: bool = False) -> float:
+        """ms until it has read that."""
+        reads = self._reads(row, name, pays=pays)
+        return self.table.reading(name, row.behind.get(name, 0) if reads is None else reads)
 
 
 def _request(row: Offers) -> Request:

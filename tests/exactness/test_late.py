@@ -1,0 +1,133 @@
+"""Drafters for which a text begins later than it does: any text but its last tokens is left unread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+from harness import CheckedEngine, make_engine, run
+from parts import LateBan
+from test_identity import DRAFT, PROMPTS, TARGET, V, greedy, reference
+
+from foredraft.decode.policy import Alone, Choice, Offers
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.draft_model import DraftModel
+
+LATECOMERS = ("draft-model", "looping", "mapped")
+
+
+class Late(Alone):
+    """Plain steps at first, so many, and then three drafts of three tokens, and seven plain steps again and
+    again; drafters that are new to a text read so many of its last tokens."""
+
+    name = "late"
+    weighs = True
+
+    def __init__(self, plain: int, reads: int | None) -> None:
+        self.plain, self.reads = plain, reads
+        self.late: list[tuple[int, set[str]]] = []  # each request, and to whom its text was new
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        self.late += [(row.sequence.id, row.late) for row in rows]
+        return [Choice(next(iter(row.most), None), self._budget(row), self.reads) for row in rows]
+
+    def _budget(self, row: Offers) -> int:
+        since = row.sequence.round_count - self.plain
+        return 3 if since >= 0 and since % 10 < 3 else 0
+
+
+def began(engine: CheckedEngine, sequence: Sequence) -> int:
+    drafter: Any = engine.drafters[sequence.drafters[0]]
+    return int(drafter.began(sequence))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("plain", "reads"), [(0, 0), (0, 1), (0, 3), (0, 6), (0, 99), (4, 0), (4, 2), (4, 7), (4, 99)]
+)
+def test_tokens_are_those_of_plain_decoding(rows: int, plain: int, reads: int) -> None:
+    """And a drafter's cache holds the text from where it began, which the engine checks around every round."""
+    sequences = [greedy(prompt, drafter) for prompt in PROMPTS for drafter in LATECOMERS]
+    engine = make_engine(TARGET, DRAFT, Late(plain, reads), rows=rows)
+    starts: dict[int, int] = {}
+    leave = engine._leave
+
+    def seen(sequence: Sequence, *rest: Any) -> None:
+        starts[sequence.id] = began(engine, sequence)
+        leave(sequence, *rest)
+
+    engine._leave = seen  # type: ignore[method-assign]
+    assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
+    assert any(turn.accepted > 0 for s in sequences for turn in s.rounds)
+    for s in sequences:
+        read = len(s.prompt) - 1 + sum(turn.emitted for turn in s.rounds[:plain])
+        assert starts[s.id] == max(0, read - reads)
+        assert began(engine, s) == 0, "the next text of this drafter begins where it begins"
+
+
+@pytest.mark.parametrize("drafter", LATECOMERS)
+def test_a_ban_takes_back_what_a_text_began_with(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter reads what is left of it from its very beginning."""
+    free = reference((0,), 12)
+    ban = LateBan(V, tuple(free[2:7]))
+    sequence = greedy((0,), drafter, constraint=ban, max_new_tokens=12)
+    engine = make_engine(TARGET, DRAFT, Late(6, 1))
+    begun: list[int] = []
+    begin = DraftModel.begin
+
+    def noted(self: DraftModel, sequence: Sequence, start: int) -> None:
+        begun.append(start)
+        begin(self, sequence, start)
+
+    monkeypatch.setattr(DraftModel, "begin", noted)
+    engine.submit(sequence)
+    lengths = []
+    while not engine.scheduler.idle:
+        engine.step()
+        lengths.append(len(sequence.tokens))
+    assert sequence.new_ids == reference((0,), 12, constraint=LateBan(V, ban.run))
+    assert ban.rollbacks and min(turn.emitted for turn in sequence.rounds) < 0
+    assert begun[0] == 5 and min(lengths[6:]) <= 5, "what it began with is gone"
+
+
+@pytest.mark.parametrize("drafter", LATECOMERS)
+def test_what_it_has_read_counts_from_the_text_s_beginning(drafter: str) -> None:
+    sequence = greedy(PROMPTS[-1], drafter)
+    engine = make_engine(TARGET, DRAFT, Late(0, 2))
+    latecomer: Any = engine.drafters[drafter]
+    engine.submit(sequence)
+    engine.step()
+    latecomer.begin(sequence, 1)
+    assert latecomer.length(sequence) == 1
+    latecomer.read(sequence, 1, 5)
+    assert latecomer.length(sequence) == 5
+
+
+@pytest.mark.parametrize("drafter", LATECOMERS)
+def test_room_for_drafts_counts_from_where_a_text_begins(drafter: str) -> None:
+    most = len(PROMPTS[-1]) + 3  # positions that it can read, all but three of which the prompt would take
+    spans = []
+    for reads in (None, 2):
+        sequence = greedy(PROMPTS[-1], drafter)
+        engine = make_engine(TARGET, DRAFT, Late(0, reads))
+        engine.drafters[drafter].max_length = most
+        assert run(engine, [sequence]) == [reference(sequence.prompt)]
+        ends = itertools.accumulate((turn.emitted for turn in sequence.rounds), initial=len(sequence.prompt))
+        turns = zip(ends, sequence.rounds, strict=False)
+        spans.append(max(end + turn.drafted for end, turn in turns if turn.drafted))
+    assert spans == [most, most + len(PROMPTS[-1]) - 3]
+
+
+def test_siblings_share_the_whole_text() -> None:
+    """Rows of a prompt that is copied hold it from its beginning; whoever has read nothing else may begin late,
+    once for every text."""
+    policy = Late(0, 1)
+    several = [greedy(PROMPTS[-1], "draft-model", group=1) for _ in range(5)]
+    alone = [greedy(PROMPTS[-1], "draft-model") for _ in range(2)]
+    engine = make_engine(TARGET, DRAFT, policy, rows=3)
+    assert run(engine, several + alone) == [reference(PROMPTS[-1])] * 7
+    grouped = {s.id for s in several}
+    assert not any(names for id, names in policy.late if id in grouped)
+    assert [names for id, names in policy.late if id not in grouped and names] == [{"draft-model"}] * 2
