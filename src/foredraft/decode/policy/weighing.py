@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.candidates import Candidate, Request
 from foredraft.decode.policy.costs import CostTable
-from foredraft.decode.policy.ledger import SHARE, Ledger
+from foredraft.decode.policy.ledger import FIRST, SHARE, Ledger
 from foredraft.decode.policy.protocol import PLAIN, Choice, Offers
 
 __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
+MISSED = 0.01  # of the rest decoded plainly, that reading what it missed may take where one is tried again
 LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
 WHOLE = 0.1  # or where reading all of it takes more than such a share of the rest decoded plainly
 
@@ -56,7 +57,8 @@ class Weighing:
                 choices = [PLAIN] * len(rows)
         for request, choice in zip(requests, choices, strict=True):
             request.trial, request.silent = False, not choice.budget
-        if all(account.allows(self.plain + self.backing, account.read) for account in accounts):
+        credit = self.plain + self.backing
+        if all(_request(row).account.allows(credit, self._unearned(row)) for row in rows):
             choices = self._turns(choices)
         return choices
 
@@ -106,7 +108,8 @@ class Weighing:
     def until_turn(self) -> float:
         """Plain rounds until there is something to decide again, while nobody drafts."""
         accounts = [_request(row).account for row in self.rows]
-        patient = max(a.until(self.plain + self.backing, a.read, self.plain) for a in accounts)
+        credit = self.plain + self.backing
+        patient = max(_request(r).account.until(credit, self._unearned(r), self.plain) for r in self.rows)
         first = min(self._until(row, name, PLAIN, 0.0) for row in self.rows for name in row.most)
         held = max(a.until(a.largest + self.backing, 0.0, self.plain) for a in accounts)
         turn = max(patient, first)
@@ -209,9 +212,9 @@ class Weighing:
         account = _request(row).account
         if _is_new(row, name):
             own = 0.0  # that is apart
-        elif own > SHARE * self.plain * row.sequence.remaining:
+        elif own > (MISSED if len(self.rows) == 1 else SHARE) * self.plain * row.sequence.remaining:
             return math.inf
-        return account.until(self.plain + self.backing, account.read + reading + own, self.plain)
+        return account.until(self.plain + self.backing, self._unearned(row) + reading + own, self.plain)
 
     def _may_read(self, row: Offers, name: str, others: float, *, pays: bool = False) -> bool:
         """Whether it may read what it has not: if its drafts promise to save that again in the rest of the
@@ -220,9 +223,18 @@ class Weighing:
         reading = self._reading(row, name, pays=pays)
         if not reading or (pays and self.candidate(row, name).known.seen >= KNOWN):
             return True
-        account, ahead = _request(row).account, self.plain * row.sequence.remaining
-        whole = self.table.verifying(1, len(row.sequence.prompt)) + account.spent + ahead
-        return self.ledger.may_read(account, others + reading, whole, self.plain)
+        return self.ledger.may_read(_request(row).account, others + reading, self._whole(row), self.plain)
+
+    def _whole(self, row: Offers) -> float:
+        """ms that a request takes, if what is left of it is decoded plainly."""
+        ahead = self.plain * row.sequence.remaining
+        return self.table.verifying(1, len(row.sequence.prompt)) + _request(row).account.spent + ahead
+
+    def _unearned(self, row: Offers) -> float:
+        """ms of first readings that its time has to earn before another drafter is tried: of a request that
+        decodes alone, what is beyond the share that they may take in it anyway."""
+        read = _request(row).account.read
+        return read if len(self.rows) > 1 else max(0.0, read - FIRST * self._whole(row))
 
     def _reads(self, row: Offers, name: str, *, pays: bool = False) -> int | None:
         """How many of the last tokens of a text that is new to it a drafter reads, where it may begin late:
