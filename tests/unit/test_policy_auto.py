@@ -362,8 +362,9 @@ def test_of_a_long_text_an_unknown_drafter_reads_the_end() -> None:
     assert simulate(policy, table, [long]).read == [3999]
     short = simulate(policy, table, [replace(long, tokens=8)])
     assert short.read == [128] and short.speedup > 1.1
-    together = simulate(policy, table, [replace(long, prompt=1000)] * 8)
-    assert set(together.read) <= {999} and together.speedup >= 0.97, "all or nothing"
+    for knows in (policy, Auto(LONGEST, table)):
+        together = simulate(knows, table, [replace(long, prompt=1000)] * 8)
+        assert 128 not in together.read and together.speedup >= 0.97, "all or nothing"
     for prompt, read in ((600, [128]), (100, [99])):
         assert simulate(Auto(LONGEST, table), table, [replace(long, prompt=prompt)]).read == read
 
@@ -404,6 +405,28 @@ def test_bad_luck_at_first_is_paid_by_what_others_gained() -> None:
     for seed in range(3):
         run(table, right_with(0.95, seed), policy)
     assert run(table, lambda position: position >= 6, policy).speedup > 2
+
+
+def test_few_first_requests_are_lost_by_bad_luck() -> None:
+    """What was read at first need not be earned before a drafter is tried again, nor does what it missed since
+    forbid it: else 6 of these 30 decode plainly."""
+    lost = 0
+    for seed in range(30):
+        table = flat()
+        table.reads = {"small": 0.02}
+        row = Row({"small": right_with(0.6, seed)}, prompt=4000, late=LATECOMER)
+        lost += simulate(Auto(LONGEST, table), table, [row]).speedup < 1
+    assert lost <= 4
+
+
+def test_a_batch_earns_what_its_drafters_read() -> None:
+    """Before others are tried in it: a share of each row's time would be a large one of all of theirs."""
+    table = flat()
+    table.reads = {"small": 0.01}
+    policy = Auto(LONGEST, table)
+    for _ in range(3):
+        rows = [Row({"small": right_with(0.0)}, prompt=190)] * 8
+        assert simulate(policy, table, rows).speedup >= 0.985
 
 
 def test_a_drafter_that_comes_right_late_is_met_again() -> None:
