@@ -143,9 +143,8 @@ class Weighing:
         remaining = batch * row.sequence.remaining
         for name in row.most:
             rate, length = self._length(row, name)
-            if own := self._reading(
-                row, name, pays=True
-            ):  # worth it for the rest of the text, and by more than chance
+            own = self._reading(row, name, pays=True)
+            if own:  # worth it for the rest of the text, and by more than chance
                 rate = remaining / (remaining / rate + batch * own) / SURE
                 alone = batch == 1 or _is_new(row, name)
                 if alone and (not length or rate <= plain):
