@@ -569,7 +569,7 @@ MUTANTS = [
         (
             (
                 draft_model.DraftModel.rewind,
-                "min(read, len(sequence.tokens) - 1)",
+                "max(0, min(read, most))",
                 "read",
             ),
         ),
