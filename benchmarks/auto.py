@@ -264,11 +264,14 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     contenders = contenders_of(case, options)
     llm = contenders["auto"].llm
     count = options.prompts * batch
-    prompts = fluent(llm, count, FLUENT[case]) if case in FLUENT else llm.encode(heldout(count))
-    if case.startswith("long"):
+    if case in FLUENT:
+        prompts = fluent(llm, count, FLUENT[case])
+    elif case.startswith("long"):
         texts = llm.encode(heldout(5 * count))
         several = (texts[at : at + 5] for at in range(0, len(texts), 5))
         prompts = [[id for text in five for id in text][-LONG:] for five in several]
+    else:
+        prompts = llm.encode(heldout(count))
     params = SamplingParams(
         temperature=options.temperature,
         max_new_tokens=options.new_tokens,

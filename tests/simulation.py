@@ -112,12 +112,10 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
             if budget:
                 assert name is not None
                 assert budget <= offer.most[name]
-                new = name not in sequence.read and name in offer.behind
-                tokens = (
-                    some if new and some is not None and name in offer.late else offer.behind.get(name, 0)
-                )
+                tokens = some if some is not None and name in offer.late else offer.behind.get(name, 0)
                 total += clock.reading(name, tokens)
-                reads += [tokens] if new else []
+                if name in offer.behind and name not in sequence.read:
+                    reads.append(tokens)
                 while accepted < budget and row.drafters[name](done + accepted):
                     accepted += 1
             sequence.tokens += [0] * (accepted + 1)

@@ -30,8 +30,9 @@ def choose(
         if choice.drafter in row.most and choice.budget > 0:
             row.sequence.drafter = choice.drafter
             budgets[row.sequence.row] = min(choice.budget, row.most[choice.drafter])
-            late = as_latecomer(drafters[choice.drafter])
-            if late is not None and choice.drafter in row.late and choice.reads is not None:
+            if choice.reads is not None and choice.drafter in row.late:
+                late = as_latecomer(drafters[choice.drafter])
+                assert late is not None
                 late.begin(row.sequence, max(0, len(row.sequence.tokens) - 1 - choice.reads))
     return budgets
 
