@@ -62,7 +62,7 @@ def eager(llm: foredraft.LLM) -> Auto:
 def test_rounds_are_measured_and_leave_the_caches_as_they_were(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "SECONDS", (600.0, 600.0))  # all repeats: their medians are no hiccups
+    monkeypatch.setattr(calibration, "SECONDS", 600.0)  # all repeats: their medians are no hiccups
     llm = loaded(folders)
     engine = llm.engine
     for batch in (1, 4):
@@ -94,7 +94,7 @@ def test_a_text_is_read_when_the_device_has_read_it(
         clock[0] += pending[0]
         pending[0] = 0.0
 
-    monkeypatch.setattr(calibration, "SECONDS", (600.0, 600.0))
+    monkeypatch.setattr(calibration, "SECONDS", 600.0)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(rehearsal, "synchronise", wait)
     monkeypatch.setattr(DraftModel, "read", ahead)
@@ -297,13 +297,14 @@ def test_the_first_time_of_each_counts_only_where_there_is_no_time_for_another(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """As long as each round takes: all repeats; the second ones in part, or not at all; not even all once."""
-    clock, told = [0.0], list[tuple[tuple[str | None, int], bool]]()
+    clock, told = [0.0], list[tuple[str | None, int]]()
 
     class Told(rehearsal.Rehearsal):
         def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
+            warm = after_another or told[-1:] == [trial]
             clock[0] += seconds
-            told.append((trial, after_another))
-            return 1e3 * seconds + (0.0 if after_another else 100.0)
+            told.append(trial)
+            return 1e3 * seconds + (0.0 if warm else 100.0)
 
     monkeypatch.setattr(calibration, "Rehearsal", Told)
     monkeypatch.setattr(calibration, "ROUNDS", 1.0)
@@ -311,13 +312,13 @@ def test_the_first_time_of_each_counts_only_where_there_is_no_time_for_another(
     engine = loaded(folders).engine
     measured = Measured.of(engine, 1, False, 5)
     measured.take(engine)
-    trials, times = measured.trials, [trial for trial, _ in told]
+    trials = measured.trials
     assert len(trials) == 7
-    assert times == (trials * (calibration.REPEATS + 1))[: len(times)]
-    assert len(told) == {0.0: 7 * (calibration.REPEATS + 1), 0.04: 13, 0.06: 9, 0.2: 3}[seconds]
+    assert told == (trials + calibration.REPEATS * [trial for trial in trials for _ in range(2)])[: len(told)]
+    assert len(told) == {0.0: 7 * (1 + 2 * calibration.REPEATS), 0.04: 13, 0.06: 9, 0.2: 3}[seconds]
     warm, cold = 1e3 * seconds, 1e3 * seconds + 100.0
     assert {trial: list(several) for trial, several in measured.rounds.items()} == {
-        trial: [cold] if times.count(trial) == 1 else [warm] * (times.count(trial) - 1) for trial in times
+        trial: [cold] if told.count(trial) == 1 else [warm] * (told.count(trial) - 1) for trial in told
     }
 
 

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 Kind = tuple[int, bool]  # rows, and whether tokens are drawn
 
-SECONDS = 0.25, 0.5  # after which no round is timed at first: once two of each count, and before
-ROUNDS = 8.0  # plain rounds, or as many seconds as the second if that is more, after which nothing is timed
-REPEATS = 6  # of each, at first
+SECONDS = 0.5  # after which no round is timed at first,
+ROUNDS = 8.0  # plain rounds, or those seconds if they are more, after which nothing is timed
+REPEATS = 6  # of each, at first,
+RUNNING = 2  # so many times in a row, since it takes another one before
 KEPT = 12
 RARE = 200  # times as long rounds of requests take, until one of each is timed again
 
@@ -127,12 +128,14 @@ class Measured:
                 self.reads = {name: rehearsal.reading(name) for name in self.timed}
             for trial in self.trials:
                 taken = time.perf_counter() - started
-                if (repeat and taken > SECONDS[repeat < 3]) or (len(self.rounds) >= 2 and self._long(taken)):
+                if (repeat and taken > SECONDS) or (len(self.rounds) >= 2 and self._long(taken)):
                     return
-                ms = rehearsal.round(trial, after_another=repeat > 0)
+                times = [rehearsal.round(trial, after_another=repeat > 0)]
+                if repeat:
+                    times += [rehearsal.round(trial, after_another=False) for _ in range(1, RUNNING)]
                 if repeat < 2:
                     self.rounds[trial] = deque(maxlen=KEPT)
-                self.rounds[trial].append(ms)
+                self.rounds[trial] += times
 
     def _once(self, rehearsal: Rehearsal) -> None:
         """Each once, as far as there is time; who begins takes turns."""
@@ -146,7 +149,7 @@ class Measured:
 
     def _long(self, taken: float) -> bool:
         plain = median_low(self.rounds[None, 0]) / 1e3 if (None, 0) in self.rounds else 0.0
-        return taken > max(SECONDS[1], ROUNDS * plain)
+        return taken > max(SECONDS, ROUNDS * plain)
 
     def table(self) -> CostTable | None:
         """What follows; None where nothing could be timed."""

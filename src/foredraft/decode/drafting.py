@@ -70,8 +70,9 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
             _, legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device)
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
-    tokens = upload(_padded(guesses), inputs.device, torch.int64).view(len(guesses), max(lengths))
-    return Draft(tokens, upload(lengths, inputs.device), Law(ids=tokens), known=lengths)
+    both = upload([[*row, n] for row, n in zip(_padded(guesses), lengths, strict=True)], inputs.device)
+    tokens = both[:, :-1]
+    return Draft(tokens, both[:, -1], Law(ids=tokens), known=lengths)
 
 
 def _step_through(

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foredraft.decode.policy.candidates import NOBODY, Candidate, Made, Request
+from foredraft.decode.policy.candidates import NOBODY, Candidate, Made, Offered, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import Ledger
-from foredraft.decode.policy.protocol import Alone, Choice, Offers, Source
+from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers, Source
 from foredraft.decode.policy.reliability import ASSUMED
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.weighing import Weighing
@@ -28,7 +28,7 @@ from foredraft.model.runner import Stops
 
 __all__ = ["Auto"]
 
-Heard = tuple[Request, Made, Round]
+Heard = tuple[Request, Made, Choice, Round]
 
 STANDS = 7  # further rounds for which a choice stands,
 # one for which drafters had to read, since it may be the first that is heard of them, and at least one by
@@ -47,16 +47,13 @@ class Auto(Alone):
         self.table = table or CostTable.assumed()
         self.ledger = Ledger()
         self._shared: dict[tuple[Source, bool], Candidate] = {}
-        self._made: dict[tuple[object, ...], Made] = {}  # by request and by who had what to offer
-        self._rounds = 0.0  # for which these stand, while fewer than half of the rows
-        self._failed = 0  # lost a choice that is fragile in the last one
         self._batch = 1
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate: of a batch,
         self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
         self._heard: list[list[Heard]] = []  # of the rounds since, what is not yet learned of
         self._read = 0.0, 0.0  # in the first of these (`Weighing.readings`)
-        self._silent: list[Sequence] = []  # none of whom drafts,
+        self._silent: list[Sequence] = []  # none of whom is to draft,
         self._rested = 0  # for so many rounds that nobody was asked about
 
     def start(self) -> Request:
@@ -65,56 +62,67 @@ class Auto(Alone):
     def rests(self, sequences: Seq[Sequence]) -> bool:
         """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
         weighed for it, and none of them tells before how sure it is: it may be surer in the next."""
-        if self._rounds < 1 or self._silent != sequences:
+        if not self._silent or self._silent != sequences:
             return False
-        self._rounds -= 1
+        made = [sequence.policy_state.last for sequence in sequences]
+        if any(each.left < 1 for each in made):
+            return False
+        for each in made:
+            each.left -= 1
         self._rested += 1
         return True
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        offered = [(row.sequence.policy_state, *row.most, *row.sure.values()) for row in rows]
-        failed, self._failed = self._failed, 0
-        if self._rounds < 1 or 2 * failed >= len(rows):
-            self._made.clear()
+        """A row has a choice for everything that it is offered at times, each of which stands for some rounds
+        of its own, or until drafts of half the rows fail: what came of one says little of another."""
         self._batch = len(rows)
-        if any(row.most and offer not in self._made for row, offer in zip(rows, offered, strict=True)):
-            self._weigh(rows, offered, anew=not self._made)
-        else:
-            self._rounds -= 1
+        states: list[Request] = [row.sequence.policy_state for row in rows]
+        if 2 * sum(state.last.lost for state in states) >= len(rows):
+            for state in states:
+                state.last.left = 0
+        offered = [(*row.most, *row.sure.values()) for row in rows]
+        if any(o and s.made.get(o, NOBODY).left < 1 for s, o in zip(states, offered, strict=True)):
+            self._weigh(rows, offered)
         self._heard.append([])
-        for row, offer in zip(rows, offered, strict=True):
-            row.sequence.policy_state.made = _within(row, self._made.get(offer, NOBODY))
-        return [row.sequence.policy_state.made.choice for row in rows]
+        for row, state, offer in zip(rows, states, offered, strict=True):
+            state.last, state.choice = NOBODY, PLAIN
+            if offer:
+                made = state.last = state.made[offer]
+                made.left -= 1
+                state.choice = _within(row, made.choice)
+        return [state.choice for state in states]
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         """Nothing yet: what a choice came to is only looked at when the next one is made."""
         state: Request = sequence.policy_state
-        self._failed += state.made.fragile and not outcome.accepted
-        self._heard[-1].append((state, state.made, outcome))
+        if state.choice.budget:
+            state.last.failed = 0 if outcome.accepted else state.last.failed + 1
+        self._heard[-1].append((state, state.last, state.choice, outcome))
 
-    def _weigh(self, rows: Seq[Offers], offered: Seq[tuple[object, ...]], *, anew: bool) -> None:
-        """Choices that stand for some rounds, beside those that stand already or anew."""
+    def _weigh(self, rows: Seq[Offers], offered: Seq[Offered]) -> None:
+        """Choices that stand for some rounds."""
         self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
-        for offer, row, choice in zip(offered, rows, choices, strict=True):
-            self._made[offer] = NOBODY
-            if (name := choice.drafter) is not None:
-                self._made[offer] = Made(choice, self._candidate(row, name), weighing.fragile(row, name))
         self._read = weighing.readings(choices)
-        turn = any(row.sequence.policy_state.trial for row in rows)
-        if anew or turn:
-            self._rounds = 0 if turn else SOON if any(self._read) else STANDS
-        drafts = any(choice.budget for choice in choices)
-        if drafts:  # one that gains nothing does not end a choice that others gain by; and none stands for as
-            # long as one not to draft, beside which it may be made
-            bears = weighing.bears(choices) - 1 if len(rows) > 1 else STANDS
-            self._rounds = min(self._rounds, STANDS, max(bears, SOON))
+        drafts, further = any(choice.budget for choice in choices), float(STANDS)
+        if any(weighing.trial):
+            further = 0
+        elif any(self._read):
+            further = SOON
+        if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
+            further = min(further, max(weighing.bears(choices) - 1, SOON))
         self._silent = []
         if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in rows):
             self._silent = [row.sequence for row in rows]
-            self._rounds = max(self._rounds, weighing.until_turn() - 1)
-        if drafts and (anew or turn or not self._rate):
+            further = max(further, weighing.until_turn() - 1)
+        for place, (row, offer, choice) in enumerate(zip(rows, offered, choices, strict=True)):
+            made = Made(choice, trial=weighing.trial[place], silent=weighing.silent[place], left=1 + further)
+            if (name := choice.drafter) is not None:
+                made.candidate, made.fragile = self._candidate(row, name), weighing.fragile(row, name)
+            if offer:
+                row.sequence.policy_state.made[offer] = made
+        if drafts:
             self._rate = weighing.promised(choices)
             self._stops.clear()
             self._ends.clear()
@@ -122,11 +130,11 @@ class Auto(Alone):
     def _learn(self) -> None:
         """Of all rounds since choices were made."""
         for heard in self._heard:
-            rows = [(state.account, made.choice.drafter, outcome) for state, made, outcome in heard]
+            rows = [(state.account, choice.drafter, outcome) for state, _, choice, outcome in heard]
             self.ledger.settle(self.table, rows, *self._read)
             self._read = 0.0, 0.0
-            for state, made, outcome in heard:
-                state.learn(made, outcome, self.max_draft)
+            for state, made, choice, outcome in heard:
+                state.learn(made, choice, outcome, self.max_draft)
         self._heard.clear()
         if self._rested:
             plain = self.table.verifying(len(self._silent), len(self._silent))
@@ -137,7 +145,7 @@ class Auto(Alone):
 
     def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
         drafting = [s if budget else None for s, budget in zip(sequences, budgets, strict=True)]
-        who = tuple(s and (s.id, s.policy_state.made.choice.drafter) for s in drafting)
+        who = tuple(s and (s.id, s.policy_state.choice.drafter) for s in drafting)
         if (key := (who, max(budgets))) not in self._stops:
             sharing = len(drafting) - drafting.count(None)
             rows = [None if s is None else self._ends_of(s, sharing) for s in drafting]
@@ -147,11 +155,11 @@ class Auto(Alone):
     def _ends_of(self, sequence: Sequence, sharing: int) -> Ends:
         """Of the longest draft, found when so many rows or more shared the drafter's steps."""
         state: Request = sequence.policy_state
-        (name, *_), candidate, _ = state.made
-        if state.trial or name is None or candidate is None:
+        name, made = state.choice.drafter, state.last
+        if made.trial or name is None or made.candidate is None:
             return Ends.never(self.max_draft)
         if (key := (sequence.id, name)) not in self._ends:
-            most, record = self.max_draft, candidate.record
+            most, record = self.max_draft, made.candidate.record
             self._ends[key] = ends(self.table, name, self._batch, sharing, self._rate, record, most)
         return self._ends[key]
 
@@ -166,9 +174,8 @@ class Auto(Alone):
         return found
 
 
-def _within(row: Offers, made: Made) -> Made:
-    """The choice, as far as what the row is offered now."""
-    name, budget, _ = made.choice
-    if name is None or budget <= row.most[name]:
-        return made
-    return made._replace(choice=made.choice._replace(budget=row.most[name]))
+def _within(row: Offers, choice: Choice) -> Choice:
+    """As far as what the row is offered now."""
+    if choice.drafter is None or choice.budget <= row.most[choice.drafter]:
+        return choice
+    return choice._replace(budget=row.most[choice.drafter])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from foredraft.decode.policy.budgets import Prospect
 from foredraft.decode.policy.ledger import Account
@@ -12,7 +11,7 @@ from foredraft.decode.policy.reliability import ASSUMED
 from foredraft.decode.policy.survival import MET, Record
 from foredraft.decode.stats import Round
 
-__all__ = ["NOBODY", "Candidate", "Made", "Request"]
+__all__ = ["NOBODY", "Candidate", "Made", "Offered", "Request"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
 CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first
@@ -66,27 +65,41 @@ class Candidate:
             self.shared.waited, self.shared.patience = 0, self.patience
 
 
-class Made(NamedTuple):
-    """A choice. candidate: whose; fragile: a draft of which nothing is kept ends it."""
+@dataclass(slots=True, eq=False)
+class Made:
+    """A choice, for one row. candidate: whose; trial: because it is the turn of one that was not chosen;
+    silent: nobody would otherwise. fragile: so many drafts in a row of which nothing is kept end it; 0: none
+    do. left: rounds for which it stands yet; failed: the last of them, in which nothing was kept."""
 
     choice: Choice
     candidate: Candidate | None = None
-    fragile: bool = False
+    trial: bool = False
+    silent: bool = False
+    fragile: int = 0
+    left: float = 0
+    failed: int = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether that many were."""
+        return 0 < self.fragile <= self.failed
 
 
 NOBODY = Made(PLAIN)
 
+Offered = tuple[object, ...]  # who has what to offer, and how sure of it
+
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Of one sequence. made: who drafts for it now; trial: because it is the turn of one that was not chosen;
-    silent: nobody would otherwise."""
+    """Of one sequence. made: by what it is offered. last: what was chosen in the last round, as far as there
+    was room for it (`choice`)."""
 
     candidates: dict[Source, Candidate] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
-    made: Made = NOBODY
-    trial: bool = False
-    silent: bool = False
+    made: dict[Offered, Made] = field(default_factory=dict)
+    last: Made = NOBODY
+    choice: Choice = PLAIN
 
     def rest(self, rounds: int, plain: float) -> None:
         """So many plain rounds, of so many ms each."""
@@ -94,13 +107,13 @@ class Request:
         for candidate in self.candidates.values():
             candidate.wait(rounds)
 
-    def learn(self, made: Made, outcome: Round, longest: int) -> None:
+    def learn(self, made: Made, choice: Choice, outcome: Round, longest: int) -> None:
         """What came of a choice. longest: of all drafts."""
         for waiting in self.candidates.values():
             waiting.wait()
         if (candidate := made.candidate) is None:
             return
-        paced = made.choice.budget == longest and not self.trial
-        candidate.drafted(outcome, trial=self.trial, paced=paced)
-        if self.trial and self.silent and outcome.accepted:
+        paced = choice.budget == longest and not made.trial
+        candidate.drafted(outcome, trial=made.trial, paced=paced)
+        if made.trial and made.silent and outcome.accepted:
             candidate.waited = candidate.patience  # what came back is looked at again at once

@@ -12,6 +12,7 @@ from foredraft.decode.stats import Round
 __all__ = ["MET", "Pace", "Record", "Track"]
 
 WEIGHT = 8.0  # rounds that what is assumed counts for, or known of other requests
+TINY = 1e-3
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
 SLOWLY = 0.2  # of that, as a power, where nothing was drafted
@@ -41,10 +42,19 @@ class Track:
         return self.tried[0]
 
     @property
+    def weight(self) -> float:
+        """Rounds that what others know counts for: the more, the more of it is of these drafts, which are not
+        to count twice."""
+        if self.prior is None:
+            return WEIGHT
+        return WEIGHT * (1 + self.seen / max(self.prior.seen - self.seen, TINY))
+
+    @property
     def alpha(self) -> float:
         """P(a drafted token is kept | all before it in its draft were)."""
         assumed = self.assumed if self.prior is None else self.prior.alpha
-        return (sum(self.kept) + WEIGHT * assumed) / (sum(self.tried) + WEIGHT)
+        weight = self.weight
+        return (sum(self.kept) + weight * assumed) / (sum(self.tried) + weight)
 
     def learn(self, drafted: int, accepted: int) -> None:
         fade, slowly = self.fade, self.slowly
@@ -60,13 +70,13 @@ class Track:
 
     def rates(self, most: int) -> list[float]:
         """r_1 ... r_most."""
-        alpha, prior = self.alpha, self.prior
+        alpha, prior, weight = self.alpha, self.prior, self.weight
         expected = [alpha] * most
         if prior is not None:
             level = alpha / prior.alpha
             expected = [min(1.0, level * rate) for rate in prior.rates(most)]
         places = zip(self.kept, self.tried, expected, strict=False)
-        return [(kept + WEIGHT * rate) / (tried + WEIGHT) for kept, tried, rate in places]
+        return [(kept + weight * rate) / (tried + weight) for kept, tried, rate in places]
 
 
 class Pace:

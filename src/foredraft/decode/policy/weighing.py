@@ -22,6 +22,7 @@ from foredraft.decode.policy.protocol import PLAIN, Choice, Offers
 __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
+FRAGILE = 1, 2  # drafts of which nothing is kept that end a choice: at first, and once a request has gained
 KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 MISSED = 0.01  # of the rest decoded plainly, that reading what it missed may take where one is tried again
 LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
@@ -31,7 +32,8 @@ WHOLE = 0.1  # or where reading all of it takes more than such a share of the re
 @dataclass
 class Weighing:
     """Of what these rows are offered now. max_draft: tokens at most. candidate: what a row's request knows of
-    a drafter. plain: ms of a plain step of theirs; backing: that each may lose beyond its own share."""
+    a drafter. plain: ms of a plain step of theirs; backing: that each may lose beyond its own share. silent,
+    trial: of each row, once there are `choices`: nobody pays; one is tried that was not chosen."""
 
     table: CostTable
     ledger: Ledger
@@ -40,44 +42,45 @@ class Weighing:
     rows: Seq[Offers]
     plain: float = field(init=False)
     backing: float = field(init=False)
+    silent: list[bool] = field(init=False)
+    trial: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         self.plain = self.table.verifying(len(self.rows), len(self.rows))
         self.backing = self.ledger.backing(self.plain)
 
     def choices(self) -> list[Choice]:
-        """Of every row; whether it is only tried is noted with its request."""
-        rows, requests = self.rows, [_request(row) for row in self.rows]
-        accounts = [request.account for request in requests]
+        """Of every row."""
+        rows, accounts = self.rows, [_request(row).account for row in self.rows]
         choices = [PLAIN] * len(rows)
         if all(account.allows(account.largest + self.backing) for account in accounts):
             choices = self._paying()
             again = self.readings(choices)[1]
             if not all(account.allows(account.largest + self.backing, again) for account in accounts):
                 choices = [PLAIN] * len(rows)
-        for request, choice in zip(requests, choices, strict=True):
-            request.trial, request.silent = False, not choice.budget
-        credit = self.plain + self.backing
-        if all(_request(row).account.allows(credit, self._unearned(row)) for row in rows):
+        self.silent, self.trial = [not choice.budget for choice in choices], [False] * len(rows)
+        if all(_request(row).account.allows(self._credit(row), self._unearned(row)) for row in rows):
             choices = self._turns(choices)
         return choices
 
-    def fragile(self, row: Offers, name: str) -> bool:
-        """Whether a draft of which nothing is kept ends a choice: not where one that tells how sure it is was
-        less sure than not."""
-        return name not in row.sure or self._prospect(row, name).survives[0] >= 0.5
+    def fragile(self, row: Offers, name: str) -> int:
+        """How many drafts in a row end a choice of which nothing is kept: more in a request that has gained.
+        0, where none do: of one that tells before how sure it is, and was less sure than not."""
+        if name in row.sure and self._prospect(row, name).survives[0] < 0.5:
+            return 0
+        return FRAGILE[_request(row).account.lost < 0]
 
     def promised(self, choices: Seq[Choice]) -> float:
         """Tokens per ms of the batch, by what its drafters are known for."""
         batch, tokens, columns = len(self.rows), 0.0, float(len(self.rows))
         depths: dict[str, float] = {}
-        for row, (name, budget, _) in zip(self.rows, choices, strict=True):
+        for row, (name, budget, _), trial in zip(self.rows, choices, self.trial, strict=True):
             if name is None or not budget:
                 tokens += 1
                 continue
             paced = self.candidate(row, name).record.pace.mean()
             shortened = budget < self._most(row, name)  # by position (`_length`)
-            if paced is None or shortened or _request(row).trial:
+            if paced is None or shortened or trial:
                 paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
             tokens += paced[0]
             columns += paced[1]
@@ -108,8 +111,8 @@ class Weighing:
     def until_turn(self) -> float:
         """Plain rounds until there is something to decide again, while nobody drafts."""
         accounts = [_request(row).account for row in self.rows]
-        credit = self.plain + self.backing
-        patient = max(_request(r).account.until(credit, self._unearned(r), self.plain) for r in self.rows)
+        earned = [(_request(row).account, self._credit(row), self._unearned(row)) for row in self.rows]
+        patient = max(account.until(credit, unearned, self.plain) for account, credit, unearned in earned)
         first = min(self._until(row, name, PLAIN, 0.0) for row in self.rows for name in row.most)
         held = max(a.until(a.largest + self.backing, 0.0, self.plain) for a in accounts)
         turn = max(patient, first)
@@ -156,19 +159,21 @@ class Weighing:
         return chosen
 
     def _length(self, row: Offers, name: str) -> tuple[float, int]:
-        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: the one that
-        is best by position, or the longest, where drafts that stop by themselves have done better."""
+        """Tokens per ms of a batch that drafts by it as this row would, and the draft's length: of one that
+        tells at every step how sure it is the longest, for that ends it, and whoever drafts less never learns
+        that more would pay; else the best by position."""
         candidate, batch = self.candidate(row, name), len(self.rows)
         most = self._most(row, name)
         if (best := candidate.best.get((most, batch))) is None:
-            best = best_length(self.table, batch, self._prospect(row, name))
+            rate, length = best_length(self.table, batch, self._prospect(row, name))
             paced = candidate.record.pace.mean()
             if paced is not None:
                 tokens, drafted, steps = paced
                 ms = self.table.verifying(batch, round(batch * (1 + drafted)))
-                rate = batch * tokens / (ms + self.table.drafting(name, batch, steps))
-                best = max(best, (rate, most))
-            candidate.best[most, batch] = best
+                as_before = batch * tokens / (ms + self.table.drafting(name, batch, steps))
+                length = most if length or as_before > rate else 0
+                rate = max(rate, as_before)
+            best = candidate.best[most, batch] = rate, length
         return best
 
     def _most(self, row: Offers, name: str) -> int:
@@ -186,13 +191,13 @@ class Weighing:
         alone, while nobody drafts: it tells enough, for all of them."""
         reading, drafts = sum(self.readings(choices)), any(choice.budget for choice in choices)
         turns: list[Choice] = []
-        for row, choice in zip(self.rows, choices, strict=True):
+        for place, (row, choice) in enumerate(zip(self.rows, choices, strict=True)):
             name = None
             if drafts or not any(turn.budget for turn in turns):
                 others = (name for name in row.most if name != choice.drafter)
                 name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
             if name is not None:
-                _request(row).trial = True
+                self.trial[place] = True
                 longest = max(1, best_length(self.table, 1, self._prospect(row, name))[1])
                 choice = Choice(name, longest, self._reads(row, name))
                 reading += self._reading(row, name)
@@ -213,7 +218,7 @@ class Weighing:
             own = 0.0  # that is apart
         elif own > (MISSED if len(self.rows) == 1 else SHARE) * self.plain * row.sequence.remaining:
             return math.inf
-        return account.until(self.plain + self.backing, self._unearned(row) + reading + own, self.plain)
+        return account.until(self._credit(row, name), self._unearned(row) + reading + own, self.plain)
 
     def _may_read(self, row: Offers, name: str, others: float, *, pays: bool = False) -> bool:
         """Whether it may read what it has not: if its drafts promise to save that again in the rest of the
@@ -234,6 +239,14 @@ class Weighing:
         decodes alone, what is beyond the share that they may take in it anyway."""
         read = _request(row).account.read
         return read if len(self.rows) > 1 else max(0.0, read - FIRST * self._whole(row))
+
+    def _credit(self, row: Offers, *names: str) -> float:
+        """ms that one of these drafters, or any, may lose now where it is tried: a plain step, and what one
+        that is not known yet might have read in so far and did not, if the request decodes alone."""
+        credit, account = self.plain + self.backing, _request(row).account
+        if len(self.rows) > 1 or all(self.candidate(row, n).known.seen >= KNOWN for n in names or row.most):
+            return credit
+        return credit + max(0.0, FIRST * account.spent - account.read)
 
     def _reads(self, row: Offers, name: str, *, pays: bool = False) -> int | None:
         """How many of the last tokens of a text that is new to it a drafter reads, where it may begin late:
