@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from foredraft.decode.policy import PLAIN, CostTable, Offers, Policy
+import torch
+
+from foredraft.decode.policy import PLAIN, Choice, CostTable, Offers, Policy
 from foredraft.decode.policy.budgets import round_ms
 from foredraft.decode.stats import Round
+from foredraft.model.runner import Stops
 
 __all__ = ["Row", "Simulated", "flat", "right_with", "simulate"]
 
@@ -32,7 +35,8 @@ def right_with(chance: float, seed: int = 0) -> Right:
 @dataclass
 class Row:
     """One request: who is right where, and how many tokens are wanted. offered: what a drafter has to say;
-    sure: how sure it is of that. late: who may begin later than the text does."""
+    sure: how sure it is of that. late: who may begin later than the text does. tells: how sure a drafter is of
+    its token at a position of the text, told step by step."""
 
     drafters: Mapping[str, Right]
     tokens: int = 256
@@ -40,6 +44,7 @@ class Row:
     prompt: int = 16
     sure: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     late: frozenset[str] = frozenset()
+    tells: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,11 +110,27 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
         rests = policy.rests([sequence for _, sequence, _ in running_rows])
         choices = [PLAIN] * len(offers) if rests else policy.choose(offers)
         rounds.append([(choice.drafter, choice.budget) for choice in choices])
-        total += round_ms(clock, choices)
-        for (row, sequence, done), offer, choice in zip(running_rows, offers, choices, strict=True):
-            name, budget, some = choice
+        stops = None
+        if any(choice.drafter in row.tells for (row, *_), choice in zip(running_rows, choices, strict=True)):
+            budgets = [choice.budget for choice in choices]
+            stops = policy.stops([sequence for _, sequence, _ in running_rows], budgets, torch.device("cpu"))
+        told: list[
+            tuple[int, tuple[float, ...]]
+        ] = []  # of each row: tokens drafted, and how sure at each step
+        for place, ((row, _, done), choice) in enumerate(zip(running_rows, choices, strict=True)):
+            tells = row.tells.get(choice.drafter or "")
+            told.append((choice.budget, ()))
+            if stops is not None and tells is not None and choice.budget:
+                told[-1] = _drafted(
+                    stops, place, choice.budget, [tells(done + j) for j in range(choice.budget)]
+                )
+        total += _round_ms(clock, choices, told)
+        for (row, sequence, done), offer, choice, (budget, steps) in zip(
+            running_rows, offers, choices, told, strict=True
+        ):
+            name, _, some = choice
             accepted = 0
-            if budget:
+            if choice.budget:
                 assert name is not None
                 assert budget <= offer.most[name]
                 tokens = some if some is not None and name in offer.late else offer.behind.get(name, 0)
@@ -119,7 +140,32 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
                 while accepted < budget and row.drafters[name](done + accepted):
                     accepted += 1
             sequence.tokens += [0] * (accepted + 1)
-            if budget:
+            if choice.budget:
                 sequence.read[name] = len(sequence.tokens) - 1 - (accepted == budget)
             if not rests:
-                policy.learn(sequence, Round(budget, accepted, accepted + 1), None)
+                policy.learn(sequence, Round(budget, accepted, accepted + 1, steps), None)
+
+
+def _drafted(stops: Stops, place: int, budget: int, sure: list[float]) -> tuple[int, tuple[float, ...]]:
+    """As the draft loop has it: tokens that a row drafts, and how sure the drafter was at each step."""
+    survival = torch.ones(len(stops.keep))
+    for j in range(budget):
+        survival = stops.survival(torch.full_like(survival, sure[j]), survival)
+        if survival[place] < stops.keep[place, j]:
+            return j, tuple(sure[: j + 1])
+        if survival[place] < stops.more[place, j]:
+            return j + 1, tuple(sure[: j + 1])
+    return budget, tuple(sure)
+
+
+def _round_ms(clock: CostTable, choices: list[Choice], told: list[tuple[int, tuple[float, ...]]]) -> float:
+    """Of a round in which the rows drafted so much, in so many steps."""
+    stepped = [
+        choice._replace(budget=len(steps) or n) for choice, (n, steps) in zip(choices, told, strict=True)
+    ]
+    batch = len(choices)
+    unused = sum(choice.budget for choice in stepped) - sum(drafted for drafted, _ in told)
+    columns = batch + sum(choice.budget for choice in stepped)
+    return (
+        round_ms(clock, stepped) - clock.verifying(batch, columns) + clock.verifying(batch, columns - unused)
+    )

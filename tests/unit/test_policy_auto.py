@@ -95,6 +95,20 @@ def test_a_track_follows_a_change() -> None:
     assert track.survives(1)[0] < 0.45
 
 
+def test_what_a_request_saw_first_does_not_count_twice() -> None:
+    """All that is known of a drafter may be what this request saw of it; what others saw is apart."""
+    shared = Track(3, 0.98)
+    for others in (0, 40):
+        for _ in range(others):
+            shared.learn(3, 2)
+        own = Track(3, 0.9, shared)
+        for _ in range(3):
+            shared.learn(3, 0)
+            own.learn(3, 0)
+        fewer = shared.rates(1)[0] - own.rates(1)[0]
+        assert fewer < 0.02 if not others else fewer > 0.1
+
+
 def run(table: CostTable, right: Right, policy: Auto | Fixed, prompt: int = 16) -> Simulated:
     return simulate(policy, table, [Row({"small": right}, prompt=prompt)])
 
@@ -323,6 +337,56 @@ def test_whoever_is_unsure_may_fail_without_being_weighed_anew() -> None:
     rounds = simulate(policy, table, [row]).rounds
     assert sum(budget > 0 for ((_, budget),) in rounds) > 0.9 * len(rounds)
     assert len(weighed) < 0.2 * len(rounds)
+
+
+def test_drafts_that_are_all_kept_get_longer_again() -> None:
+    """Of one that knows itself that its second token is mostly wrong at first, and is always right later: drafts
+    of one token would never learn of it."""
+    table, seldom = flat(0.2, 0.1), right_with(0.2)
+    row = Row(
+        {"small": lambda place: place >= 120 or place % 2 == 0 or seldom(place)},
+        tokens=400,
+        tells={"small": lambda place: 0.2 if place < 120 and place % 2 else 0.9},
+    )
+    rounds = simulate(Auto(LONGEST, table), table, [row]).rounds
+    assert len(rounds) <= 110
+
+
+def test_a_choice_stands_by_what_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is as sure as this or as that: neither is weighed because the other one was met."""
+    policy, weighed = Auto(LONGEST, flat()), list[float]()
+    weigh = policy._weigh
+
+    def counted(rows: Any, *given: Any) -> Any:
+        weighed.append(rows[0].sure["lookup"])
+        return weigh(rows, *given)
+
+    monkeypatch.setattr(policy, "_weigh", counted)
+    levels = 0.6, 0.7, 0.8, 0.9
+    row = Row({"lookup": right_with(1.0)}, 800, {"lookup": lambda done: 3})
+    row.sure = {"lookup": lambda done: levels[done // 4 % 4]}
+    rounds = simulate(policy, flat(), [row]).rounds
+    assert len(rounds) == 200
+    assert all(weighed.count(level) <= 1 + 50 / 8 for level in levels)
+
+
+@pytest.mark.parametrize("gained", [False, True])
+def test_a_request_that_gained_bears_one_draft_that_fails(
+    monkeypatch: pytest.MonkeyPatch, gained: bool
+) -> None:
+    """At first it is weighed anew at once."""
+    policy, weighed = Auto(LONGEST, flat()), list[int]()
+    weigh = policy._weigh
+
+    def counted(rows: Any, *given: Any) -> Any:
+        weighed.append(len(rows[0].sequence.tokens) - 16)
+        return weigh(rows, *given)
+
+    monkeypatch.setattr(policy, "_weigh", counted)
+    fails = 24 if gained else 0
+    row = Row({"lookup": lambda place: place != fails}, 90, {"lookup": lambda done: 1})
+    simulate(policy, flat(), [row])
+    assert (fails + 1 in weighed) is not gained
 
 
 def test_drafts_do_not_stand_as_long_as_none_would() -> None:
