@@ -352,6 +352,17 @@ def test_drafts_that_are_all_kept_get_longer_again() -> None:
     assert len(rounds) <= 110
 
 
+def test_one_that_became_good_is_found_beside_one_that_pays() -> None:
+    """It reads nothing, and is right in none of the first requests, which are short."""
+    table = flat(drafters=("small", "other"))
+    policy = Auto(LONGEST, table)
+    for turn in range(24):
+        rights = {"small": right_with(0.75, 50 + turn), "other": right_with(0.97 * (turn >= 8), turn)}
+        tells = dict.fromkeys(rights, lambda place: 0.9)
+        found = simulate(policy, table, [Row(rights, 64, {"other": lambda done: LONGEST}, tells=tells)])
+    assert sum(name == "other" for [(name, _)] in found.rounds) > len(found.rounds) / 2
+
+
 def test_a_choice_stands_by_what_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that is as sure as this or as that: neither is weighed because the other one was met."""
     policy, weighed = Auto(LONGEST, flat()), list[float]()

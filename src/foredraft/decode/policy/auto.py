@@ -156,7 +156,7 @@ class Auto(Alone):
         """Of the longest draft, found when so many rows or more shared the drafter's steps."""
         state: Request = sequence.policy_state
         name, made = state.choice.drafter, state.last
-        if made.trial or name is None or made.candidate is None:
+        if (made.trial and made.silent) or name is None or made.candidate is None:
             return Ends.never(self.max_draft)
         if (key := (sequence.id, name)) not in self._ends:
             most, record = self.max_draft, made.candidate.record

@@ -14,19 +14,22 @@ from foredraft.decode.stats import Round
 __all__ = ["NOBODY", "Candidate", "Made", "Offered", "Request"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first
+FEW = 8.0  # rounds that say little of a drafter yet
+CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first,
+LONGEST = 128, 256  # and at most so many
 
 
 @dataclass(slots=True)
 class Candidate:
     """A drafter, as one request knows it, or all (`shared`); apart for how sure it is, where it tells before.
-    waited: rounds since it drafted, of `patience`. prospects, best: what follows until it learns more, by the
-    longest draft, and by that and the batch."""
+    waited: rounds since it drafted, of `patience`, which counts for nothing if it is to be looked at `again`.
+    prospects, best: what follows until it learns more, by the longest draft, and by that and the batch."""
 
     record: Record
     shared: Candidate | None = None
     waited: int = 0
     patience: int = PATIENCE[0]
+    again: bool = False
     prospects: dict[int, Prospect] = field(default_factory=dict)
     best: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
@@ -35,7 +38,7 @@ class Candidate:
         """Of drafts of `most` tokens at most; assumed: as of a `Record`, where nobody knows more."""
         if shared is None:
             return cls(Record(most, assumed=assumed))
-        return cls(Record(most, shared.record), shared, shared.waited, shared.patience)
+        return cls(Record(most, shared.record), shared, shared.waited, shared.patience, shared.again)
 
     @property
     def known(self) -> Record:
@@ -45,8 +48,10 @@ class Candidate:
     def left(self, choice: Choice, reading: float) -> int:
         """Rounds until it may be tried again beside what was chosen; reading: what it has to before that."""
         patience = self.patience
-        if self.known.seen > MET:
-            patience *= CONTENT ** (bool(choice.budget) + bool(reading))
+        if self.again:
+            patience = 0
+        elif self.known.seen > MET:
+            patience = min(patience * CONTENT ** (bool(choice.budget) + bool(reading)), LONGEST[reading > 0])
         return patience - self.waited
 
     def wait(self, rounds: int = 1) -> None:
@@ -113,7 +118,11 @@ class Request:
             waiting.wait()
         if (candidate := made.candidate) is None:
             return
-        paced = choice.budget == longest and not made.trial
+        paced = choice.budget == longest and not (made.trial and made.silent)
         candidate.drafted(outcome, trial=made.trial, paced=paced)
-        if made.trial and made.silent and outcome.accepted:
-            candidate.waited = candidate.patience  # what came back is looked at again at once
+        whole = outcome.accepted == outcome.drafted
+        # what came back is looked at again at once; beside one that pays, what is new, or kept all
+        unsure = made.silent or whole or candidate.known.seen < FEW
+        candidate.again = made.trial and outcome.accepted > 0 and unsure
+        if candidate.shared is not None:
+            candidate.shared.again = candidate.again

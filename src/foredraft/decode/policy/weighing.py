@@ -198,8 +198,11 @@ class Weighing:
                 name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
             if name is not None:
                 self.trial[place] = True
-                longest = max(1, best_length(self.table, 1, self._prospect(row, name))[1])
-                choice = Choice(name, longest, self._reads(row, name))
+                # beside one that pays, as it would draft if it were chosen; else to lose little
+                longest = best_length(self.table, 1, self._prospect(row, name))[1]
+                if choice.budget:
+                    longest = self._length(row, name)[1] or longest
+                choice = Choice(name, max(1, longest), self._reads(row, name))
                 reading += self._reading(row, name)
             turns.append(choice)
         return turns
