@@ -86,11 +86,11 @@ def test_between_what_was_measured_lies_a_line() -> None:
 
 
 def test_a_track_follows_a_change() -> None:
-    track = Track(3, 0.95)
-    for _ in range(60):
+    track = Track(3, 0.9)
+    for _ in range(30):
         track.learn(3, 3)
     assert track.survives(3)[2] > 0.9
-    for _ in range(24):
+    for _ in range(12):
         track.learn(3, 0)
     assert track.survives(1)[0] < 0.45
 
