@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from foredraft.decode.draft import Draft, Looper, RoundInputs
+from foredraft.decode.draft import Draft, Looper, RoundInputs, lengths_of
 from foredraft.decode.law import Law
 from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.policy import Policy
@@ -53,4 +53,5 @@ def at_once(
         tokens = tokens.where(columns < upload(lengths, inputs.device)[:, None], 0)
         sick = upload([length < count for length, count in zip(lengths, counts, strict=True)], inputs.device)
     q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs[:, :width])
-    return Draft(tokens, upload(lengths, inputs.device), q, drafter.resume(), sick, drafted.sure, lengths)
+    several = lengths_of(tuple(lengths), inputs.device)
+    return Draft(tokens, several, q, drafter.resume(), sick, drafted.sure, lengths)

@@ -41,6 +41,7 @@ __all__ = [
     "as_looper",
     "as_reader",
     "as_stepper",
+    "lengths_of",
     "no_draft",
 ]
 
@@ -264,6 +265,12 @@ def as_guesser(drafter: Drafter) -> Guesser:
 
 def as_free(drafter: Drafter) -> Free | None:
     return cast(Free, drafter) if _has(type(drafter), "has") else None
+
+
+@lru_cache(maxsize=1024)
+def lengths_of(several: tuple[int, ...], device: torch.device) -> Tensor:
+    """`Draft.lengths` [B]. The same few come again and again; nobody writes into them."""
+    return upload(several, device)
 
 
 @lru_cache(maxsize=64)

@@ -24,6 +24,7 @@ from foredraft.decode.draft import (
     as_latecomer,
     as_looper,
     as_stepper,
+    lengths_of,
     no_draft,
 )
 from foredraft.decode.law import Law
@@ -70,9 +71,8 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
             _, legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device)
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
-    both = upload([[*row, n] for row, n in zip(_padded(guesses), lengths, strict=True)], inputs.device)
-    tokens = both[:, :-1]
-    return Draft(tokens, both[:, -1], Law(ids=tokens), known=lengths)
+    tokens = upload(_padded(guesses), inputs.device, torch.int64)
+    return Draft(tokens, lengths_of(tuple(lengths), inputs.device), Law(ids=tokens), known=lengths)
 
 
 def _step_through(

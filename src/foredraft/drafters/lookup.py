@@ -34,9 +34,11 @@ class NGramIndex:
         self.longest = longest
         self.tokens: list[int] = []
         self._after: dict[Gram, int] = {}
+        self._found: tuple[int, int] | None = None  # `match`, of the text as it is
         self._undo: list[list[tuple[Gram, int | None]]] = []  # per token: what its entries replaced
 
     def extend(self, tokens: list[int]) -> None:
+        self._found = None
         for token in tokens:
             end = len(self.tokens)
             replaced: list[tuple[Gram, int | None]] = []
@@ -49,6 +51,7 @@ class NGramIndex:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
+        self._found = None
         while len(self.tokens) > length:
             self.tokens.pop()
             for gram, before in reversed(self._undo.pop()):
@@ -60,12 +63,14 @@ class NGramIndex:
     def match(self) -> tuple[int, int]:
         """The longest suffix seen before: its tokens, and the position after its latest occurrence; 0 and the
         end of the text where there is none."""
-        end = len(self.tokens)
-        for n in range(min(self.longest, end), 0, -1):
-            after = self._after.get(tuple(self.tokens[end - n :]))
-            if after is not None:
-                return n, after
-        return 0, end
+        if self._found is None:
+            end, self._found = len(self.tokens), (0, len(self.tokens))
+            for n in range(min(self.longest, end), 0, -1):
+                after = self._after.get(tuple(self.tokens[end - n :]))
+                if after is not None:
+                    self._found = n, after
+                    break
+        return self._found
 
     def same(self, after: int, most: int) -> int:
         """How many tokens before that position are the text's last ones, in order; at most `most`."""

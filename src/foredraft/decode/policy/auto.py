@@ -5,8 +5,8 @@ survive from what became of earlier ones (`Record`): of this request, and of oth
 choices are a function of the table and of the outcomes. `weighing` makes them; `stopping` has the equations
 by which a draft ends early where its drafter is unsure.
 
-To weigh takes time itself, so that a choice stands for some rounds, whose outcomes are learned of when the
-next one is made; and while nobody drafts and nothing can change, nobody is asked.
+To weigh takes time itself, and to learn, so that a choice stands for some rounds, whose outcomes are learned
+of when it ends; and while nobody drafts and nothing can change, nobody is asked.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ STANDS = 7  # further rounds for which a choice stands,
 # one for which drafters had to read, since it may be the first that is heard of them, and at least one by
 # which somebody in a batch may lose more than it should
 SOON = 2
+FRESH = 4  # rounds that need not be learned of yet where something is on offer that was not weighed before
 
 
 class Auto(Alone):
@@ -51,8 +52,8 @@ class Auto(Alone):
         self._rate = 0.0  # tokens per ms that they promise
         self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate: of a batch,
         self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
-        self._heard: list[list[Heard]] = []  # of the rounds since, what is not yet learned of
-        self._read = 0.0, 0.0  # in the first of these (`Weighing.readings`)
+        # of each round that is not yet learned of: ms read before it (`Weighing.readings`), and its rows
+        self._heard: list[tuple[tuple[float, float], list[Heard]]] = []
         self._silent: list[Sequence] = []  # none of whom is to draft,
         self._rested = 0  # for so many rounds that nobody was asked about
 
@@ -81,9 +82,10 @@ class Auto(Alone):
             for state in states:
                 state.last.left = 0
         offered = [(*row.most, *row.sure.values()) for row in rows]
+        read = 0.0, 0.0
         if any(o and s.made.get(o, NOBODY).left < 1 for s, o in zip(states, offered, strict=True)):
-            self._weigh(rows, offered)
-        self._heard.append([])
+            read = self._weigh(rows, offered)
+        self._heard.append((read, []))
         for row, state, offer in zip(rows, states, offered, strict=True):
             state.last, state.choice = NOBODY, PLAIN
             if offer:
@@ -97,18 +99,19 @@ class Auto(Alone):
         state: Request = sequence.policy_state
         if state.choice.budget:
             state.last.failed = 0 if outcome.accepted else state.last.failed + 1
-        self._heard[-1].append((state, state.last, state.choice, outcome))
+        self._heard[-1][1].append((state, state.last, state.choice, outcome))
 
-    def _weigh(self, rows: Seq[Offers], offered: Seq[Offered]) -> None:
-        """Choices that stand for some rounds."""
-        self._learn()
+    def _weigh(self, rows: Seq[Offers], offered: Seq[Offered]) -> tuple[float, float]:
+        """Choices that stand for some rounds; ms that drafters read for them."""
+        if learned := self._is_due(rows, offered):
+            self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
-        self._read = weighing.readings(choices)
+        read = weighing.readings(choices)
         drafts, further = any(choice.budget for choice in choices), float(STANDS)
         if any(weighing.trial):
             further = 0
-        elif any(self._read):
+        elif any(read):
             further = SOON
         if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
             further = min(further, max(weighing.bears(choices) - 1, SOON))
@@ -122,17 +125,24 @@ class Auto(Alone):
                 made.candidate, made.fragile = self._candidate(row, name), weighing.fragile(row, name)
             if offer:
                 row.sequence.policy_state.made[offer] = made
-        if drafts:
+        if drafts and learned:
             self._rate = weighing.promised(choices)
             self._stops.clear()
             self._ends.clear()
+        return read
+
+    def _is_due(self, rows: Seq[Offers], offered: Seq[Offered]) -> bool:
+        """Whether to learn: a choice has ended, or a request begins, or much was heard since."""
+        if self._rested or len(self._heard) >= FRESH:
+            return True
+        made = [row.sequence.policy_state.made for row in rows]
+        return any(o and (not m or (o in m and m[o].left < 1)) for m, o in zip(made, offered, strict=True))
 
     def _learn(self) -> None:
         """Of all rounds since choices were made."""
-        for heard in self._heard:
+        for read, heard in self._heard:
             rows = [(state.account, choice.drafter, outcome) for state, _, choice, outcome in heard]
-            self.ledger.settle(self.table, rows, *self._read)
-            self._read = 0.0, 0.0
+            self.ledger.settle(self.table, rows, *read)
             for state, made, choice, outcome in heard:
                 state.learn(made, choice, outcome, self.max_draft)
         self._heard.clear()
@@ -156,7 +166,7 @@ class Auto(Alone):
         """Of the longest draft, found when so many rows or more shared the drafter's steps."""
         state: Request = sequence.policy_state
         name, made = state.choice.drafter, state.last
-        if (made.trial and made.silent) or name is None or made.candidate is None:
+        if made.in_silence or name is None or made.candidate is None:
             return Ends.never(self.max_draft)
         if (key := (sequence.id, name)) not in self._ends:
             most, record = self.max_draft, made.candidate.record

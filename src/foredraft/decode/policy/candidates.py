@@ -8,13 +8,12 @@ from foredraft.decode.policy.budgets import Prospect
 from foredraft.decode.policy.ledger import Account
 from foredraft.decode.policy.protocol import PLAIN, Choice, Source
 from foredraft.decode.policy.reliability import ASSUMED
-from foredraft.decode.policy.survival import MET, Record
+from foredraft.decode.policy.survival import KNOWN, MET, Record
 from foredraft.decode.stats import Round
 
 __all__ = ["NOBODY", "Candidate", "Made", "Offered", "Request"]
 
 PATIENCE = 8, 128  # rounds until a drafter that was not chosen is tried again: at first, and at most
-FEW = 8.0  # rounds that say little of a drafter yet
 CONTENT = 6  # times as many of one that is known while another one pays, and again if it has to read first,
 LONGEST = 128, 256  # and at most so many
 
@@ -44,6 +43,11 @@ class Candidate:
     def known(self) -> Record:
         """Of all requests."""
         return self.record if self.shared is None else self.shared.record
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is taken for what it seems."""
+        return self.known.seen >= KNOWN
 
     def left(self, choice: Choice, reading: float) -> int:
         """Rounds until it may be tried again beside what was chosen; reading: what it has to before that."""
@@ -89,6 +93,11 @@ class Made:
         """Whether that many were."""
         return 0 < self.fragile <= self.failed
 
+    @property
+    def in_silence(self) -> bool:
+        """Whether it is a trial beside nobody, to lose little: a short draft, which nothing else ends."""
+        return self.trial and self.silent
+
 
 NOBODY = Made(PLAIN)
 
@@ -118,11 +127,11 @@ class Request:
             waiting.wait()
         if (candidate := made.candidate) is None:
             return
-        paced = choice.budget == longest and not (made.trial and made.silent)
+        paced = choice.budget == longest and not made.in_silence
         candidate.drafted(outcome, trial=made.trial, paced=paced)
         whole = outcome.accepted == outcome.drafted
         # what came back is looked at again at once; beside one that pays, what is new, or kept all
-        unsure = made.silent or whole or candidate.known.seen < FEW
+        unsure = made.silent or whole or not candidate.is_known
         candidate.again = made.trial and outcome.accepted > 0 and unsure
         if candidate.shared is not None:
             candidate.shared.again = candidate.again

@@ -9,14 +9,15 @@ from operator import mul
 from foredraft.decode.policy.reliability import ASSUMED, Reliability
 from foredraft.decode.stats import Round
 
-__all__ = ["MET", "Pace", "Record", "Track"]
+__all__ = ["KNOWN", "MET", "Pace", "Record", "Track"]
 
 WEIGHT = 8.0  # rounds that what is assumed counts for, or known of other requests
 TINY = 1e-3
 FADES = 0.9, 0.98  # by which a request forgets a round, and all of them together
 FADES_BY_TOKEN = 0.95, 0.99  # and a token of one bin
 SLOWLY = 0.2  # of that, as a power, where nothing was drafted
-MET = 2.0  # rounds after which a drafter is not new any more
+MET = 2.0  # rounds after which a drafter is not new any more,
+KNOWN = 8.0  # and after which it is taken for what it seems
 
 
 class Track:

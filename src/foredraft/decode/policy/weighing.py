@@ -23,7 +23,6 @@ __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
 FRAGILE = 1, 2  # drafts of which nothing is kept that end a choice: at first, and once a request has gained
-KNOWN = 8.0  # rounds after which a drafter is taken for what it seems
 MISSED = 0.01  # of the rest decoded plainly, that reading what it missed may take where one is tried again
 LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
 WHOLE = 0.1  # or where reading all of it takes more than such a share of the rest decoded plainly
@@ -228,7 +227,7 @@ class Weighing:
         text (`pays`), and it is known well; else if the ledger allows it, as it will be when the text has all
         the tokens that were asked for. others: ms that other rows read in this round."""
         reading = self._reading(row, name, pays=pays)
-        if not reading or (pays and self.candidate(row, name).known.seen >= KNOWN):
+        if not reading or (pays and self.candidate(row, name).is_known):
             return True
         return self.ledger.may_read(_request(row).account, others + reading, self._whole(row), self.plain)
 
@@ -247,7 +246,7 @@ class Weighing:
         """ms that one of these drafters, or any, may lose now where it is tried: a plain step, and what one
         that is not known yet might have read in so far and did not, if the request decodes alone."""
         credit, account = self.plain + self.backing, _request(row).account
-        if len(self.rows) > 1 or all(self.candidate(row, n).known.seen >= KNOWN for n in names or row.most):
+        if len(self.rows) > 1 or all(self.candidate(row, n).is_known for n in names or row.most):
             return credit
         return credit + max(0.0, FIRST * account.spent - account.read)
 
@@ -258,7 +257,7 @@ class Weighing:
         one reading, as costs are less certain, and each row bears what others lose."""
         if name not in row.late or row.behind[name] <= LATE or len(self.rows) > 1:
             return None
-        if not pays or self.candidate(row, name).known.seen < KNOWN:
+        if not pays or not self.candidate(row, name).is_known:
             return LATE
         whole = self.table.reading(name, row.behind[name])
         return None if whole <= WHOLE * self.plain * row.sequence.remaining else LATE
