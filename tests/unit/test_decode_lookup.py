@@ -46,6 +46,7 @@ def test_a_rewound_index_is_a_fresh_one(text: list[int], longest: int, data: st.
     index = NGramIndex(longest)
     index.extend(text)
     for _ in range(3):
+        index.match()
         length = data.draw(st.integers(0, len(index.tokens)))
         kept = index.tokens[:length]
         index.rewind(length)
@@ -54,6 +55,7 @@ def test_a_rewound_index_is_a_fresh_one(text: list[int], longest: int, data: st.
         assert index.tokens == fresh.tokens == kept
         assert index._after == fresh._after
         assert index._undo == fresh._undo
+        assert index.match() == fresh.match()
         index.extend(data.draw(tokens))
         assert index.continuation(5) == search(index.tokens, longest, 5)
 

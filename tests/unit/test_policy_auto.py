@@ -352,15 +352,36 @@ def test_drafts_that_are_all_kept_get_longer_again() -> None:
     assert len(rounds) <= 110
 
 
-def test_one_that_became_good_is_found_beside_one_that_pays() -> None:
+@pytest.mark.parametrize(("bad", "requests"), [(8, 24), (26, 36)])
+def test_one_that_became_good_is_found_beside_one_that_pays(bad: int, requests: int) -> None:
     """It reads nothing, and is right in none of the first requests, which are short."""
     table = flat(drafters=("small", "other"))
     policy = Auto(LONGEST, table)
-    for turn in range(24):
-        rights = {"small": right_with(0.75, 50 + turn), "other": right_with(0.97 * (turn >= 8), turn)}
+    for turn in range(requests):
+        rights = {"small": right_with(0.75, 50 + turn), "other": right_with(0.97 * (turn >= bad), turn)}
         tells = dict.fromkeys(rights, lambda place: 0.9)
         found = simulate(policy, table, [Row(rights, 64, {"other": lambda done: LONGEST}, tells=tells)])
     assert sum(name == "other" for [(name, _)] in found.rounds) > len(found.rounds) / 2
+
+
+def test_a_trial_beside_one_that_pays_ends_by_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside nobody it is short, and nothing else ends it."""
+    table = flat(drafters=("small", "other"))
+    policy, ended = Auto(LONGEST, table), list[tuple[bool, bool]]()
+    stops = policy.stops
+
+    def seen(sequences: Any, *given: Any) -> Any:
+        found = stops(sequences, *given)
+        made = sequences[0].policy_state.last
+        if made.trial:
+            ended.append((bool(found.chances.min() < 1), made.silent))
+        return found
+
+    monkeypatch.setattr(policy, "stops", seen)
+    for turn in range(16):
+        rights = {"small": right_with(0.8 * (turn < 8), turn), "other": right_with(0.0)}
+        simulate(policy, table, [Row(rights, tells=dict.fromkeys(rights, lambda place: 0.9))])
+    assert set(ended) == {(True, False), (False, True)}
 
 
 def test_a_choice_stands_by_what_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,3 +564,46 @@ def test_columns_never_fall_in_price() -> None:
     dear = CostTable({1: {1: 1.0, 3: 1.2, 5: 2.0}, 8: {8: 2.0, 16: 2.8, 24: 5.2}}, {})
     assert dear.columns(1, 4) == pytest.approx([0.1, 0.1, 0.4, 0.4])
     assert dear.columns(8, 2) == pytest.approx([0.1, 0.3])
+
+
+def test_what_nobody_knows_yet_is_learned_of_before_it_costs_much() -> None:
+    """A drafter that is never right, and sure of it in another way every time: no choice ever ends."""
+    table = flat(column=0.1)
+    row = Row({"lookup": right_with(0.0)}, 256, {"lookup": lambda done: LONGEST})
+    row.sure = {"lookup": lambda done: 0.6 + done / 1000}
+    assert simulate(Auto(LONGEST, table), table, [row]).speedup >= 0.97
+
+
+def test_a_request_begins_with_what_the_last_one_came_to() -> None:
+    """However few its rounds were."""
+    table = flat(0.2)
+    policy = Auto(LONGEST, table)
+    first, second = (
+        simulate(policy, table, [Row({"small": right_with(1.0)}, tokens=12)]).rounds for _ in range(2)
+    )
+    assert len(first) < 4 and second[0][0][1] > first[0][0][1]
+
+
+def test_what_is_new_on_offer_is_weighed_by_what_was_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To learn takes time."""
+    policy, learned = Auto(LONGEST, flat()), list[bool]()
+    learn = policy._learn
+
+    def counted() -> None:
+        learned.append(True)
+        learn()
+
+    monkeypatch.setattr(policy, "_learn", counted)
+    row = Row({"lookup": right_with(1.0)}, 16, {"lookup": lambda done: 3})
+    row.sure = {"lookup": lambda done: (0.6, 0.7, 0.8, 0.9)[done // 4]}
+    assert len(simulate(policy, flat(), [row]).rounds) == 4
+    assert len(learned) == 1
+
+
+def test_a_drafter_that_nobody_knows_is_tried_within_its_credit() -> None:
+    """One that takes three plain steps to begin, and then next to nothing: if it were right, it would pay."""
+    table = CostTable({1: {1: 1.0, 11: 1.2}}, {"small": {1: (3.0, 0.1)}})
+    row = Row({"small": right_with(0.0)}, 256, {"small": lambda done: LONGEST})
+    found = simulate(Auto(LONGEST, table), table, [row])
+    assert any(budget for ((_, budget),) in found.rounds)
+    assert found.speedup >= 0.97
