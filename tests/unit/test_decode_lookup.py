@@ -43,17 +43,21 @@ def test_an_index_finds_what_a_search_finds(text: list[int], longest: int, most:
 
 @given(tokens, st.integers(1, 4), st.data())
 def test_a_rewound_index_is_a_fresh_one(text: list[int], longest: int, data: st.DataObject) -> None:
-    index = NGramIndex(longest)
-    index.extend(text)
+    first = data.draw(st.integers(0, len(text)))
+    index = NGramIndex(longest, text[:first])
+    index.extend(text[first:])
     for _ in range(3):
         index.match()
         length = data.draw(st.integers(0, len(index.tokens)))
         kept = index.tokens[:length]
         index.rewind(length)
-        fresh = NGramIndex(longest)
-        fresh.extend(kept)
+        first = min(first, length)
+        fresh = NGramIndex(longest, kept[:first])
+        fresh.extend(kept[first:])
         assert index.tokens == fresh.tokens == kept
-        assert index._after == fresh._after
+        one_by_one = NGramIndex(longest)
+        one_by_one.extend(kept)
+        assert index._after == fresh._after == one_by_one._after
         assert index._undo == fresh._undo
         assert index.match() == fresh.match()
         index.extend(data.draw(tokens))

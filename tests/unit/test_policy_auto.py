@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed
+from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed, auto
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.survival import Track
+from foredraft.decode.policy.weighing import Weighing
 from simulation import Right, Row, Simulated, flat, right_with, simulate
 
 LONGEST = 10
@@ -607,3 +608,30 @@ def test_a_drafter_that_nobody_knows_is_tried_within_its_credit() -> None:
     found = simulate(Auto(LONGEST, table), table, [row])
     assert any(budget for ((_, budget),) in found.rounds)
     assert found.speedup >= 0.97
+
+
+def test_a_draft_ends_by_what_its_own_choice_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what another drafter does, which was weighed since."""
+    promised, ended = set[tuple[str | None, float]](), list[tuple[str, float]]()
+    promise, end = Weighing.promised, auto.ends
+
+    def promising(weighing: Weighing, choices: Any) -> float:
+        rate = promise(weighing, choices)
+        promised.add((choices[0].drafter, rate))
+        return rate
+
+    def ending(table: CostTable, drafter: str, batch: int, sharing: int, rate: float, *given: Any) -> Any:
+        ended.append((drafter, rate))
+        return end(table, drafter, batch, sharing, rate, *given)
+
+    monkeypatch.setattr(Weighing, "promised", promising)
+    monkeypatch.setattr(auto, "ends", ending)
+    row = Row(
+        {"small": right_with(0.7), "lookup": right_with(1.0)},
+        offered={"lookup": lambda done: LONGEST if done % 30 < 10 else 0},
+        sure={"lookup": lambda done: 0.85},
+        tells={"small": lambda place: 0.7},
+    )
+    simulate(Auto(LONGEST, flat()), flat(), [row])
+    assert {"small", "lookup"} <= {name for name, _ in promised}
+    assert ended and set(ended) <= promised

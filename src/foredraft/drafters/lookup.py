@@ -9,6 +9,7 @@ prompt and output are both in it. The more tokens before both places are the sam
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
@@ -27,15 +28,23 @@ SURE = {1: 0.35, 2: 0.45, 3: 0.6, 5: 0.85}
 class NGramIndex:
     """n-gram -> the position after its latest occurrence, for n = 1 .. longest.
 
-    A gram is entered when the token *after* it arrives, so the text's own suffix never finds itself.
+    A gram is entered when the token *after* it arrives, so the text's own suffix never finds itself. tokens:
+    what the text begins with, entered at once; to forget some of these takes as long again.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, tokens: Seq[int] = ()) -> None:
         self.longest = longest
-        self.tokens: list[int] = []
+        self._begin(list(tokens))
+
+    def _begin(self, tokens: list[int]) -> None:
+        self.tokens = tokens
         self._after: dict[Gram, int] = {}
+        for n in range(1, self.longest + 1):
+            grams = zip(*(tokens[first:] for first in range(n)), strict=False)
+            self._after.update(zip(grams, range(n, len(tokens)), strict=False))  # the latest stays
         self._found: tuple[int, int] | None = None  # `match`, of the text as it is
-        self._undo: list[list[tuple[Gram, int | None]]] = []  # per token: what its entries replaced
+        # of each token that came later: what its entries replaced
+        self._undo: list[list[tuple[Gram, int | None]]] = []
 
     def extend(self, tokens: list[int]) -> None:
         self._found = None
@@ -51,6 +60,8 @@ class NGramIndex:
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
+        if length < len(self.tokens) - len(self._undo):
+            self._begin(self.tokens[:length])
         self._found = None
         while len(self.tokens) > length:
             self.tokens.pop()
@@ -98,9 +109,7 @@ class Lookup:
         self._indices: dict[int, NGramIndex] = {}
 
     def join(self, sequence: Sequence) -> None:
-        index = NGramIndex(self.longest)
-        index.extend(sequence.tokens)
-        self._indices[sequence.id] = index
+        self._indices[sequence.id] = NGramIndex(self.longest, sequence.tokens)
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         return [self._indices[sequence.id].continuation(budget) for sequence, budget in requests]

@@ -49,8 +49,7 @@ class Auto(Alone):
         self.ledger = Ledger()
         self._shared: dict[tuple[Source, bool], Candidate] = {}
         self._batch = 1
-        self._rate = 0.0  # tokens per ms that they promise
-        self._stops: dict[tuple[object, ...], Stops] = {}  # of that rate: of a batch,
+        self._stops: dict[tuple[object, ...], Stops] = {}  # until more is learned: of a batch,
         self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
         # of each round that is not yet learned of: ms read before it (`Weighing.readings`), and its rows
         self._heard: list[tuple[tuple[float, float], list[Heard]]] = []
@@ -119,14 +118,15 @@ class Auto(Alone):
         if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in rows):
             self._silent = [row.sequence for row in rows]
             further = max(further, weighing.until_turn() - 1)
+        rate = weighing.promised(choices) if drafts else 0.0
         for place, (row, offer, choice) in enumerate(zip(rows, offered, choices, strict=True)):
-            made = Made(choice, trial=weighing.trial[place], silent=weighing.silent[place], left=1 + further)
+            trial, silent = weighing.trial[place], weighing.silent[place]
+            made = Made(choice, trial=trial, silent=silent, rate=rate, left=1 + further)
             if (name := choice.drafter) is not None:
                 made.candidate, made.fragile = self._candidate(row, name), weighing.fragile(row, name)
             if offer:
                 row.sequence.policy_state.made[offer] = made
-        if drafts and learned:
-            self._rate = weighing.promised(choices)
+        if learned:
             self._stops.clear()
             self._ends.clear()
         return read
@@ -170,7 +170,7 @@ class Auto(Alone):
             return Ends.never(self.max_draft)
         if (key := (sequence.id, name)) not in self._ends:
             most, record = self.max_draft, made.candidate.record
-            self._ends[key] = ends(self.table, name, self._batch, sharing, self._rate, record, most)
+            self._ends[key] = ends(self.table, name, self._batch, sharing, made.rate, record, most)
         return self._ends[key]
 
     def _candidate(self, row: Offers, name: str) -> Candidate:

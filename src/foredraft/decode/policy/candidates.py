@@ -77,13 +77,15 @@ class Candidate:
 @dataclass(slots=True, eq=False)
 class Made:
     """A choice, for one row. candidate: whose; trial: because it is the turn of one that was not chosen;
-    silent: nobody would otherwise. fragile: so many drafts in a row of which nothing is kept end it; 0: none
-    do. left: rounds for which it stands yet; failed: the last of them, in which nothing was kept."""
+    silent: nobody would otherwise. rate: tokens per ms of the batch that it promises. fragile: so many drafts
+    in a row of which nothing is kept end it; 0: none do. left: rounds for which it stands yet; failed: the
+    last of them, in which nothing was kept."""
 
     choice: Choice
     candidate: Candidate | None = None
     trial: bool = False
     silent: bool = False
+    rate: float = 0.0
     fragile: int = 0
     left: float = 0
     failed: int = 0
