@@ -258,6 +258,7 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
     assert {len(several) for several in measured.rounds.values()} == {KEPT}
     told: list[tuple[str | None, int]] = []
     measured.rounds.clear()
+    measured.weighing.clear()
 
     class Told(rehearsal.Rehearsal):
         def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
@@ -290,6 +291,34 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
     table = measured.table()
     assert table is not None
     assert table.drafts["draft-model"][1] == pytest.approx((0.6, 0.6)), "the first step is never the cheaper"
+    measured.weighing.extend([0.1, 0.6, 9.0])
+    table = measured.table()
+    assert table is not None
+    took = {columns: pytest.approx(ms) for columns, ms in ((1, 2.1), (2, 2.8), (6, 3.2))}
+    assert dict(table.passes[1]) == took, "what to choose takes, rounds that draft have alone"
+    assert table.drafts["draft-model"][1] == pytest.approx((0.6, 0.6))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_rounds_that_draft_are_weighed_as_in_a_request(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """By drafters that a request has; plain ones ask nobody."""
+    weighed: list[list[set[str]]] = []
+    weigh = Auto._weigh
+
+    def counted(auto: Auto, rows: Any, *given: Any) -> Any:
+        weighed.append([set(row.most) for row in rows])
+        return weigh(auto, rows, *given)
+
+    monkeypatch.setattr(Auto, "_weigh", counted)
+    with rehearsal.Rehearsal(loaded(folders).engine, batch, 5) as rehearsed:
+        rehearsed.round((None, 0), after_another=True)
+        assert not weighed and not rehearsed.weighing
+        for trial in (("draft-model", 5), ("filler", 3), ("draft-model", 1)):
+            assert rehearsed.round(trial, after_another=False) > 0
+        assert len(weighed) == len(rehearsed.weighing) >= 3
+        assert all(len(rows) == batch and "filler" not in rows[0] for rows in weighed)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.04, 0.06, 0.2])

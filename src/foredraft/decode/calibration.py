@@ -34,6 +34,7 @@ ROUNDS = 8.0  # plain rounds, or those seconds if they are more, after which not
 REPEATS = 6  # of each, at first,
 RUNNING = 2  # so many times in a row, since it takes another one before
 KEPT = 12
+WEIGHED = 3  # rounds that draft, which together take the host as long to choose for as to weigh one of them
 RARE = 200  # times as long rounds of requests take, until one of each is timed again
 
 
@@ -77,7 +78,7 @@ class Calibration:
 class Measured:
     """Rounds of `batch` rows with drafts of up to `longest` tokens, drawn (`draws`) or greedy ones. drafters:
     whether one takes time at all. rounds: ms of each kind. reads: of each drafter that does, ms that a token
-    more takes of a text that it reads."""
+    more takes of a text that it reads. weighing: ms that it takes to weigh who drafts."""
 
     batch: int
     draws: bool
@@ -85,6 +86,7 @@ class Measured:
     drafters: dict[str, bool]
     rounds: dict[Trial, deque[float]] = field(default_factory=dict)
     reads: dict[str, float] = field(default_factory=dict)
+    weighing: deque[float] = field(default_factory=lambda: deque(maxlen=6 * KEPT))
     begun: int = 0  # times that it was told to take some
 
     @classmethod
@@ -116,6 +118,7 @@ class Measured:
                 self._once(rehearsal)
             else:
                 self._first(rehearsal)
+        self.weighing += rehearsal.weighing
         self.begun += 1
 
     def _first(self, rehearsal: Rehearsal) -> None:
@@ -160,7 +163,7 @@ class Measured:
         passes = {
             batch * (1 + length): ms for (name, length), ms in typical.items() if name in (None, FILLER)
         }
-        table = CostTable({batch: passes}, {})
+        table = CostTable({batch: passes}, {})  # but for choosing
         drafts: dict[str, Mapping[int, tuple[float, float]]] = {}
         for name, takes_time in self.drafters.items():
             first = further = 0.0
@@ -174,4 +177,6 @@ class Measured:
                     if further > first:  # it reads what is new besides: to seem cheaper, it was disturbed
                         first = further = whole / longest
             drafts[name] = {batch: (first, further)}
-        return CostTable({batch: passes}, drafts, self.reads)
+        choosing = median_low(self.weighing) / WEIGHED if self.weighing else 0.0
+        chosen = {columns: ms + choosing * (columns > batch) for columns, ms in passes.items()}
+        return CostTable({batch: chosen}, drafts, self.reads)

@@ -1,7 +1,8 @@
 """Rehearsal: rounds of texts that mean nothing, to be timed while nobody waits.
 
 Contract: rounds of an engine beside the given one, over its target, cache and drafters, which must hold no
-sequence; they are left as after requests that were cancelled. Times are whole rounds', host work included.
+sequence; they are left as after requests that were cancelled. Times are whole rounds', host work included,
+but for what it takes to weigh who drafts, which is timed apart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,8 +20,9 @@ from torch import Tensor
 from foredraft.decode.draft import as_reader, as_stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Alone, Choice, Offers
+from foredraft.decode.policy import Alone, Auto, Choice, Offers
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
 from foredraft.model.cache import KVCache
 from foredraft.model.device import synchronise
 
@@ -40,7 +43,7 @@ class Rehearsal:
 
     def __init__(self, engine: Engine, batch: int, longest: int, *, draws: bool = False) -> None:
         assert not engine.rows.sequences
-        self.policy = _Told()
+        self.policy = _Told(longest)
         drafters: dict[str, Any] = {**engine.drafters, FILLER: _Filler()}
         self.engine = Engine(
             engine.target,
@@ -86,7 +89,12 @@ class Rehearsal:
             self.engine.round()
         start = time.perf_counter()
         self.engine.round()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (time.perf_counter() - start) - self.policy.took
+
+    @property
+    def weighing(self) -> list[float]:
+        """ms that it took to weigh who drafts, in each round so far that did."""
+        return self.policy.weighing
 
     def reading(self, name: str) -> float:
         """ms that a token more takes of a text that this drafter reads, where it is a stepper; it has read
@@ -133,15 +141,36 @@ class Rehearsal:
 
 
 class _Told(Alone):
-    """Drafts as it is told."""
+    """Drafts as it is told, but has the cost model weigh as for a request, for the time that this takes."""
 
     name = "told"
+    weighs = True
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int) -> None:
         self.trial: Trial = None, 0
+        self.auto = Auto(longest)
+        self.took = 0.0  # ms, in the last round
+        self.weighing: list[float] = []  # of each round that drafted
+
+    def start(self) -> Any:
+        return self.auto.start()
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        self.took = 0.0
+        return not self.trial[1]
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        start = time.perf_counter()
+        real = [replace(row, most={n: k for n, k in row.most.items() if n != FILLER}) for row in rows]
+        for row in rows:
+            row.sequence.policy_state.made.clear()
+        self.auto.choose(real)
+        self.took = 1e3 * (time.perf_counter() - start)
+        self.weighing.append(self.took)
         return [Choice(*self.trial) for _ in rows]
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        self.auto.learn(sequence, outcome, sure)
 
 
 class _Filler:
