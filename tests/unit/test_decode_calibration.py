@@ -7,6 +7,7 @@ import math
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +258,7 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
         measured.take(engine)
     assert {len(several) for several in measured.rounds.values()} == {KEPT}
     told: list[tuple[str | None, int]] = []
+    assert min(measured.weighing) > 0
     measured.rounds.clear()
     measured.weighing.clear()
 
@@ -319,6 +321,11 @@ def test_rounds_that_draft_are_weighed_as_in_a_request(
             assert rehearsed.round(trial, after_another=False) > 0
         assert len(weighed) == len(rehearsed.weighing) >= 3
         assert all(len(rows) == batch and "filler" not in rows[0] for rows in weighed)
+        reads = itertools.count()
+        monkeypatch.setattr(rehearsal, "time", SimpleNamespace(perf_counter=lambda: next(reads)))
+        assert rehearsed.round((None, 0), after_another=False) == 1e3
+        assert rehearsed.round(("filler", 2), after_another=False) == 2e3, "but for the weighing"
+        assert rehearsed.weighing[-1] == 1e3
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.04, 0.06, 0.2])
