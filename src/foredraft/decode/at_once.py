@@ -46,12 +46,11 @@ def at_once(
         return None
     finite, counts = drafted.finite.tolist(), drafted.counts
     lengths = [[*own[:count], False].index(False) for own, count in zip(finite, counts, strict=True)]
-    sick, width = None, max(lengths)
+    sick, width, several = None, max(lengths), lengths_of(tuple(lengths), inputs.device)
     tokens = drafted.tokens[:, :width]
     if lengths != counts:
         columns = torch.arange(width)
-        tokens = tokens.where(columns < upload(lengths, inputs.device)[:, None], 0)
+        tokens = tokens.where(columns < several[:, None], 0)
         sick = upload([length < count for length, count in zip(lengths, counts, strict=True)], inputs.device)
     q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs[:, :width])
-    several = lengths_of(tuple(lengths), inputs.device)
     return Draft(tokens, several, q, drafter.resume(), sick, drafted.sure, lengths)

@@ -94,7 +94,7 @@ class Auto(Alone):
         return [state.choice for state in states]
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Nothing yet: what a choice came to is only looked at when the next one is made."""
+        """Nothing yet: what a choice came to is only looked at when it ends (`_is_due`)."""
         state: Request = sequence.policy_state
         if state.choice.budget:
             state.last.failed = 0 if outcome.accepted else state.last.failed + 1
@@ -139,7 +139,7 @@ class Auto(Alone):
         return any(o and (not m or (o in m and m[o].left < 1)) for m, o in zip(made, offered, strict=True))
 
     def _learn(self) -> None:
-        """Of all rounds since choices were made."""
+        """Of all rounds since it last did."""
         for read, heard in self._heard:
             rows = [(state.account, choice.drafter, outcome) for state, _, choice, outcome in heard]
             self.ledger.settle(self.table, rows, *read)

@@ -198,9 +198,8 @@ class Weighing:
             if name is not None:
                 self.trial[place] = True
                 # beside one that pays, as it would draft if it were chosen; else to lose little
-                longest = best_length(self.table, 1, self._prospect(row, name))[1]
-                if choice.budget:
-                    longest = self._length(row, name)[1] or longest
+                longest = self._length(row, name)[1] if choice.budget else 0
+                longest = longest or best_length(self.table, 1, self._prospect(row, name))[1]
                 choice = Choice(name, max(1, longest), self._reads(row, name))
                 reading += self._reading(row, name)
             turns.append(choice)
