@@ -195,4 +195,18 @@ def test_works_settle_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     works = {name: partial(work, name) for name in "ab"}
     assert timing.interleaved(works, CPU, 2, warm=0) == {"a": [7.0, 7.0], "b": [7.0, 1.0]}
-    assert timing.interleaved(works, CPU, 2, warm=0, settle=1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert timing.interleaved(works, CPU, 2, warm=0, settle=0.1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+
+
+def test_works_settle_for_as_long_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, runs = 0.0, 0
+
+    def work() -> None:
+        nonlocal now, runs
+        now, runs = now + 2.0, runs + 1
+
+    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    for settle, before in ((0.0, 0), (1.0, 1), (4.0, 2), (5.0, 3)):
+        runs = 0
+        assert timing.interleaved({"it": work}, CPU, 1, warm=0, settle=settle) == {"it": [2.0]}
+        assert runs == before + 1

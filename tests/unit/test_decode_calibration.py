@@ -263,7 +263,7 @@ def test_a_table_is_of_the_median_rounds_that_are_remembered(folders: tuple[Path
     measured.weighing.clear()
 
     class Told(rehearsal.Rehearsal):
-        def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
+        def round(self, trial: tuple[str | None, int], *, after_others: bool) -> float:
             told.append(trial)
             return 1.0 + len(told)
 
@@ -315,17 +315,41 @@ def test_rounds_that_draft_are_weighed_as_in_a_request(
 
     monkeypatch.setattr(Auto, "_weigh", counted)
     with rehearsal.Rehearsal(loaded(folders).engine, batch, 5) as rehearsed:
-        rehearsed.round((None, 0), after_another=True)
+        rehearsed.round((None, 0), after_others=True)
         assert not weighed and not rehearsed.weighing
         for trial in (("draft-model", 5), ("filler", 3), ("draft-model", 1)):
-            assert rehearsed.round(trial, after_another=False) > 0
+            assert rehearsed.round(trial, after_others=False) > 0
         assert len(weighed) == len(rehearsed.weighing) >= 3
         assert all(len(rows) == batch and "filler" not in rows[0] for rows in weighed)
         reads = itertools.count()
         monkeypatch.setattr(rehearsal, "time", SimpleNamespace(perf_counter=lambda: next(reads)))
-        assert rehearsed.round((None, 0), after_another=False) == 1e3
-        assert rehearsed.round(("filler", 2), after_another=False) == 2e3, "but for the weighing"
+        assert rehearsed.round((None, 0), after_others=False) == 1e3
+        assert rehearsed.round(("filler", 2), after_others=False) == 2e3, "but for the weighing"
         assert rehearsed.weighing[-1] == 1e3
+
+
+@pytest.mark.parametrize(("ms", "before"), [(1.0, 5), (2.0, 3), (20.0, 1), (0.0, 16)])
+def test_rounds_settle_before_one_is_timed(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ms: float, before: int
+) -> None:
+    """For five ms, by rounds that take so many; no more than 16 of them."""
+    monkeypatch.setattr(rehearsal, "GROWTH", 60)  # no text has to be begun meanwhile
+    engine = loaded(folders, max_length=700).engine
+    clock, rounds = [0.0], list[tuple[str | None, int]]()
+    monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: clock[0])
+    with rehearsal.Rehearsal(engine, 2, 5) as rehearsed:
+        step = rehearsed.engine.round
+
+        def timed() -> Any:
+            rounds.append(rehearsed.policy.trial)
+            clock[0] += ms / 1e3
+            return step()
+
+        monkeypatch.setattr(rehearsed.engine, "round", timed)
+        for trial in ((None, 0), ("filler", 5), ("draft-model", 5)):
+            rounds.clear()
+            assert rehearsed.round(trial, after_others=True) == pytest.approx(ms)
+            assert rounds == [trial] * (before + 1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.04, 0.06, 0.2])
@@ -336,8 +360,8 @@ def test_the_first_time_of_each_counts_only_where_there_is_no_time_for_another(
     clock, told = [0.0], list[tuple[str | None, int]]()
 
     class Told(rehearsal.Rehearsal):
-        def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
-            warm = after_another or told[-1:] == [trial]
+        def round(self, trial: tuple[str | None, int], *, after_others: bool) -> float:
+            warm = after_others or told[-1:] == [trial]
             clock[0] += seconds
             told.append(trial)
             return 1e3 * seconds + (0.0 if warm else 100.0)
@@ -362,7 +386,7 @@ def test_what_there_was_no_time_for_at_first_is_remembered_no_longer(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Told(rehearsal.Rehearsal):
-        def round(self, trial: tuple[str | None, int], *, after_another: bool) -> float:
+        def round(self, trial: tuple[str | None, int], *, after_others: bool) -> float:
             return float(measured.begun)
 
     monkeypatch.setattr(calibration, "Rehearsal", Told)

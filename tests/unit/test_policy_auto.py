@@ -9,12 +9,15 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed, auto
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
+from foredraft.decode.policy.candidates import Candidate, Made
 from foredraft.decode.policy.survival import Track
 from foredraft.decode.policy.weighing import Weighing
 from simulation import Right, Row, Simulated, flat, right_with, simulate
@@ -524,6 +527,33 @@ def test_a_batch_earns_what_its_drafters_read() -> None:
     for _ in range(3):
         rows = [Row({"small": right_with(0.0)}, prompt=190)] * 8
         assert simulate(policy, table, rows).speedup >= 0.985
+
+
+def test_a_batch_reads_no_text_for_the_little_that_is_left_of_it() -> None:
+    """A second row would try the drafter late, for which it reads all that it has said."""
+    table = flat()
+    table.reads = {"small": 0.005}
+    policy = Auto(LONGEST, table)
+    rows = [Row({"small": right_with(0.0)}, prompt=190)] * 8
+    simulate(policy, table, rows)
+    for _ in range(3):
+        found = simulate(policy, table, rows)
+        assert found.read == [189] and found.speedup >= 0.99
+    alone = Auto(LONGEST, table)
+    assert any(simulate(alone, table, rows[:1]).read for _ in range(3)), "of a row alone that bounds itself"
+
+
+def test_a_trial_that_nothing_ends_says_nothing_of_the_next_choice() -> None:
+    """By the same drafter, as long, before more is learned."""
+    policy = Auto(LONGEST, flat())
+    state = policy.start()
+    sequence: Any = SimpleNamespace(id=0, policy_state=state)
+    candidate, choice = Candidate.of(LONGEST), Choice("small", 3)
+    state.choice, least = choice, []
+    for trial in (True, False):
+        state.last = Made(choice, candidate, trial=trial, silent=True, rate=1.0)
+        least.append(policy.stops([sequence], [3], torch.device("cpu")).keep.min().item())
+    assert least[0] == 0.0 < least[1]
 
 
 def test_a_drafter_that_comes_right_late_is_met_again() -> None:

@@ -1,9 +1,9 @@
 """Bare rounds: the forwards of a draft and of its verifying pass as decoding has them, laid out to be timed.
 
 Contract: nothing but forwards through the runner, as the engine calls it, over a cache of their own, and the
-draws of a draft where they are asked for. Each forward is timed behind one of its own kind (`SETTLE`), as in
-decoding: a plain step follows a plain step, a verifying pass another one, a round a round. What a draft takes
-is what a round has beyond its verifying pass, so that it pays for weights that it drives out of the caches.
+draws of a draft where they are asked for. Each forward is timed behind others of its own kind (`SETTLE`), as
+in decoding: plain steps follow plain steps, verifying passes other ones, rounds rounds. What a draft takes is
+what a round has beyond its verifying pass, so that it pays for weights that it drives out of the caches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from foredraft.model.runner import Drawing, Resume
 
 __all__ = ["SETTLE", "BareRounds", "Draws", "Work", "draft_seconds", "one_after_the_other"]
 
-SETTLE = 1  # runs of a forward or a round just before it is timed
+# seconds for which a forward or a round runs just before it is timed: a cache that another one has filled
+# takes several to hold what they need
+SETTLE = 0.006
 
 Work = Callable[[], object]
 

@@ -99,7 +99,7 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bare forwards over `batch` sequences with `context` tokens each, every one after one of its own kind.
+    """Bare forwards over `batch` sequences with `context` tokens each, all after others of their own kind.
 
     verifying: by rows, rising, from 1 on. drafting: by drafter: what a round takes beyond its verifying pass;
     0 where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one

@@ -152,12 +152,13 @@ def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
 class Turns:
     """Works that take turns: all once, the next time in the opposite order.
 
-    seconds: of each, by its key, one a turn. settle: runs of a work just before it is timed, so that it finds
-    the caches as it leaves them itself and not as another one did.
+    seconds: of each, by its key, one a turn. settle: seconds for which a work runs just before it is timed,
+    once at least unless that is 0, so that it finds the caches as it leaves them itself and not as another
+    one did.
     """
 
     def __init__(
-        self, works: Mapping[Any, Callable[[], object]], device: torch.device, settle: int = 0
+        self, works: Mapping[Any, Callable[[], object]], device: torch.device, settle: float = 0.0
     ) -> None:
         self.works, self.device, self.settle = works, device, settle
         self.seconds: dict[Any, list[float]] = {name: [] for name in works}
@@ -166,8 +167,9 @@ class Turns:
     def take(self, *, counts: bool = True) -> None:
         """counts: else it warms up alone."""
         for name in list(self.works)[:: -1 if self._backwards else 1]:
-            for _ in range(self.settle):
-                self.works[name]()
+            ran = 0.0
+            while self.settle > ran:
+                ran += timed(self.works[name], self.device)[0]
             taken, _ = timed(self.works[name], self.device)
             if counts:
                 self.seconds[name].append(taken)
@@ -179,7 +181,7 @@ def interleaved(
     device: torch.device,
     repeats: int,
     warm: int = 4,
-    settle: int = 0,
+    settle: float = 0.0,
     after: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
     """Seconds of each, by its key, in `repeats` turns (`Turns`) after `warm` ones that do not count. after:

@@ -32,7 +32,7 @@ Kind = tuple[int, bool]  # rows, and whether tokens are drawn
 SECONDS = 0.5  # after which no round is timed at first,
 ROUNDS = 8.0  # plain rounds, or those seconds if they are more, after which nothing is timed
 REPEATS = 6  # of each, at first,
-RUNNING = 2  # so many times in a row, since it takes another one before
+RUNNING = 2  # so many times in a row, since it takes others before
 KEPT = 12
 WEIGHED = 3  # rounds that draft, which together take the host as long to choose for as to weigh one of them
 RARE = 200  # times as long rounds of requests take, until one of each is timed again
@@ -133,9 +133,9 @@ class Measured:
                 taken = time.perf_counter() - started
                 if (repeat and taken > SECONDS) or (len(self.rounds) >= 2 and self._long(taken)):
                     return
-                times = [rehearsal.round(trial, after_another=repeat > 0)]
+                times = [rehearsal.round(trial, after_others=repeat > 0)]
                 if repeat:
-                    times += [rehearsal.round(trial, after_another=False) for _ in range(1, RUNNING)]
+                    times += [rehearsal.round(trial, after_others=False) for _ in range(1, RUNNING)]
                 if repeat < 2:
                     self.rounds[trial] = deque(maxlen=KEPT)
                 self.rounds[trial] += times
@@ -147,7 +147,7 @@ class Measured:
         for trial in trials[turn:] + trials[:turn]:
             if self._long(time.perf_counter() - started):
                 return
-            ms = rehearsal.round(trial, after_another=True)
+            ms = rehearsal.round(trial, after_others=True)
             self.rounds.setdefault(trial, deque(maxlen=KEPT)).append(ms)
 
     def _long(self, taken: float) -> bool:

@@ -30,6 +30,9 @@ __all__ = ["FILLER", "Rehearsal", "Trial"]
 
 CONTEXT = 256  # tokens of the texts, if there is room
 GROWTH = 8  # long drafts, all of whose tokens are kept, by which such a text may grow
+# seconds of rounds like it before one is timed, and such rounds at most: a cache that others have filled
+# takes several to hold what they need
+SETTLE, SETTLED = 0.005, 16
 READ = 32  # tokens of the text that drafters are timed reading
 READINGS = 2  # of a text, of which the quicker counts
 FILLER = "filler"  # a drafter that takes no time: what its drafts cost is what verifying them does
@@ -78,16 +81,22 @@ class Rehearsal:
     ) -> None:
         self._clear()
 
-    def round(self, trial: Trial, *, after_another: bool) -> float:
-        """ms of a round in which all rows draft so, after another like it or whatever was before, what the
-        caches have of it included; drafters that are behind catch up before."""
+    def round(self, trial: Trial, *, after_others: bool) -> float:
+        """ms of a round in which all rows draft so, after others like it (`SETTLE`) or whatever was before,
+        what the caches have of it included; drafters that are behind catch up before."""
         self._seat()
-        self.policy.trial = trial
         drafter = None if trial[0] is None else as_reader(self.engine.drafters[trial[0]])
         rows = self.engine.rows.sequences
-        if after_another or (drafter and any(len(s.tokens) - drafter.length(s) > 2 for s in rows)):
+        behind = drafter is not None and any(len(s.tokens) - drafter.length(s) > 2 for s in rows)
+        start = begun = time.perf_counter()
+        for _ in range(SETTLED if after_others else behind):
+            self._seat()
+            self.policy.trial = trial
             self.engine.round()
-        start = time.perf_counter()
+            start = time.perf_counter()
+            if start - begun >= SETTLE:
+                break
+        self.policy.trial = trial
         self.engine.round()
         return 1e3 * (time.perf_counter() - start) - self.policy.took
 

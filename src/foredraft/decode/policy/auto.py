@@ -81,9 +81,13 @@ class Auto(Alone):
             for state in states:
                 state.last.left = 0
         offered = [(*row.most, *row.sure.values()) for row in rows]
-        read = 0.0, 0.0
-        if any(o and s.made.get(o, NOBODY).left < 1 for s, o in zip(states, offered, strict=True)):
-            read = self._weigh(rows, offered)
+        read, ended, new = (0.0, 0.0), False, False
+        for state, offer in zip(states, offered, strict=True):
+            if offer and state.made.get(offer, NOBODY).left < 1:
+                new = True
+                ended = ended or not state.made or offer in state.made  # or a request begins
+        if new:
+            read = self._weigh(rows, offered, ended)
         self._heard.append((read, []))
         for row, state, offer in zip(rows, states, offered, strict=True):
             state.last, state.choice = NOBODY, PLAIN
@@ -94,15 +98,16 @@ class Auto(Alone):
         return [state.choice for state in states]
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Nothing yet: what a choice came to is only looked at when it ends (`_is_due`)."""
+        """Nothing yet: what a choice came to is only looked at when it ends (`_weigh`)."""
         state: Request = sequence.policy_state
         if state.choice.budget:
             state.last.failed = 0 if outcome.accepted else state.last.failed + 1
         self._heard[-1][1].append((state, state.last, state.choice, outcome))
 
-    def _weigh(self, rows: Seq[Offers], offered: Seq[Offered]) -> tuple[float, float]:
-        """Choices that stand for some rounds; ms that drafters read for them."""
-        if learned := self._is_due(rows, offered):
+    def _weigh(self, rows: Seq[Offers], offered: Seq[Offered], due: bool) -> tuple[float, float]:
+        """Choices that stand for some rounds; ms that drafters read for them. due: whether what was heard is
+        learned of before, as it is if much was."""
+        if learned := due or self._rested > 0 or len(self._heard) >= FRESH:
             self._learn()
         weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
         choices = weighing.choices()
@@ -131,13 +136,6 @@ class Auto(Alone):
             self._ends.clear()
         return read
 
-    def _is_due(self, rows: Seq[Offers], offered: Seq[Offered]) -> bool:
-        """Whether to learn: a choice has ended, or a request begins, or much was heard since."""
-        if self._rested or len(self._heard) >= FRESH:
-            return True
-        made = [row.sequence.policy_state.made for row in rows]
-        return any(o and (not m or (o in m and m[o].left < 1)) for m, o in zip(made, offered, strict=True))
-
     def _learn(self) -> None:
         """Of all rounds since it last did."""
         for read, heard in self._heard:
@@ -155,7 +153,7 @@ class Auto(Alone):
 
     def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
         drafting = [s if budget else None for s, budget in zip(sequences, budgets, strict=True)]
-        who = tuple(s and (s.id, s.policy_state.choice.drafter) for s in drafting)
+        who = tuple(None if s is None else _told_apart(s) for s in drafting)
         if (key := (who, max(budgets))) not in self._stops:
             sharing = len(drafting) - drafting.count(None)
             rows = [None if s is None else self._ends_of(s, sharing) for s in drafting]
@@ -182,6 +180,12 @@ class Auto(Alone):
                 self._shared[kind] = Candidate.of(self.max_draft, assumed=row.sure.get(name, ASSUMED))
             found = state.candidates[source] = Candidate.of(self.max_draft, self._shared[kind])
         return found
+
+
+def _told_apart(sequence: Sequence) -> tuple[int, str | None, bool]:
+    """By what differs in where drafts end, as long as no more is learned."""
+    state: Request = sequence.policy_state
+    return sequence.id, state.choice.drafter, state.last.in_silence
 
 
 def _within(row: Offers, choice: Choice) -> Choice:
