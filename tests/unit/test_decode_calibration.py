@@ -352,6 +352,29 @@ def test_rounds_settle_before_one_is_timed(
             assert rounds == [trial] * (before + 1)
 
 
+def test_rounds_settle_in_texts_with_room_and_drafters_that_are_not_behind(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are."""
+    monkeypatch.setattr(rehearsal, "SETTLE", 1e9)
+    monkeypatch.setattr(rehearsal, "SETTLED", 60)
+    with rehearsal.Rehearsal(loaded(folders).engine, 2, 5) as rehearsed:
+        engine, room = rehearsed.engine, list[list[int]]()
+        step = engine.round
+
+        def watched() -> Any:
+            room.append([s.remaining for s in engine.rows.sequences])
+            return step()
+
+        monkeypatch.setattr(engine, "round", watched)
+        rehearsed.round(("filler", 5), after_others=True)
+        assert len(room) > rehearsal.SETTLED and min(map(min, room)) > 6, "one token more than is drafted"
+        for rounds in (2, 1):
+            room.clear()
+            rehearsed.round(("draft-model", 5), after_others=False)
+            assert len(room) == rounds, "it has to read what others wrote first"
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.04, 0.06, 0.2])
 def test_the_first_time_of_each_counts_only_where_there_is_no_time_for_another(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, seconds: float

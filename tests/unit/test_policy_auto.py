@@ -566,6 +566,39 @@ def test_a_drafter_that_comes_right_late_is_met_again() -> None:
     assert policy.ledger.spent == pytest.approx(found.ms, rel=0.1), "but for the last choice"
 
 
+def test_rounds_that_nobody_was_asked_about_are_learned_of_before_anything_new_is_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are of a choice among more drafters than there are later."""
+    table = flat()
+    policy, rested = Auto(LONGEST, table), list[int]()
+    choices = Weighing.choices
+
+    def watched(weighing: Weighing) -> list[Choice]:
+        rested.append(policy._rested)
+        return choices(weighing)
+
+    monkeypatch.setattr(Weighing, "choices", watched)
+    bad = right_with(0.0)
+    row = Row({"small": bad, "lookup": bad}, offered={"lookup": lambda done: LONGEST * (done < 60)})
+    found = simulate(policy, table, [row])
+    assert found.rounds.count([PLAIN[:2]]) > 200
+    assert len(rested) > 4 and not any(rested)
+
+
+def test_what_was_missed_is_read_only_where_enough_is_left() -> None:
+    """To try a drafter again that was no good: of a row alone 1 % of the rest, of those in a batch less."""
+    table = flat()
+    bad = Row({"small": right_with(0.0)})
+    for rows, reads, last in ((1, 0.01, 100), (2, 0.001, 128)):
+        table.reads = {"small": reads}
+        policy, tried = Auto(LONGEST, table), list[int]()
+        for _ in range(4):
+            rounds = simulate(policy, table, [bad] * rows).rounds
+            tried += [place for place, round in enumerate(rounds) if any(budget for _, budget in round)]
+        assert 8 < max(tried) <= last
+
+
 def test_a_drafter_that_was_no_good_is_heard_again_in_later_requests() -> None:
     """Reading takes 2.2 steps of 64; time without drafts earns that slowly."""
     table = flat()
