@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
 from foredraft.decode.policy.candidates import Candidate, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import FIRST, SHARE, Ledger
@@ -72,14 +72,19 @@ class Weighing:
         return FRAGILE[_request(row).account.lost < 0]
 
     def promised(self, choices: Seq[Choice]) -> float:
-        """Tokens per ms of the batch, by what its drafters are known for."""
+        """Tokens per ms of the batch."""
+        tokens, ms = self._foretold(choices)
+        return max(tokens / ms, len(self.rows) / self.plain)
+
+    def _foretold(self, choices: Seq[Choice]) -> tuple[float, float]:
+        """Tokens and ms of a round, by what its drafters are known for."""
         batch, tokens, columns = len(self.rows), 0.0, float(len(self.rows))
         depths: dict[str, float] = {}
         for row, (name, budget, _), trial in zip(self.rows, choices, self.trial, strict=True):
             if name is None or not budget:
                 tokens += 1
                 continue
-            paced = self.candidate(row, name).record.pace.mean()
+            paced = self._pace(row, name)
             shortened = budget < self._most(row, name)  # by position (`_length`)
             if paced is None or shortened or trial:
                 paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
@@ -87,7 +92,7 @@ class Weighing:
             columns += paced[1]
             depths[name] = max(depths.get(name, 0.0), paced[2])
         steps = sum(self.table.drafting(name, batch, depth) for name, depth in depths.items())
-        return max(tokens / (self.table.verifying(batch, round(columns)) + steps), batch / self.plain)
+        return tokens, self.table.verifying(batch, round(columns)) + steps
 
     def readings(self, choices: Seq[Choice]) -> tuple[float, float]:
         """ms that drafters read before they can draft: texts that are new to them, and what they missed."""
@@ -104,7 +109,7 @@ class Weighing:
 
     def bears(self, choices: Seq[Choice]) -> float:
         """Rounds of these until a request has lost what it may, if it gains nothing; one at least."""
-        ms = round_ms(self.table, choices)
+        _, ms = self._foretold(choices)
         accounts = [_request(row).account for row in self.rows]
         left = min(account.left(max(account.largest, ms) + self.backing) for account in accounts)
         return 1 + max(0.0, left // (ms - self.plain)) if ms > self.plain else math.inf
@@ -132,7 +137,11 @@ class Weighing:
         else:
             pairs = zip(self.rows, names, strict=True)
             prospects = [None if name is None else self._prospect(row, name) for row, name in pairs]
-            budgets = best_budgets(self.table, prospects)
+            joint = zip(rows, names, best_budgets(self.table, prospects), strict=True)
+            budgets = [
+                self._most(row, name) if name is not None and budget and self._pace(row, name) else budget
+                for row, name, budget in joint
+            ]
         return [
             PLAIN if name is None or not budget else Choice(name, budget, self._reads(row, name, pays=True))
             for row, name, budget in zip(rows, names, budgets, strict=True)
@@ -167,8 +176,7 @@ class Weighing:
         most = self._most(row, name)
         if (best := candidate.best.get((most, batch))) is None:
             rate, length = best_length(self.table, batch, self._prospect(row, name))
-            paced = candidate.record.pace.mean()
-            if paced is not None:
+            if (paced := self._pace(row, name)) is not None:
                 tokens, drafted, steps = paced
                 ms = self.table.verifying(batch, round(batch * (1 + drafted)))
                 as_before = batch * tokens / (ms + self.table.drafting(name, batch, steps))
@@ -176,6 +184,10 @@ class Weighing:
                 rate = max(rate, as_before)
             best = candidate.best[most, batch] = rate, length
         return best
+
+    def _pace(self, row: Offers, name: str) -> tuple[float, float, float] | None:
+        """What a round of it comes to, if it tells at every step how sure it is (`Pace.mean`)."""
+        return self.candidate(row, name).record.pace.mean()
 
     def _most(self, row: Offers, name: str) -> int:
         """Tokens that it may draft."""
