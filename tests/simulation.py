@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from foredraft.decode.policy import PLAIN, Choice, CostTable, Offers, Policy
+from foredraft.decode.policy.budgets import round_ms
 from foredraft.decode.stats import Round
 from foredraft.model.runner import Stops
 
-__all__ = ["Row", "Simulated", "flat", "right_with", "round_ms", "simulate"]
+__all__ = ["Row", "Simulated", "flat", "right_with", "simulate"]
 
 Right = Callable[[int], bool]  # of a position of the text: whether a drafter has its token right
 
@@ -155,17 +156,6 @@ def _drafted(stops: Stops, place: int, budget: int, sure: list[float]) -> tuple[
         if survival[place] < stops.more[place, j]:
             return j + 1, tuple(sure[: j + 1])
     return budget, tuple(sure)
-
-
-def round_ms(table: CostTable, choices: list[Choice]) -> float:
-    """Of a round in which the rows draft so; reading left out."""
-    depths: dict[str, int] = {}
-    for drafter, budget, _ in choices:
-        if drafter is not None and budget:
-            depths[drafter] = max(depths.get(drafter, 0), budget)
-    batch = len(choices)
-    drafting = sum(table.drafting(drafter, batch, depth) for drafter, depth in depths.items())
-    return drafting + table.verifying(batch, batch + sum(choice.budget for choice in choices))
 
 
 def _round_ms(clock: CostTable, choices: list[Choice], told: list[tuple[int, tuple[float, ...]]]) -> float:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed, auto
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.candidates import Candidate, Made
 from foredraft.decode.policy.survival import Track
 from foredraft.decode.policy.weighing import Weighing
-from simulation import Right, Row, Simulated, flat, right_with, round_ms, simulate
+from simulation import Right, Row, Simulated, flat, right_with, simulate
 
 LONGEST = 10
 

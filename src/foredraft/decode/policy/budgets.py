@@ -15,8 +15,9 @@ from itertools import product
 import numpy as np
 
 from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.protocol import Choice
 
-__all__ = ["Prospect", "best_budgets", "best_length"]
+__all__ = ["Prospect", "best_budgets", "best_length", "round_ms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,17 @@ class Prospect:
 
     drafter: str
     survives: tuple[float, ...]
+
+
+def round_ms(table: CostTable, choices: Seq[Choice]) -> float:
+    """Of a round in which the rows draft so; reading left out."""
+    depths: dict[str, int] = {}
+    for drafter, budget, _ in choices:
+        if drafter is not None and budget:
+            depths[drafter] = max(depths.get(drafter, 0), budget)
+    batch = len(choices)
+    drafting = sum(table.drafting(drafter, batch, depth) for drafter, depth in depths.items())
+    return drafting + table.verifying(batch, batch + sum(choice.budget for choice in choices))
 
 
 def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:

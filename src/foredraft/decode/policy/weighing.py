@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.candidates import Candidate, Request
 from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.ledger import FIRST, SHARE, Ledger
@@ -72,12 +72,7 @@ class Weighing:
         return FRAGILE[_request(row).account.lost < 0]
 
     def promised(self, choices: Seq[Choice]) -> float:
-        """Tokens per ms of the batch."""
-        tokens, ms = self._foretold(choices)
-        return max(tokens / ms, len(self.rows) / self.plain)
-
-    def _foretold(self, choices: Seq[Choice]) -> tuple[float, float]:
-        """Tokens and ms of a round, by what its drafters are known for."""
+        """Tokens per ms of the batch, by what its drafters are known for."""
         batch, tokens, columns = len(self.rows), 0.0, float(len(self.rows))
         depths: dict[str, float] = {}
         for row, (name, budget, _), trial in zip(self.rows, choices, self.trial, strict=True):
@@ -92,7 +87,7 @@ class Weighing:
             columns += paced[1]
             depths[name] = max(depths.get(name, 0.0), paced[2])
         steps = sum(self.table.drafting(name, batch, depth) for name, depth in depths.items())
-        return tokens, self.table.verifying(batch, round(columns)) + steps
+        return max(tokens / (self.table.verifying(batch, round(columns)) + steps), batch / self.plain)
 
     def readings(self, choices: Seq[Choice]) -> tuple[float, float]:
         """ms that drafters read before they can draft: texts that are new to them, and what they missed."""
@@ -109,7 +104,7 @@ class Weighing:
 
     def bears(self, choices: Seq[Choice]) -> float:
         """Rounds of these until a request has lost what it may, if it gains nothing; one at least."""
-        _, ms = self._foretold(choices)
+        ms = round_ms(self.table, choices)
         accounts = [_request(row).account for row in self.rows]
         left = min(account.left(max(account.largest, ms) + self.backing) for account in accounts)
         return 1 + max(0.0, left // (ms - self.plain)) if ms > self.plain else math.inf
