@@ -551,13 +551,13 @@ def test_a_batch_earns_what_its_drafters_read() -> None:
 def test_a_batch_reads_no_text_for_the_little_that_is_left_of_it() -> None:
     """Another row would try the drafter late, for which it reads all that it has said."""
     table = flat()
-    table.reads = {"small": 0.003}
+    table.reads = {"small": 0.005}
     policy = Auto(LONGEST, table)
     rows = [Row({"small": right_with(0.0)}, prompt=190)] * 8
     simulate(policy, table, rows)
     for _ in range(3):
         found = simulate(policy, table, rows)
-        assert found.read == [189, 190] and found.speedup >= 0.99, "at first, while it hopes"
+        assert found.read == [189] and found.speedup >= 0.99
     alone = Auto(LONGEST, table)
     assert any(simulate(alone, table, rows[:1]).read for _ in range(3)), "of a row alone that bounds itself"
 

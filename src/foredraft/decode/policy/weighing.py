@@ -23,9 +23,9 @@ __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
 FRAGILE = 1, 2  # drafts of which nothing is kept that end a choice: at first, and once a request has gained
-# of the rest decoded plainly, that reading what it missed may take where a row alone tries one that was not
-# chosen; in a batch `SHARE`, of a new text, too
-MISSED = 0.01
+# of the rest decoded plainly, that reading may take where one is tried that was not chosen: what it missed, by a
+# row alone (in a batch `SHARE`), or in a batch a text that is new to it
+TRIED = 0.01
 LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
 WHOLE = 0.1  # or where reading all of it takes more than such a share of the rest decoded plainly
 
@@ -224,7 +224,8 @@ class Weighing:
         if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, reading):
             return math.inf
         account, new = _request(row).account, _is_new(row, name)
-        share = SHARE if len(self.rows) > 1 else math.inf if new else MISSED
+        alone = len(self.rows) == 1
+        share = (math.inf if alone else TRIED) if new else (TRIED if alone else SHARE)
         if own > share * self.plain * row.sequence.remaining:
             return math.inf
         more = self._unearned(row) + reading + (0.0 if new else own)
