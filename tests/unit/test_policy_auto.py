@@ -66,25 +66,6 @@ def test_no_budgets_are_better_than_the_best(seed: int) -> None:
         assert best_length(table, 1, rows[0]) == (pytest.approx(best), found[0])
 
 
-def test_rows_of_a_batch_whose_doubt_ends_their_drafts_are_not_kept_short() -> None:
-    """As a row alone: whoever drafts less never learns that more would pay. What they promise counts by what
-    their rounds come to."""
-    table = flat(0.05, 0.04)
-    policy = Auto(LONGEST, table)
-    sure = (0.97, 0.97, 0.97, 0.2)
-    rows = [
-        Row({"small": lambda place: place % 4 != 3}, tells={"small": lambda place: sure[place % 4]})
-        for _ in range(8)
-    ]
-    simulate(policy, table, rows)
-    found = simulate(policy, table, rows)
-    budgets = {budget for round in found.rounds[:30] for _, budget in round}
-    assert budgets == {LONGEST} and found.speedup > 1.8
-    rows = [replace(row, tells={}) for row in rows]
-    shorter = simulate(Auto(LONGEST, table), table, rows).rounds[:30]
-    assert {budget for round in shorter for _, budget in round} - {0, LONGEST}, "by position"
-
-
 def test_a_bad_row_among_good_ones_drafts_nothing() -> None:
     rows = [
         Prospect("small", (0.8, 0.64, 0.5)) if row else Prospect("small", (0.05, 0.0, 0.0))

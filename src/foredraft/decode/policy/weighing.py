@@ -23,9 +23,9 @@ __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
 FRAGILE = 1, 2  # drafts of which nothing is kept that end a choice: at first, and once a request has gained
-# of the rest decoded plainly, that reading may take where one is tried that was not chosen: what it missed, by a
-# row alone (in a batch `SHARE`), or in a batch a text that is new to it
-TRIED = 0.01
+# of the rest decoded plainly, that reading may take where one is tried that was not chosen, by a row alone
+# and in a batch: what it missed; a text that is new to it, which is apart
+MISSED, NEW = (0.01, SHARE), (math.inf, 0.01)
 LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
 WHOLE = 0.1  # or where reading all of it takes more than such a share of the rest decoded plainly
 
@@ -79,7 +79,7 @@ class Weighing:
             if name is None or not budget:
                 tokens += 1
                 continue
-            paced = self._pace(row, name)
+            paced = self.candidate(row, name).record.pace.mean()
             shortened = budget < self._most(row, name)  # by position (`_length`)
             if paced is None or shortened or trial:
                 paced = 1 + sum(self._prospect(row, name).survives[:budget]), budget, budget
@@ -132,11 +132,7 @@ class Weighing:
         else:
             pairs = zip(self.rows, names, strict=True)
             prospects = [None if name is None else self._prospect(row, name) for row, name in pairs]
-            joint = zip(rows, names, best_budgets(self.table, prospects), strict=True)
-            budgets = [
-                self._most(row, name) if name is not None and budget and self._pace(row, name) else budget
-                for row, name, budget in joint
-            ]
+            budgets = best_budgets(self.table, prospects)
         return [
             PLAIN if name is None or not budget else Choice(name, budget, self._reads(row, name, pays=True))
             for row, name, budget in zip(rows, names, budgets, strict=True)
@@ -171,7 +167,8 @@ class Weighing:
         most = self._most(row, name)
         if (best := candidate.best.get((most, batch))) is None:
             rate, length = best_length(self.table, batch, self._prospect(row, name))
-            if (paced := self._pace(row, name)) is not None:
+            paced = candidate.record.pace.mean()
+            if paced is not None:
                 tokens, drafted, steps = paced
                 ms = self.table.verifying(batch, round(batch * (1 + drafted)))
                 as_before = batch * tokens / (ms + self.table.drafting(name, batch, steps))
@@ -179,10 +176,6 @@ class Weighing:
                 rate = max(rate, as_before)
             best = candidate.best[most, batch] = rate, length
         return best
-
-    def _pace(self, row: Offers, name: str) -> tuple[float, float, float] | None:
-        """What a round of it comes to, if it tells at every step how sure it is (`Pace.mean`)."""
-        return self.candidate(row, name).record.pace.mean()
 
     def _most(self, row: Offers, name: str) -> int:
         """Tokens that it may draft."""
@@ -224,8 +217,7 @@ class Weighing:
         if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, reading):
             return math.inf
         account, new = _request(row).account, _is_new(row, name)
-        alone = len(self.rows) == 1
-        share = (math.inf if alone else TRIED) if new else (TRIED if alone else SHARE)
+        share = (NEW if new else MISSED)[len(self.rows) > 1]
         if own > share * self.plain * row.sequence.remaining:
             return math.inf
         more = self._unearned(row) + reading + (0.0 if new else own)
