@@ -19,11 +19,12 @@ from torch import Tensor
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.model.runner import Drawing, Resume
 
-__all__ = ["SETTLE", "BareRounds", "Draws", "Work", "draft_seconds", "one_after_the_other"]
+__all__ = ["ONCE", "SETTLE", "BareRounds", "Draws", "Work", "draft_seconds", "one_after_the_other"]
 
 # seconds for which a forward or a round runs just before it is timed: a cache that another one has filled
 # takes several to hold what they need
 SETTLE = 0.006
+ONCE = 1e-9  # a single run: with no host work between them plain steps settle below what decoding has
 
 Work = Callable[[], object]
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.bench.bare import SETTLE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
+from foredraft.bench.bare import ONCE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
 from foredraft.bench.timing import interleaved
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
@@ -165,7 +165,7 @@ def _timed(
         draws = _draws(llm, context, length, temperature)
         draft = bare.draft(DraftPass(runner, plan), length, draws)
         works[plan, length] = one_after_the_other(draft, works["verify", length + 1])
-    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE, after=after)
+    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=ONCE, after=after)
     plain = seconds.pop("step")
     found = {
         key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()

@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from foredraft.bench.bare import SETTLE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
+from foredraft.bench.bare import ONCE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
 from foredraft.bench.timing import interleaved
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.drafters.skips import Skips
@@ -79,7 +79,7 @@ def _timed(
         draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm.spec.layers), exact=True)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
         works["round", exit] = one_after_the_other(draft, works["verify", exit, longest + 1])
-    return interleaved(works, llm.engine.device, repeats, warm=1, settle=SETTLE, after=after)
+    return interleaved(works, llm.engine.device, repeats, warm=1, settle=ONCE, after=after)
 
 
 def _line(exits: list[int], costs: list[float]) -> Line:
