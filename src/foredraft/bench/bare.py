@@ -1,9 +1,10 @@
 """Bare rounds: the forwards of a draft and of its verifying pass as decoding has them, laid out to be timed.
 
 Contract: nothing but forwards through the runner, as the engine calls it, over a cache of their own, and the
-draws of a draft where they are asked for. Each forward is timed behind others of its own kind (`SETTLE`), as
-in decoding: plain steps follow plain steps, verifying passes other ones, rounds rounds. What a draft takes is
-what a round has beyond its verifying pass, so that it pays for weights that it drives out of the caches.
+draws of a draft where they are asked for. Each forward is timed behind others of its own kind (`SETTLE`), or
+one (`ONCE`), as in decoding: plain steps follow plain steps, verifying passes other ones, rounds rounds. What
+a draft takes is what a round has beyond its verifying pass, so that it pays for weights that it drives out of
+the caches.
 """
 
 from __future__ import annotations

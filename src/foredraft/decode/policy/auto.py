@@ -81,13 +81,11 @@ class Auto(Alone):
             for state in states:
                 state.last.left = 0
         offered = [(*row.most, *row.sure.values()) for row in rows]
-        read, ended, new = (0.0, 0.0), False, False
-        for state, offer in zip(states, offered, strict=True):
-            if offer and state.made.get(offer, NOBODY).left < 1:
-                new = True
-                ended = ended or not state.made or offer in state.made  # or a request begins
-        if new:
-            read = self._weigh(rows, offered, ended)
+        pairs = zip(states, offered, strict=True)
+        asking = [(s, o) for s, o in pairs if o and s.made.get(o, NOBODY).left < 1]
+        read = 0.0, 0.0
+        if asking:  # a request begins, a choice has ended, or what is on offer is new
+            read = self._weigh(rows, offered, any(not s.made or o in s.made for s, o in asking))
         self._heard.append((read, []))
         for row, state, offer in zip(rows, states, offered, strict=True):
             state.last, state.choice = NOBODY, PLAIN
