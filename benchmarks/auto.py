@@ -33,6 +33,7 @@ and on prompts whose plain output repeats under 30 % of its 4-grams within 64 to
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -279,6 +280,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
         seed=7 if options.temperature else None,
         acceptance="coupled" if options.temperature else None,
     )
+    chance = random.Random(case)
     for group in (prompts[start : start + batch] for start in range(0, len(prompts), batch)):
         plain = [output.token_ids for output in llm.generate(group, replace(params, speculation="none"))]
         for contender in contenders.values():
@@ -287,8 +289,9 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
                 drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
         for turn in range(-WARM, options.repeats):
             running = {name: Running(contender, group, params) for name, contender in contenders.items()}
-            order = list(running.values())[:: 1 if turn % 2 else -1]
+            order = list(running.values())
             while order:
+                chance.shuffle(order)  # who comes after one that drafts finds the processor hotter
                 for requests in order:
                     requests.go_on(SLICE)
                 order = [requests for requests in order if not requests.done]

@@ -36,7 +36,7 @@ def right_with(chance: float, seed: int = 0) -> Right:
 class Row:
     """One request: who is right where, and how many tokens are wanted. offered: what a drafter has to say;
     sure: how sure it is of that. late: who may begin later than the text does. tells: how sure a drafter is of
-    its token at a position of the text, told step by step."""
+    its token at a position of the text, told step by step. enters: rounds in which its prompt is read yet."""
 
     drafters: Mapping[str, Right]
     tokens: int = 256
@@ -45,6 +45,7 @@ class Row:
     sure: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     late: frozenset[str] = frozenset()
     tells: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+    enters: int = 0
 
 
 @dataclass
@@ -79,17 +80,20 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
     ]
     total, plain, rounds = 0.0, 0.0, []
     reads: list[int] = []
-    for step in range(max(row.tokens for row in rows)):
-        running = sum(row.tokens > step for row in rows)
-        plain += clock.verifying(running, running)
+    for step in range(max(row.enters + row.tokens for row in rows)):
+        seated = sum(row.enters + row.tokens > step for row in rows)
+        plain += clock.verifying(seated, seated)
     while True:
-        running_rows = []
+        running_rows, idle = [], []
         for row, sequence in zip(rows, sequences, strict=True):
             done = len(sequence.tokens) - row.prompt
             sequence.remaining = row.tokens - done
-            if sequence.remaining:
+            if row.enters > len(rounds):
+                idle.append(Offers(sequence, {}, idle=True))
+            elif sequence.remaining:
                 running_rows.append((row, sequence, done))
         if not running_rows:
+            assert not idle
             return Simulated(total, plain, rounds, reads)
         offers = []
         for row, sequence, done in running_rows:
@@ -108,7 +112,8 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
             late = {name for name in row.late if name not in sequence.read}
             offers.append(Offers(sequence, most, behind, sure, late))
         rests = policy.rests([sequence for _, sequence, _ in running_rows])
-        choices = [PLAIN] * len(offers) if rests else policy.choose(offers)
+        seated = [*offers, *idle]
+        choices = ([PLAIN] * len(seated) if rests else policy.choose(seated))[: len(offers)]
         rounds.append([(choice.drafter, choice.budget) for choice in choices])
         stops = None
         if any(choice.drafter in row.tells for (row, *_), choice in zip(running_rows, choices, strict=True)):
@@ -124,7 +129,7 @@ def simulate(policy: Policy, table: CostTable, rows: list[Row], clock: CostTable
                 told[-1] = _drafted(
                     stops, place, choice.budget, [tells(done + j) for j in range(choice.budget)]
                 )
-        total += _round_ms(clock, choices, told)
+        total += _round_ms(clock, [*choices, *[PLAIN] * len(idle)], [*told, *[(0, ())] * len(idle)])
         for (row, sequence, done), offer, choice, (budget, steps) in zip(
             running_rows, offers, choices, told, strict=True
         ):

@@ -47,6 +47,12 @@ MUTANTS = [
         "= self.__dict__.setdefault('state', self.policy.start())",
     ),
     _defect(
+        "nothing said of those whose prompts are read",
+        choices.choose,
+        "for s, i in zip(sequences, idle, strict=True)\n",
+        "for s, i in zip(sequences, idle, strict=True) if not i\n",
+    ),
+    _defect(
         "a budget for the row of another",
         choices.choose,
         "budgets[row.sequence.row] =",

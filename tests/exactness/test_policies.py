@@ -16,8 +16,8 @@ from tabular import Tabular
 from torch import Tensor
 
 from foredraft.decode.law import Law
-from foredraft.decode.policy import Alone, Choice, Offers, Signal
-from foredraft.decode.sequence import Sequence
+from foredraft.decode.policy import PLAIN, Alone, Choice, Offers, Signal
+from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Round
 from foredraft.decode.trace import RoundTrace
 
@@ -56,12 +56,17 @@ class Witness(Alone):
 
     def __init__(self, wants: Signal) -> None:
         self.wants = wants
+        self.waited = 0  # rounds beside rows that do not decode yet
 
     def start(self) -> list[Asked]:
         return []
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        return [self._choice(row) for row in rows]
+        for row in rows:
+            assert row.idle == (row.sequence.state is State.PREFILLING)
+            assert not (row.idle and row.most)
+        self.waited += any(row.idle for row in rows)
+        return [PLAIN if row.idle else self._choice(row) for row in rows]
 
     def _choice(self, row: Offers) -> Choice:
         dice = random.Random(f"{row.sequence.tokens} {row.sequence.round_count}")
@@ -159,8 +164,10 @@ def assert_heard(sequence: Sequence, asked: Asked, turn: RoundTrace, signal: Sig
 
 def each_row_its_own(signal: Signal = "probability") -> None:
     sequences = batch()
-    engine = make_engine(Tabular(identity.TARGET, chunk=1), identity.DRAFT, Witness(signal), rows=3)
+    witness = Witness(signal)
+    engine = make_engine(Tabular(identity.TARGET, chunk=1), identity.DRAFT, witness, rows=3)
     run(engine, sequences)
+    assert witness.waited
     for sequence in sequences:
         several = sequence.policy_state
         if not sequence.drafters:  # nobody asks once nobody else is left that may draft

@@ -23,6 +23,7 @@ from foredraft.decode.policy.weighing import Weighing
 from simulation import Right, Row, Simulated, flat, right_with, simulate
 
 LONGEST = 10
+LATECOMER = frozenset({"small"})
 
 
 def rate(table: CostTable, rows: list[Prospect | None], budgets: tuple[int, ...]) -> float:
@@ -218,6 +219,46 @@ def test_where_nobody_drafts_one_row_at_a_time_is_tried() -> None:
         rows = [Row({"small": right_with(0.0)}) for _ in range(8)]
         rounds = simulate(policy, table, rows).rounds
         assert max(sum(budget > 0 for _, budget in round) for round in rounds) == most
+
+
+STEEP = CostTable(  # drafts pay for one row as assumed, for eight if they are better than that
+    {1: {1: 0.9, 2: 1.1, 5: 1.25, 11: 1.5}, 8: {8: 2.25, 16: 3.3, 24: 4.1, 40: 5.3, 88: 9.4}},
+    {"small": {1: (0.35, 0.1), 8: (0.6, 0.2)}},
+    {"small": 0.01},
+)
+
+
+def entering(chance: float, seed: int = 0) -> list[Row]:
+    """Eight rows, whose prompts are read one by one."""
+    some: dict[str, Any] = {"prompt": 300, "late": LATECOMER}
+    return [Row({"small": right_with(chance, seed + row)}, enters=row, **some) for row in range(8)]
+
+
+def test_who_comes_first_is_weighed_with_those_whose_prompts_are_read() -> None:
+    """Their rows are in the pass already; for the first one alone drafts would pay."""
+    alone = simulate(Auto(LONGEST, STEEP), STEEP, entering(0.8)[:1])
+    assert alone.rounds[0] != [(None, 0)]
+    batch = simulate(Auto(LONGEST, STEEP), STEEP, entering(0.8))
+    assert all(choice == (None, 0) for round in batch.rounds[:8] for choice in round)
+
+
+def test_what_some_rows_find_out_the_others_go_by() -> None:
+    """None but a few may read to try the drafter, whose drafts pay if all of them draft. That takes some luck:
+    of the rows that try it one in ten fails at once."""
+    luck = [0.0, 0.0]
+    for seed in range(0, 80, 10):
+        rows = entering(0.9, seed)
+        best = max(simulate(Fixed(gamma), STEEP, rows).speedup for gamma in range(1, LONGEST))
+        assert best > 1.25
+        policy = Auto(LONGEST, STEEP)
+        first = simulate(policy, STEEP, rows)
+        tried = next(round for round in first.rounds if round != [(None, 0)] * len(round))
+        assert 1 < sum(budget > 0 for _, budget in tried) < 8
+        assert first.read[:2] == [64, 64], "the end, as long as little is known"
+        later = [simulate(policy, STEEP, rows).speedup for _ in range(3)]
+        for place, speedup in enumerate((first.speedup, later[-1])):
+            luck[place] += speedup >= 0.97 * best
+    assert luck[0] >= 6 and luck[1] == 8
 
 
 @pytest.mark.parametrize(("bad", "share"), [(0, 0.95), (1, 1.0), (8, 0.97)])
@@ -446,20 +487,18 @@ def test_a_long_text_is_read_only_by_a_drafter_that_is_known_to_pay() -> None:
     assert simulate(policy, table, rows).speedup == 1.0, "it would not earn that again"
 
 
-LATECOMER = frozenset({"small"})
-
-
 def test_of_a_long_text_an_unknown_drafter_reads_the_end() -> None:
     """So that it is tried at once, and a bad one has taken little; one that is known to pay reads all of it, if
     there is much left to say."""
     table = flat()
-    long = Row({"small": right_with(0.8)}, prompt=4000, late=LATECOMER)
+    long = Row({"small": right_with(0.8)}, prompt=2400, late=LATECOMER)
     policy = Auto(LONGEST, table)
     first = simulate(policy, table, [long])
     whole = max(simulate(Fixed(gamma), table, [long]).speedup for gamma in range(1, LONGEST))
     assert first.read == [128] and first.speedup > whole > 1.3
     assert policy.ledger.spent == pytest.approx(first.ms, rel=0.03)
-    assert simulate(policy, table, [long]).read == [3999]
+    assert simulate(policy, table, [long]).read == [2399]
+    assert simulate(policy, table, [replace(long, prompt=4000)]).read == [128], "too much for what is left"
     short = simulate(policy, table, [replace(long, tokens=8)])
     assert short.read == [128] and short.speedup > 1.1
     for knows in (policy, Auto(LONGEST, table)):

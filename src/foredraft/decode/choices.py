@@ -25,7 +25,10 @@ def choose(
     if not may_draft(sequences) or policy.rests(running):
         return None
     budgets = [0] * len(sequences)
-    rows = [_offers(s, drafters, policy, widest) for s in running]
+    rows = [
+        Offers(s, {}, idle=True) if i else _offers(s, drafters, policy, widest)
+        for s, i in zip(sequences, idle, strict=True)
+    ]
     for row, choice in zip(rows, policy.choose(rows), strict=True):
         if choice.drafter in row.most and choice.budget > 0:
             row.sequence.drafter = choice.drafter

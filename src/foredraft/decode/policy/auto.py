@@ -118,8 +118,9 @@ class Auto(Alone):
         if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
             further = min(further, max(weighing.bears(choices) - 1, SOON))
         self._silent = []
-        if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in rows):
-            self._silent = [row.sequence for row in rows]
+        decoding = [row for row in rows if not row.idle]
+        if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in decoding):
+            self._silent = [row.sequence for row in decoding]
             further = max(further, weighing.until_turn() - 1)
         rate = weighing.promised(choices) if drafts else 0.0
         for place, (row, offer, choice) in enumerate(zip(rows, offered, choices, strict=True)):
@@ -177,6 +178,7 @@ class Auto(Alone):
             if kind not in self._shared:
                 self._shared[kind] = Candidate.of(self.max_draft, assumed=row.sure.get(name, ASSUMED))
             found = state.candidates[source] = Candidate.of(self.max_draft, self._shared[kind])
+        found.renew()
         return found
 
 

@@ -22,7 +22,8 @@ LONGEST = 128, 256  # and at most so many
 class Candidate:
     """A drafter, as one request knows it, or all (`shared`); apart for how sure it is, where it tells before.
     waited: rounds since it drafted, of `patience`, which counts for nothing if it is to be looked at `again`.
-    prospects, best: what follows until it learns more, by the longest draft, and by that and the batch."""
+    prospects, best: what follows of all that is known, by the longest draft, and by that and the batch; found
+    when any request had `learned` of it so many times."""
 
     record: Record
     shared: Candidate | None = None
@@ -31,6 +32,7 @@ class Candidate:
     again: bool = False
     prospects: dict[int, Prospect] = field(default_factory=dict)
     best: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
+    learned: int = 0
 
     @classmethod
     def of(cls, most: int, shared: Candidate | None = None, assumed: float = ASSUMED) -> Candidate:
@@ -38,6 +40,13 @@ class Candidate:
         if shared is None:
             return cls(Record(most, assumed=assumed))
         return cls(Record(most, shared.record), shared, shared.waited, shared.patience, shared.again)
+
+    def renew(self) -> None:
+        """Forget what followed from less than is known by now, since others' drafts tell of it too."""
+        if self.shared is not None and self.learned != self.shared.learned:
+            self.learned = self.shared.learned
+            self.prospects.clear()
+            self.best.clear()
 
     @property
     def known(self) -> Record:
@@ -49,12 +58,17 @@ class Candidate:
         """Whether it is taken for what it seems."""
         return self.known.seen >= KNOWN
 
+    @property
+    def is_met(self) -> bool:
+        """Whether it is not new any more."""
+        return self.known.seen > MET
+
     def left(self, choice: Choice, reading: float) -> int:
         """Rounds until it may be tried again beside what was chosen; reading: what it has to before that."""
         patience = self.patience
         if self.again:
             patience = 0
-        elif self.known.seen > MET:
+        elif self.is_met:
             patience = min(patience * CONTENT ** (bool(choice.budget) + bool(reading)), LONGEST[reading > 0])
         return patience - self.waited
 
@@ -65,12 +79,11 @@ class Candidate:
 
     def drafted(self, outcome: Round, *, trial: bool, paced: bool) -> None:
         self.record.learn(outcome, paced=paced)
-        self.prospects.clear()
-        self.best.clear()
         self.waited = 0
         self.patience = min(2 * self.patience, PATIENCE[1]) if trial else PATIENCE[0]
         if self.shared is not None:
             self.shared.record.learn(outcome, paced=paced)
+            self.shared.learned += 1
             self.shared.waited, self.shared.patience = 0, self.patience
 
 

@@ -43,7 +43,8 @@ class Offers:
     most: who may draft -> tokens that it may draft at most, 1 or more; in the order of the request.
     behind: tokens before the pending one that a drafter has not read yet, of those that read. sure: of what
     it has to say, of those that are free to ask. late: those to whom the text is new, and may begin later
-    than it does. All three where the policy weighs costs.
+    than it does. All three where the policy weighs costs. idle: its prompt is being read yet, so that
+    nothing is on offer, but the pass takes as long as if it decoded, as it soon will.
     """
 
     sequence: Sequence
@@ -51,6 +52,7 @@ class Offers:
     behind: dict[str, int] = field(default_factory=dict)
     sure: dict[str, float] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
+    idle: bool = False
 
     def source(self, name: str) -> Source:
         """As what a drafter is known here."""
@@ -93,8 +95,8 @@ class Policy(Protocol):
         ...
 
     def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        """Of every row that decodes, in order, jointly; a budget of 0 is a plain step. Not asked where nobody
-        may draft."""
+        """Of every row, in order, jointly; a budget of 0 is a plain step. Not asked where nobody may
+        draft."""
         ...
 
     def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:

@@ -23,11 +23,12 @@ __all__ = ["Weighing"]
 
 SURE = 1.08  # by how much more a drafter that has to read first must promise
 FRAGILE = 1, 2  # drafts of which nothing is kept that end a choice: at first, and once a request has gained
-# of the rest decoded plainly, that reading may take where one is tried that was not chosen, by a row alone
-# and in a batch: what it missed; a text that is new to it, which is apart
+# (pairs: by a row alone, and in a batch)
+# of the rest decoded plainly, that reading may take where one is tried that was not chosen: what it missed; a
+# text that is new to it, which is apart
 MISSED, NEW = (0.01, SHARE), (math.inf, 0.01)
-LATE = 128  # tokens of a text that is new to it which a drafter reads that is not known to pay,
-WHOLE = 0.1  # or where reading all of it takes more than such a share of the rest decoded plainly
+LATE = 128, 64  # tokens of a text that is new to it which a drafter reads that is not known to pay,
+WHOLE = 0.04  # or where reading all of it, in every row, takes more than such a share of the rest
 
 
 @dataclass
@@ -189,16 +190,20 @@ class Weighing:
 
     def _turns(self, choices: Seq[Choice]) -> list[Choice]:
         """The choices, or instead of a row's a drafter that has waited long enough and might pay; of one row
-        alone, while nobody drafts: it tells enough, for all of them."""
+        alone, while nobody drafts: it tells enough, for all of them. But one that is new is tried by as many
+        as the ledger bears: the round tells the more then for what it takes."""
         reading, drafts = sum(self.readings(choices)), any(choice.budget for choice in choices)
         turns: list[Choice] = []
+        tried: str | None = None
         for place, (row, choice) in enumerate(zip(self.rows, choices, strict=True)):
             name = None
-            if drafts or not any(turn.budget for turn in turns):
+            if drafts or tried is None:
                 others = (name for name in row.most if name != choice.drafter)
                 name = next((name for name in others if self._until(row, name, choice, reading) <= 0), None)
+            elif tried in row.most and not self.candidate(row, tried).is_met:
+                name = tried if self._borne(row, tried, reading) <= 0 else None
             if name is not None:
-                self.trial[place] = True
+                self.trial[place], tried = True, name
                 # beside one that pays, as it would draft if it were chosen; else to lose little
                 longest = self._length(row, name)[1] if choice.budget else 0
                 longest = longest or best_length(self.table, 1, self._prospect(row, name))[1]
@@ -210,9 +215,12 @@ class Weighing:
     def _until(self, row: Offers, name: str, choice: Choice, reading: float) -> float:
         """Plain rounds until it is the turn of a drafter that was not chosen, as far as one can tell; without
         end if it may not read or could not pay. reading: ms that others read before it."""
+        left = self.candidate(row, name).left(choice, self._reading(row, name))
+        return left if left > 0 else self._borne(row, name, reading)
+
+    def _borne(self, row: Offers, name: str, reading: float) -> float:
+        """Plain rounds until the ledger bears that a drafter is tried, however long that has waited."""
         own = self._reading(row, name)
-        if (left := self.candidate(row, name).left(choice, own)) > 0:
-            return left
         perfect = Prospect(name, (1.0,) * self._most(row, name))
         if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, reading):
             return math.inf
@@ -254,14 +262,14 @@ class Weighing:
     def _reads(self, row: Offers, name: str, *, pays: bool = False) -> int | None:
         """How many of the last tokens of a text that is new to it a drafter reads, where it may begin late:
         all (None) only if its drafts promise to save that again (`pays`), it is known well, and that takes a
-        small part of the time that the rest would take plainly. In a batch all: there more is at stake than
-        one reading, as costs are less certain, and each row bears what others lose."""
-        if name not in row.late or row.behind[name] <= LATE or len(self.rows) > 1:
+        small part of the time that the rest would take plainly, as every row of a batch is to read."""
+        late = LATE[len(self.rows) > 1]
+        if name not in row.late or row.behind[name] <= late:
             return None
         if not pays or not self.candidate(row, name).is_known:
-            return LATE
-        whole = self.table.reading(name, row.behind[name])
-        return None if whole <= WHOLE * self.plain * row.sequence.remaining else LATE
+            return late
+        whole = len(self.rows) * self.table.reading(name, row.behind[name])
+        return None if whole <= WHOLE * self.plain * row.sequence.remaining else late
 
     def _reading(self, row: Offers, name: str, *, pays: bool = False) -> float:
         """ms until it has read that."""
