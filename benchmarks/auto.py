@@ -291,7 +291,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
             running = {name: Running(contender, group, params) for name, contender in contenders.items()}
             order = list(running.values())
             while order:
-                chance.shuffle(order)  # who comes after one that drafts finds the processor hotter
+                chance.shuffle(order)  # nobody is always next to the same one, whose work slows what follows
                 for requests in order:
                     requests.go_on(SLICE)
                 order = [requests for requests in order if not requests.done]

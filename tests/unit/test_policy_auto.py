@@ -222,7 +222,7 @@ def test_where_nobody_drafts_one_row_at_a_time_is_tried() -> None:
 
 
 STEEP = CostTable(  # drafts pay for one row as assumed, for eight if they are better than that
-    {1: {1: 0.9, 2: 1.1, 5: 1.25, 11: 1.5}, 8: {8: 2.25, 16: 3.3, 24: 4.1, 40: 5.3, 88: 9.4}},
+    {1: {1: 0.9, 2: 1.1, 5: 1.25, 11: 1.5}, 8: {8: 2.2, 16: 3.7, 24: 4.6, 40: 6.0, 88: 10.6}},
     {"small": {1: (0.35, 0.1), 8: (0.6, 0.2)}},
     {"small": 0.01},
 )
@@ -243,13 +243,12 @@ def test_who_comes_first_is_weighed_with_those_whose_prompts_are_read() -> None:
 
 
 def test_what_some_rows_find_out_the_others_go_by() -> None:
-    """None but a few may read to try the drafter, whose drafts pay if all of them draft. That takes some luck:
-    of the rows that try it one in ten fails at once."""
-    luck = [0.0, 0.0]
+    """None but a few may read to try the drafter, whose drafts pay if all of them draft. That takes some luck,
+    as one in twenty fails at once."""
+    luck = [0, 0]
     for seed in range(0, 80, 10):
-        rows = entering(0.9, seed)
+        rows = entering(0.95, seed)
         best = max(simulate(Fixed(gamma), STEEP, rows).speedup for gamma in range(1, LONGEST))
-        assert best > 1.25
         policy = Auto(LONGEST, STEEP)
         first = simulate(policy, STEEP, rows)
         tried = next(round for round in first.rounds if round != [(None, 0)] * len(round))
@@ -257,8 +256,23 @@ def test_what_some_rows_find_out_the_others_go_by() -> None:
         assert first.read[:2] == [64, 64], "the end, as long as little is known"
         later = [simulate(policy, STEEP, rows).speedup for _ in range(3)]
         for place, speedup in enumerate((first.speedup, later[-1])):
-            luck[place] += speedup >= 0.97 * best
-    assert luck[0] >= 6 and luck[1] == 8
+            luck[place] += speedup >= 0.97 * best > 1.2
+    assert luck[0] >= 6 and luck[1] == 8, luck
+
+
+def test_a_new_drafter_is_hoped_for_in_a_batch() -> None:
+    """All rows read and draft at once, where a drafter as good as a row by itself assumes would not pay."""
+    table = CostTable(
+        {1: {1: 0.9, 2: 1.1, 5: 1.25, 11: 1.5}, 8: {8: 2.25, 16: 3.3, 24: 4.1, 40: 5.3, 88: 9.4}},
+        {"small": {1: (0.35, 0.1), 8: (0.6, 0.2)}},
+        {"small": 0.01},
+    )
+    luck = 0
+    for seed in range(0, 80, 10):
+        rows = entering(0.85, seed)
+        best = max(simulate(Fixed(gamma), table, rows).speedup for gamma in range(1, LONGEST))
+        luck += simulate(Auto(LONGEST, table), table, rows).speedup >= 0.97 * best > 1.1
+    assert luck >= 7
 
 
 @pytest.mark.parametrize(("bad", "share"), [(0, 0.95), (1, 1.0), (8, 0.97)])

@@ -34,6 +34,7 @@ STANDS = 7  # further rounds for which a choice stands,
 # one for which drafters had to read, since it may be the first that is heard of them, and at least one by
 # which somebody in a batch may lose more than it should
 SOON = 2
+HOPED = 0.8  # as `ASSUMED`, of a drafter that is met in a batch, where one round tells of several rows
 FRESH = 4  # rounds that need not be learned of yet where something is on offer that was not weighed before
 
 
@@ -176,7 +177,8 @@ class Auto(Alone):
         if (found := state.candidates.get(source)) is None:
             kind = source, row.sequence.params.temperature == 0
             if kind not in self._shared:
-                self._shared[kind] = Candidate.of(self.max_draft, assumed=row.sure.get(name, ASSUMED))
+                assumed = row.sure.get(name, HOPED if self._batch > 1 else ASSUMED)
+                self._shared[kind] = Candidate.of(self.max_draft, assumed=assumed)
             found = state.candidates[source] = Candidate.of(self.max_draft, self._shared[kind])
         found.renew()
         return found
