@@ -235,7 +235,7 @@ def entering(chance: float, seed: int = 0) -> list[Row]:
 
 
 def test_who_comes_first_is_weighed_with_those_whose_prompts_are_read() -> None:
-    """Their rows are in the pass already; for the first one alone drafts would pay."""
+    """Who will decode before its choice is over; for the first one alone drafts would pay."""
     alone = simulate(Auto(LONGEST, STEEP), STEEP, entering(0.8)[:1])
     assert alone.rounds[0] != [(None, 0)]
     batch = simulate(Auto(LONGEST, STEEP), STEEP, entering(0.8))

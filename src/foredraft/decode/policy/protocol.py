@@ -44,7 +44,7 @@ class Offers:
     behind: tokens before the pending one that a drafter has not read yet, of those that read. sure: of what
     it has to say, of those that are free to ask. late: those to whom the text is new, and may begin later
     than it does. All three where the policy weighs costs. idle: its prompt is being read yet, so that
-    nothing is on offer, but the pass takes as long as if it decoded, as it soon will.
+    nothing is on offer, but it counts in the batch, in which it soon will decode.
     """
 
     sequence: Sequence
