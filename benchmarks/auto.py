@@ -55,7 +55,7 @@ from foredraft.decode.sequence import State
 from foredraft.decode.stats import Round, Stats
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.model.device import synchronise
-from foredraft.model.runner import Drafted, Drawing, Stops
+from foredraft.model.runner import FusedDraft, SamplingInputs, StopThresholds
 from foredraft.ngrams import repeated
 
 POSITIONS = 1024
@@ -109,10 +109,10 @@ class Ventriloquist(DraftModel):
         tokens: list[list[int]],
         starts: list[int],
         most: list[int],
-        drawing: Drawing | None,
-        stops: Stops | None = None,
-    ) -> Drafted | None:
-        made = super().draft(tokens, starts, most, drawing, stops)
+        sampling_inputs: SamplingInputs | None,
+        stops: StopThresholds | None = None,
+    ) -> FusedDraft | None:
+        made = super().draft(tokens, starts, most, sampling_inputs, stops)
         if made is not None:
             for row, count in enumerate(made.counts):
                 first = starts[row] + len(tokens[row])
@@ -145,7 +145,7 @@ class Ventriloquist(DraftModel):
 class ByLength(Auto):
     """It does not hear how sure a drafter is."""
 
-    def stops(self, sequences: Sequence[Any], budgets: Sequence[int], device: torch.device) -> Stops:
+    def stops(self, sequences: Sequence[Any], budgets: Sequence[int], device: torch.device) -> StopThresholds:
         return stops_of([None for _ in sequences], max(budgets), device)
 
     def learn(self, sequence: Any, outcome: Round, sure: float | None) -> None:
@@ -173,7 +173,7 @@ class Contender:
 
     llm: LLM
     policy: Callable[[], Policy]
-    speculation: str
+    drafter: str
 
 
 class Running:
@@ -183,7 +183,7 @@ class Running:
         self.llm = contender.llm
         self.engine = contender.llm.engine
         self.engine.policy = contender.policy()
-        own = replace(params, speculation=contender.speculation)
+        own = replace(params, drafter=contender.drafter)
         requests = self.llm._requests
         self.sequences = [s for ids in prompts for s in requests.sequences(ids, own, 1, None, False, False)]
         self.seconds = 0.0
@@ -226,7 +226,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
         assert isinstance(policy, Auto)
         return policy
 
-    def loaded(make: Callable[[], Policy] | None, speculation: str) -> Contender:
+    def loaded(make: Callable[[], Policy] | None, drafter: str) -> Contender:
         llm = foredraft.load(
             dtype=options.dtype,
             device=options.device,
@@ -238,7 +238,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
         own = llm.engine.policy
         drafter = llm.engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
         llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *drafter.caches)}.values())
-        return Contender(llm, make or (lambda: own), speculation)
+        return Contender(llm, make or (lambda: own), drafter)
 
     who = WHO.get(case, "draft-model")
     contenders = {
@@ -282,7 +282,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     )
     chance = random.Random(case)
     for group in (prompts[start : start + batch] for start in range(0, len(prompts), batch)):
-        plain = [output.token_ids for output in llm.generate(group, replace(params, speculation="none"))]
+        plain = [output.token_ids for output in llm.generate(group, replace(params, drafter="none"))]
         for contender in contenders.values():
             drafter = contender.llm.engine.drafters["draft-model"]
             if isinstance(drafter, Ventriloquist):

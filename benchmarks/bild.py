@@ -76,7 +76,7 @@ def decode(llm: LLM, mode: Mode, prompts: list[list[int]], options: argparse.Nam
         seed=0,
         acceptance="speculative" if mode.lossless else "bild",
         rollback=mode.rollback,
-        speculation="none" if mode.fallback is None else "draft-model",
+        drafter="none" if mode.fallback is None else "draft-model",
     )
     if mode.fallback is not None:
         llm.engine.policy = Fallback(options.max_draft, mode.fallback)
@@ -157,7 +157,7 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def plot(rows: list[dict[str, Any]]) -> str:
     """Speed across; the loss, and how far outputs agree with plain decoding's, up. SVG."""
-    from foredraft.bench.drawing import INK, legend, look, panels, picture, style
+    from foredraft.bench.sampling_inputs import INK, legend, look, panels, picture, style
 
     plain, *others = rows
     with style():

@@ -72,12 +72,10 @@ def random_prompts(count: int) -> list[list[int]]:
     return prompts
 
 
-def decode(llm: LLM, prompts: list[Any], speculation: list[str], tokens: int) -> list[list[int]]:
+def decode(llm: LLM, prompts: list[Any], drafter: list[str], tokens: int) -> list[list[int]]:
     """speculation: the drafters that the prompts take in turn."""
     base = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    params = [
-        SamplingParams(**base, speculation=speculation[i % len(speculation)]) for i in range(len(prompts))
-    ]
+    params = [SamplingParams(**base, drafter=drafter[i % len(drafter)]) for i in range(len(prompts))]
     if llm.engine.rows.capacity > 1:
         return [o.token_ids for o in llm.generate(prompts, params)]
     return [llm.generate(p, own)[0].token_ids for p, own in zip(prompts, params, strict=True)]
@@ -97,8 +95,8 @@ def check(prompts: list[Any], load: dict[str, Any], tokens: int) -> dict[str, di
         "mixed, batch 8": (eight, ["draft-model", "lookup", "none"]),
     }
     diverged: dict[str, dict[int, int]] = {}
-    for name, (llm, speculation) in cases.items():
-        pairs = zip(reference, decode(llm, prompts, speculation, tokens), strict=True)
+    for name, (llm, drafter) in cases.items():
+        pairs = zip(reference, decode(llm, prompts, drafter, tokens), strict=True)
         found = [divergence(a, b) for a, b in pairs]
         diverged[name] = {i: at for i, at in enumerate(found) if at is not None}
     return diverged

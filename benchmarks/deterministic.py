@@ -32,7 +32,7 @@ SIDES = {True: "on", False: "off"}
 
 def decode(llm: LLM, prompts: list[list[int]], drafter: str, new_tokens: int) -> tuple[float, list[Output]]:
     """Tokens per second from the first round of any to the end of all, prompts' passes included; outputs."""
-    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation=drafter)
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter=drafter)
     seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.engine.device)
     return sum(len(output.token_ids) for output in outputs) / seconds, outputs
 

@@ -235,13 +235,13 @@ def layer_skipping() -> list[str]:
 def the_search() -> list[str]:
     """A plan that was a finalist has its measured figures, whoever found it."""
     found = result("tune_demo")
-    plans, raced = found["plans"], {one["skips"]: one for one in found["finalists"]}
+    plans, uses_gumbel_argmax = found["plans"], {one["skips"]: one for one in found["finalists"]}
     named: dict[str, str] = {}  # a plan's spelling is told once
 
     def line(label: str, skips: str, predicted: float) -> Cells:
         cells = [label, f"as {named[skips]}" if skips in named else f"`{skips}`"]
         named.setdefault(skips, label)
-        if (one := raced.get(skips)) is None:
+        if (one := uses_gumbel_argmax.get(skips)) is None:
             return *cells, "", "", "", f"{predicted:.2f}", "", ""
         return (
             *cells,

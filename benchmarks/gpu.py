@@ -39,8 +39,8 @@ from gpu_stages import STAGES, Bench, failure, say
 from random_model import SHAPES
 from workload import machine, write
 
-from foredraft.build.device import find_device
 from foredraft.errors import ConfigError
+from foredraft.loading.device import find_device
 
 
 @contextmanager

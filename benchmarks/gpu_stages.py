@@ -223,7 +223,7 @@ class Bench:
 
 def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple[float, list[int], Stats]:
     """Seconds of the decoding, from the first round on; the new ids; the rounds."""
-    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation=drafter)
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter=drafter)
     [output] = llm.generate(prompt, params)
     if output.error is not None:
         raise RuntimeError(output.error)

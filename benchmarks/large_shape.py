@@ -26,7 +26,7 @@ from workload import machine, write
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.bench.contender import Setting
+from foredraft.bench.contender import BenchContext
 from foredraft.bench.figures import divergence
 from foredraft.bench.hugging_face import Checkpoints, plain
 from foredraft.bench.llama_cpp import LlamaCpp
@@ -66,8 +66,8 @@ class Bench:
             **options,
         )
 
-    def setting(self, llm: LLM) -> Setting:
-        return Setting(llm, self.target, None, self.dtype, torch.device("cpu"), POSITIONS)
+    def setting(self, llm: LLM) -> BenchContext:
+        return BenchContext(llm, self.target, None, self.dtype, torch.device("cpu"), POSITIONS)
 
     def forwards(self) -> dict[str, Any]:
         """Ours and llama.cpp's by rows, in turns with reading memory."""
@@ -140,7 +140,7 @@ class Bench:
             taken = []
             for turn in range(4):
                 params = SamplingParams(
-                    max_new_tokens=self.new_tokens, ignore_eos=True, speculation="draft-model", **how
+                    max_new_tokens=self.new_tokens, ignore_eos=True, drafter="draft-model", **how
                 )
                 with watched(llm.engine) as clock, parted(llm.engine) as parts:
                     llm.generate([[100 + i for i in range(32)]], params)
@@ -176,7 +176,7 @@ class Bench:
         }
 
 
-def _llama_cpp(setting: Setting) -> LlamaCpp | None:
+def _llama_cpp(setting: BenchContext) -> LlamaCpp | None:
     try:
         return LlamaCpp(setting)
     except ForedraftError as error:

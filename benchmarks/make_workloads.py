@@ -109,7 +109,7 @@ def copied(written: Sequence[int], prompt: Sequence[int], size: int = 4) -> floa
 
 def choose(lines: Sequence[Line], llm: LLM, count: int, new_tokens: int) -> tuple[list[Line], int]:
     """The prompts to keep, in the order that they came in, and how many of them count."""
-    plain = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, speculation="none")
+    plain = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter="none")
     written = [output.token_ids for output in llm.generate([line.prompt for line in lines], plain)]
     repeats = [repeated(ids) for ids in written]
 

@@ -30,17 +30,17 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import calibrate, new_tokens
 from foredraft.tune.costs import measure_plan_costs
+from foredraft.tune.expected_rounds import Rounds
 from foredraft.tune.options import SAMPLERS, Options
-from foredraft.tune.rounds import Rounds
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyPlace
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.teacher_forced import TeacherForced
 
 LAYERS, PROMPTS, LENGTH, CONTEXT = 32, 64, 48, 128
 DEVICE = torch.device("cpu")
 
 
-class Watched(Teacher):
+class Watched(TeacherForced):
     """Sums the seconds that trials spend in their forwards and in the arithmetic of rounds."""
 
     seconds = 0.0

@@ -44,7 +44,7 @@ from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.ranking import clasp, greedy, skips_of
 from foredraft.tune.records import Report
 from foredraft.tune.run import tune
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.teacher_forced import TeacherForced
 
 SPREAD = 0.5  # of the logarithms of --scaled's factors
 
@@ -53,7 +53,7 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     return None
 
 
-def teacher_again(model: str | None, prompts: list[str], options: Options) -> Teacher:
+def teacher_again(model: str | None, prompts: list[str], options: Options) -> TeacherForced:
     """What the search had: its texts are a function of model, prompts and temperature."""
     llm = foredraft.load(
         model or demo.target_path(),
@@ -68,10 +68,12 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
     calibration = calibrate(llm, kept, options.tokens, options.temperature, silent)
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    return Teacher(runner, calibration, options.max_draft)
+    return TeacherForced(runner, calibration, options.max_draft)
 
 
-def predicted(report: Report, teacher: Teacher, kinds: dict[str, list[Skips]]) -> dict[str, list[float]]:
+def predicted(
+    report: Report, teacher: TeacherForced, kinds: dict[str, list[Skips]]
+) -> dict[str, list[float]]:
     """Of each kind's plans, by the objective of the search. Those that the search has tried are not tried
     again, for the texts are the same."""
     taus = {Skips.spelled(trial.skips).plan(report.layers): np.array(trial.taus) for trial in report.trials}
@@ -91,7 +93,7 @@ def left_out(report: Report) -> frozenset[int]:
     return frozenset(number for number, runs in enumerate(order) if not runs)
 
 
-def without_search(report: Report, teacher: Teacher, count: int, neighbours: bool) -> dict[str, Any]:
+def without_search(report: Report, teacher: TeacherForced, count: int, neighbours: bool) -> dict[str, Any]:
     """The best of each kind, by the objective of the search."""
     everything = 2 * report.layers
     ranked, programmed = greedy(teacher), clasp(teacher, everything - 1)
@@ -133,7 +135,7 @@ def scaled(seed: int, out: Path) -> str:
 
 
 @torch.inference_mode()
-def bare(teacher: Teacher) -> None:
+def bare(teacher: TeacherForced) -> None:
     """The forward that a trial is held against: all columns, all sub-layers, norm and head, nothing else."""
     plan = Plan.full(teacher.runner.decoder.spec.layers)
     for blocks in teacher.passes(

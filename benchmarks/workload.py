@@ -27,7 +27,7 @@ def heldout(count: int, first: int = 0) -> list[str]:
 
 def fluent(llm: LLM, count: int, workload: str = "free") -> list[list[int]]:
     """Prompts of a workload that the target does not answer in circles, `count` at most."""
-    plainly = SamplingParams(temperature=0, max_new_tokens=WITHIN, ignore_eos=True, speculation="none")
+    plainly = SamplingParams(temperature=0, max_new_tokens=WITHIN, ignore_eos=True, drafter="none")
     kept: list[list[int]] = []
     for prompt in llm.encode(list(load_workloads((workload,))[0].prompts)):
         if len(kept) < count and repeated(llm.generate([prompt], plainly)[0].token_ids) < MAX_REPEATED:

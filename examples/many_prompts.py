@@ -13,8 +13,8 @@ llm = foredraft.load(max_batch=3)
 requests = {
     "def area(width, height):": SamplingParams(temperature=0, max_new_tokens=16),
     "class Stack:": SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_new_tokens=24),
-    "import os\n": SamplingParams(speculation="none", min_p=0.1, max_new_tokens=12),
-    "x = [1, 2, 3, 1, 2,": SamplingParams(speculation="lookup", temperature=0, max_new_tokens=24),
+    "import os\n": SamplingParams(drafter="none", min_p=0.1, max_new_tokens=12),
+    "x = [1, 2, 3, 1, 2,": SamplingParams(drafter="lookup", temperature=0, max_new_tokens=24),
     "def test_": SamplingParams(repetition_penalty=1.2, stop="\n\n", max_new_tokens=32),
 }
 outputs = llm.generate(list(requests), list(requests.values()))

@@ -166,23 +166,23 @@ static void rows(int64_t count, int64_t n) {
     uint8_t *finite = room_for(count, 1);
     double *units = room_for(count, sizeof(double));
     float *left = room_for(count * n, sizeof(float));
-    foredraft_best(x, count, n, ids, finite, 2);
-    foredraft_surest(x, count, n, tops, 2);
+    foredraft_argmax(x, count, n, ids, finite, 2);
+    foredraft_max_prob(x, count, n, tops, 2);
     foredraft_residual(x, NULL, ids, cut, count, n, left);
     foredraft_residual(left, x, NULL, cut, count, n, left);
-    foredraft_law(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
-    foredraft_keys(keys, NULL, keys, NULL, 4, count, 1, ids);
-    foredraft_units(ids, count, units);
+    foredraft_probs(x, temperature, keys, mass, mass, cut, 1, count, n, probs, finite, 2);
+    foredraft_hash_keys(keys, NULL, keys, NULL, 4, count, 1, ids);
+    foredraft_uniform(ids, count, units);
     foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
     foredraft_trim(probs, tops, cut, count, n, 2);
-    foredraft_race(probs, keys, count, n, ids, 2);
+    foredraft_gumbel_argmax(probs, keys, count, n, ids, 2);
     for (int64_t r = 0; r < count; r++)
         if (ids[r] < 0 || ids[r] >= n) printf("no id: %ld\n", (long)ids[r]), exit(1);
     x[n / 2] = NAN;
     foredraft_softmax(x, temperature, NULL, 1, count, n, probs, finite, 2);
     foredraft_nucleus(probs, mass, count, n, tops, 2);
-    foredraft_race(probs, keys, count, n, ids, 2);
+    foredraft_gumbel_argmax(probs, keys, count, n, ids, 2);
     free(finite), free(units), free(left);
     free(x), free(probs), free(tops), free(temperature), free(mass), free(ids), free(keys), free(cut);
 }
@@ -200,11 +200,11 @@ static void short_of_memory(void) {
     int64_t ids[ROWS];
     uint8_t finite[ROWS];
     for (int threads = 1; threads < 3; threads++) {
-        expect(NEEDED(foredraft_best(x, ROWS, N, ids, finite, threads)), 1, "best");
-        expect(NEEDED(foredraft_law(x, temperature, top_k, top_p, NULL, cut, 1, ROWS, N, probs, finite, threads)),
+        expect(NEEDED(foredraft_argmax(x, ROWS, N, ids, finite, threads)), 1, "best");
+        expect(NEEDED(foredraft_probs(x, temperature, top_k, top_p, NULL, cut, 1, ROWS, N, probs, finite, threads)),
                1 + 2 + 1 + ROWS + 1, "law");
-        expect(NEEDED(foredraft_surest(x, ROWS, N, probs, threads)), 1, "surest");
-        expect(NEEDED(foredraft_race(probs, keys, ROWS, N, ids, threads)), 1, "race");
+        expect(NEEDED(foredraft_max_prob(x, ROWS, N, probs, threads)), 1, "surest");
+        expect(NEEDED(foredraft_gumbel_argmax(probs, keys, ROWS, N, ids, threads)), 1, "race");
         const Drawing how = {temperature, top_k, top_p, NULL, cut};
         expect(NEEDED(draw(&how, 0, x, N, keys, ids, finite, probs, threads)), 1 + 1 + 1 + 1 + 1 + 1, "draw");
     }

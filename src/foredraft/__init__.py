@@ -15,12 +15,12 @@ from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Reque
 from foredraft.lazy import lazily
 
 if TYPE_CHECKING:
-    from foredraft.build import load
     from foredraft.decode.params import SamplingParams
     from foredraft.decode.scores import Score
     from foredraft.decode.stats import Stats
     from foredraft.decode.trace import RoundTrace
     from foredraft.llm import LLM, Output, Piece
+    from foredraft.loading import load
     from foredraft.pages.trace import write_trace
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ _HOME = {
     "RoundTrace": "foredraft.decode.trace",
     "Score": "foredraft.decode.scores",
     "Stats": "foredraft.decode.stats",
-    "load": "foredraft.build",
+    "load": "foredraft.loading",
     "write_trace": "foredraft.pages.trace",
 }
 

@@ -27,8 +27,8 @@ __all__ = [
     "DrafterKind",
     "Parts",
     "PolicyKind",
+    "PolicyOption",
     "RuleKind",
-    "Setting",
     "default_drafter",
     "suits",
 ]
@@ -77,7 +77,7 @@ class DrafterKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PolicyOption:
     """A number that a policy can be given, from least to most, or one of some words."""
 
     default: float | str
@@ -103,7 +103,7 @@ class PolicyKind:
     summary: str
     make: Callable[..., Policy]
     max_draft: int
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, PolicyOption] = field(default_factory=dict)
     weighs: bool = False
     confident: bool = False
 
@@ -187,7 +187,7 @@ POLICIES: dict[str, PolicyKind] = {
         "until the drafter is less sure than a threshold",
         _policy("Confidence"),
         max_draft=10,
-        settings={"threshold": Setting(0.6)},
+        settings={"threshold": PolicyOption(0.6)},
         confident=True,
     ),
     "adaptive-exit": PolicyKind(
@@ -195,11 +195,11 @@ POLICIES: dict[str, PolicyKind] = {
         _policy("AdaptiveExit"),
         max_draft=12,
         settings={
-            "target": Setting(0.9),
-            "first": Setting(0.6),
-            "epsilon": Setting(0.01),
-            "beta1": Setting(0.5),
-            "beta2": Setting(0.9),
+            "target": PolicyOption(0.9),
+            "first": PolicyOption(0.6),
+            "epsilon": PolicyOption(0.01),
+            "beta1": PolicyOption(0.5),
+            "beta2": PolicyOption(0.9),
         },
         confident=True,
     ),
@@ -208,15 +208,15 @@ POLICIES: dict[str, PolicyKind] = {
         _policy("TargetConfidence"),
         max_draft=5,
         settings={
-            "threshold": Setting(0.5),
-            "by": Setting("probability", words=("probability", "entropy", "margin")),
+            "threshold": PolicyOption(0.5),
+            "by": PolicyOption("probability", words=("probability", "entropy", "margin")),
         },
     ),
     "fallback": PolicyKind(
         "until the drafter is unsure, and not the token that it is unsure of",
         _policy("Fallback"),
         max_draft=10,
-        settings={"threshold": Setting(0.6)},
+        settings={"threshold": PolicyOption(0.6)},
         confident=True,
     ),
 }

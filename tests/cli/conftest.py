@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from checkpoints import save_checkpoint, save_pair
 from foredraft import LLM
+from tests.support.checkpoints import save_checkpoint, save_pair
 
 
 @pytest.fixture(scope="session")

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import foredraft
 
 from foredraft.bench import machine, run
 from foredraft.bench.contender import Timing
 from foredraft.bench.contenders import deciding
-from foredraft.bench.ours import Ours
+from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.records import Report
 from foredraft.cli import main
 from foredraft.cli.bench import listed, options_of
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions
 from foredraft.kinds import POLICIES
+from tests.support.command import foredraft
 
 QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
 
@@ -171,14 +171,14 @@ def test_spaces_around_commas_mean_nothing(workload: Path) -> None:
 def test_tokens_that_differ_are_told_and_fail(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran = Ours.run
+    ran = ForedraftContender.run
 
-    def altering(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def altering(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         timing = ran(self, prompts, new_tokens)
         other = tuple((*ids[:-1], ids[-1] ^ 1) for ids in timing.tokens)
         return replace(timing, tokens=other) if self.name == "lookup" else timing
 
-    monkeypatch.setattr(Ours, "run", altering)
+    monkeypatch.setattr(ForedraftContender, "run", altering)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(words.command()) == 1
     out = capsys.readouterr().out
@@ -306,14 +306,14 @@ def test_files_are_kept_where_stdout_is_lost(words: Words, tmp_path: Path) -> No
 def test_ctrl_c_before_the_first_row_leaves_nothing(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ran, count = Ours.run, itertools.count()
+    ran, count = ForedraftContender.run, itertools.count()
 
-    def interrupted(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def interrupted(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         if next(count) == 5:
             signal.raise_signal(signal.SIGINT)
         return ran(self, prompts, new_tokens)
 
-    monkeypatch.setattr(Ours, "run", interrupted)
+    monkeypatch.setattr(ForedraftContender, "run", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
     try:
         assert main(words.command(json=str(tmp_path / "x.json"))) == 130

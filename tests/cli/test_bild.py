@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import foredraft
 
 from foredraft.cli import main
+from tests.support.command import foredraft
 
 BILD = [
     "--policy",

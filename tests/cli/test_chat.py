@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import COMMAND, environment, foredraft
 
-from checkpoints import save_checkpoint
 from foredraft import LLM
 from foredraft.cli import main
+from tests.support.checkpoints import save_checkpoint
+from tests.support.command import COMMAND, environment, foredraft
 
 GENERATE = import_module("foredraft.cli.generate")  # the package has the function by that name
 TEMPLATE = (
@@ -88,7 +88,7 @@ class Person:
             env=environment(TERM="xterm", INPUTRC="/dev/null"),
         )
         os.close(terminal)
-        self.transcript, self.read = "", 0
+        self.text_buffer, self.read = "", 0
 
     def __enter__(self) -> Person:
         return self
@@ -100,14 +100,14 @@ class Person:
 
     def wait_for(self, text: str) -> None:
         """Read on until `text` is shown, once more than before."""
-        while text not in self.transcript[self.read :]:
+        while text not in self.text_buffer[self.read :]:
             ready, _, _ = select.select([self.shown], [], [], 60)
-            assert ready, f"no {text!r} in {self.transcript!r}"
+            assert ready, f"no {text!r} in {self.text_buffer!r}"
             try:
-                self.transcript += os.read(self.shown, 4096).decode(errors="replace")
+                self.text_buffer += os.read(self.shown, 4096).decode(errors="replace")
             except OSError:  # Linux's way to say that the other end is closed
-                raise AssertionError(f"it ended without {text!r}: {self.transcript!r}") from None
-        self.read = self.transcript.index(text, self.read) + len(text)
+                raise AssertionError(f"it ended without {text!r}: {self.text_buffer!r}") from None
+        self.read = self.text_buffer.index(text, self.read) + len(text)
 
     def types(self, line: str) -> None:
         self.wait_for("> ")
@@ -125,7 +125,7 @@ def test_a_conversation_on_a_terminal(chatty: list[str]) -> None:
             person.types(line)
         code, errors = person.leaves()
     assert code == 0
-    assert person.transcript.count("5 tokens in ") == 2
+    assert person.text_buffer.count("5 tokens in ") == 2
     assert "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply" in errors
     assert "foredraft: error: the chat template refuses the messages: No such words." in errors
     assert any("drafted, and accepted" in line for line in errors)  # in colours, as ever

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import COMMAND, environment, foredraft
 
 from foredraft.cli import main
+from tests.support.command import COMMAND, environment, foredraft
 
 FIGURE = r"\d+\.\d+"
 RATES = rf"acceptance rate \d+%, mean accepted length {FIGURE}"
@@ -116,7 +116,7 @@ def test_compare_times_plain_decoding_against_the_request(
 
     def noted(self: LLM, prompts: str, params: SamplingParams, **options: Any) -> list[Output]:
         outputs = generate(self, prompts, params, **options)
-        ran.append((params.speculation, sum(o.stats.drafted for o in outputs) > 0))
+        ran.append((params.drafter, sum(o.stats.drafted for o in outputs) > 0))
         return outputs
 
     monkeypatch.setattr(LLM, "generate", noted)
@@ -455,7 +455,7 @@ def test_defaults_are_those_of_the_library() -> None:
         if name not in ("model", "truncate", "acceptance", "rollback", "policy_option"):
             assert value is None or loading[name].default == value, name
     assert requested(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
-    own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "speculation"}
+    own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "drafter"}
     assert set(asdict(SamplingOptions())) == own | {"n"}, "every option of a request can be given here"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from checkpoints import save_checkpoint
 from foredraft.cli import main
-from foredraft.drafters.plans import PlanFile, keep_plan, model_hash, write_plan
+from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash, write_plan
+from tests.support.checkpoints import save_checkpoint
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "12", "--device", "cpu", "--json"]
 ALWAYS = ["--policy", "fixed"]

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft import LLM, Output, SamplingParams, build
+from foredraft import LLM, Output, SamplingParams, loading
 from foredraft.cli import interrupt, main
+from foredraft.cli.error_text import spelled_as_options
 from foredraft.cli.progress import ProgressBars
-from foredraft.cli.spelling import spelled_as_options
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 
@@ -42,7 +42,7 @@ def at_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, str | No
 
         def wrapped(self: LLM, prompts: str, params: SamplingParams, **options: Any) -> Any:
             request = lambda: generate(self, prompts, params, **options)  # noqa: E731
-            return around(next(count), params.speculation, request)
+            return around(next(count), params.drafter, request)
 
         monkeypatch.setattr(LLM, "generate", wrapped)
 
@@ -61,9 +61,9 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_outputs_that_differ_are_not_lossless(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         [output] = request()
-        return [replace(output, token_ids=[9, *output.token_ids[1:]])] if speculation == "none" else [output]
+        return [replace(output, token_ids=[9, *output.token_ids[1:]])] if drafter == "none" else [output]
 
     at_run(around)
     assert main([*pair, *GREEDY, "--json", "--compare"]) == 0
@@ -74,7 +74,7 @@ def test_outputs_that_differ_are_not_lossless(
 def test_the_text_shown_is_compared_too(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         [output] = request()
         return [replace(output, token_ids=[9])] if number == 0 else [output]
 
@@ -122,7 +122,7 @@ def test_a_pass_that_breaks_off_keeps_what_there_is(
 def test_a_comparison_that_breaks_off_keeps_the_first_run(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         [output] = request()
         return [replace(output, error="no room")] if number == 2 else [output]
 
@@ -171,7 +171,7 @@ def test_ctrl_c_between_two_runs_of_a_comparison(
 ) -> None:
     ran: list[int] = []
 
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         ran.append(number)
         return request()
 
@@ -191,7 +191,7 @@ def test_ctrl_c_in_the_last_run_of_a_comparison(
 ) -> None:
     """Its rate and its text are not a whole run's."""
 
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         if number == 12:
             signalled()
         return request()
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_does_not_lose_the_first_run(
 ) -> None:
     runs = len(options)  # text is streamed, by no call of `generate`
 
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         if number == runs:
             signalled()
             signalled()
@@ -237,7 +237,7 @@ def test_the_screen_keeps_still_during_timed_runs(
     threads = threading.active_count()
     disturbed: list[int] = []
 
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         before = screen.tell()
         outputs = request()
         time.sleep(0.15)  # more than one period of a display that refreshes itself
@@ -256,7 +256,7 @@ def test_the_screen_keeps_still_during_timed_runs(
 def test_the_last_line_tells_the_warm_runs(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         outputs = request()
         time.sleep(2 if number in (0, 2) else 0)  # the run that is shown, and the warm-up
         return outputs
@@ -273,7 +273,7 @@ def test_the_last_line_tells_the_warm_runs(
 def test_seconds_are_the_whole_requests(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str], n: int
 ) -> None:
-    def around(number: int, speculation: str | None, request: Request) -> list[Output]:
+    def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         time.sleep(1)
         return request()
 
@@ -331,7 +331,7 @@ def test_a_model_larger_than_memory_is_one_line(
     pair: list[str], models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need = weight_bytes(ModelSpec.from_folder(models / "big"), torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(build.capacity, "free_memory", lambda device: need)
+    monkeypatch.setattr(loading.capacity, "free_memory", lambda device: need)
     code = main([*pair, "--device", "cpu"])
     told = capsys.readouterr()
     assert (code, told.out, told.err.count("\n")) == (2, "", 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
-from foredraft.cli.spelling import STDIN, with_stdin
+from foredraft.cli.error_text import STDIN, with_stdin
 from foredraft.model.tokenizer import Tokenizer
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "24"]

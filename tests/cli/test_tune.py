@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import foredraft
-from checkpoints import save_pair
 from foredraft.cli import main
 from foredraft.cli.progress import STAGES
 from foredraft.cli.tune import ProgressLines
-from foredraft.drafters.plans import find_plan, model_hash, read_plan
+from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.model.runner import Runner
 from foredraft.tune import run as run_module
-from foredraft.tune.calibration import Calibration, Text
+from foredraft.tune.calibration import CalibrationTexts, Text
 from foredraft.tune.exits import ExitCosts
 from foredraft.tune.records import Finalist
+from tests.support.checkpoints import save_pair
 
 QUICK = (
     *("--tokens", "48", "--trials", "16", "--sampler", "random", "--max-draft", "3"),
@@ -217,7 +217,7 @@ def test_a_search_goes_on_and_at_a_temperature_it_is_another(
 def test_an_interrupt_keeps_the_study(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounds, calls = run_module.Teacher.rounds, []
+    rounds, calls = run_module.TeacherForced.rounds, []
 
     def interrupted(self: Any, plan: Any, **options: Any) -> Any:
         calls.append(plan)
@@ -225,14 +225,14 @@ def test_an_interrupt_keeps_the_study(
             raise KeyboardInterrupt
         return rounds(self, plan, **options)
 
-    monkeypatch.setattr(run_module.Teacher, "rounds", interrupted)
+    monkeypatch.setattr(run_module.TeacherForced, "rounds", interrupted)
     assert main(given(command, "--out", str(tmp_path / "plan.json"))) == 130
     captured = capsys.readouterr()
     told = json.loads(captured.out.splitlines()[-1])
     assert told["finished"] is False and len(told["trials"]) == 5 and told["finalists"] == []
     assert captured.err.endswith("\nforedraft: interrupted; the same command goes on with the study\n")
     assert not (tmp_path / "plan.json").exists()
-    monkeypatch.setattr(run_module.Teacher, "rounds", rounds)
+    monkeypatch.setattr(run_module.TeacherForced, "rounds", rounds)
     assert main(given(command, "--finalists", "1")) == 0
     assert document(capsys)["trials"][:5] == told["trials"]
 
@@ -382,11 +382,11 @@ def test_a_plan_that_cannot_be_kept_costs_no_report(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """The cache folder is lost while the plans are timed."""
-    race, plans = run_module.race, tmp_path / "cache" / "plans"
+    finals, plans = run_module.finals, tmp_path / "cache" / "plans"
 
     def losing(*given: Any) -> Any:
         plans.write_text("no folder")
-        return race(*given)
+        return finals(*given)
 
     monkeypatch.setattr(run_module, "race", losing)
     out, html = tmp_path / "plan.json", tmp_path / "report.html"
@@ -428,11 +428,11 @@ def test_a_plan_that_was_kept_earlier_is_named_where_none_wins(
 def test_a_storage_that_is_lost_while_plans_are_timed_costs_nothing(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    race, file = run_module.race, tmp_path / "study.db"
+    finals, file = run_module.finals, tmp_path / "study.db"
 
     def losing(*given: Any) -> Any:
         file.write_text("lost")
-        return race(*given)
+        return finals(*given)
 
     monkeypatch.setattr(run_module, "race", losing)
     assert main(given(command, "--trials", "3", "--finalists", "1", "--storage", f"sqlite:///{file}")) == 0
@@ -442,7 +442,7 @@ def test_a_storage_that_is_lost_while_plans_are_timed_costs_nothing(
 def test_a_storage_that_is_lost_in_mid_search_is_one_line(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounds, calls, folder = run_module.Teacher.rounds, [], tmp_path / "disk"
+    rounds, calls, folder = run_module.TeacherForced.rounds, [], tmp_path / "disk"
     folder.mkdir()
 
     def losing(self: Any, plan: Any, **options: Any) -> Any:
@@ -451,7 +451,7 @@ def test_a_storage_that_is_lost_in_mid_search_is_one_line(
             shutil.rmtree(folder)
         return rounds(self, plan, **options)
 
-    monkeypatch.setattr(run_module.Teacher, "rounds", losing)
+    monkeypatch.setattr(run_module.TeacherForced, "rounds", losing)
     out = tmp_path / "plan.json"
     storage = f"sqlite:///{folder / 'study.db'}"
     assert main(given(command, "--storage", storage, "--out", str(out))) == 2
@@ -465,7 +465,7 @@ def test_a_storage_that_is_lost_in_mid_search_is_one_line(
 def test_what_changes_costs_is_another_study(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And how busy the machine is does not."""
     llm = foredraft.load(big, drafter="none", kernels=False, max_batch=1, max_length=64)
-    about, texts = run_module.machine(llm.engine.device), Calibration((Text((1, 2, 3), 1),), 0.0)
+    about, texts = run_module.machine(llm.engine.device), CalibrationTexts((Text((1, 2, 3), 1),), 0.0)
 
     def name() -> str:
         return run_module._study_name("0" * 64, llm, texts, 3)

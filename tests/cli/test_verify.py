@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from command import COMMAND, environment, foredraft
 from safetensors.torch import load_file, save_file
 
-from checkpoints import save_checkpoint
 from foredraft import LLM, Output, SamplingParams, demo
 from foredraft.cli import main
 from foredraft.drafters.lookup import Lookup
+from tests.support.checkpoints import save_checkpoint
+from tests.support.command import COMMAND, environment, foredraft
 
 QUICK = ["--tokens", "6", "--detect", "0.2", "--seed", "3", "--max-batch", "32"]
 FEW = ["--tokens", "6", "--samples", "20", "--seed", "3"]
@@ -52,7 +52,7 @@ def substituted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def altering(self: LLM, prompts: Any, params: SamplingParams, **more: Any) -> list[Output]:
         outputs = generate(self, prompts, params, **more)
-        if params.greedy and params.speculation != "none":
+        if params.greedy and params.drafter != "none":
             outputs = [replace(o, token_ids=[*o.token_ids[:2], 0, *o.token_ids[3:]]) for o in outputs]
         return outputs
 

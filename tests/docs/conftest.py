@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import save_checkpoint, save_pair
+from tests.support.checkpoints import save_checkpoint, save_pair
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

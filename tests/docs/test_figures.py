@@ -64,8 +64,8 @@ def test_a_plan_that_was_raced_has_its_measured_figures(monkeypatch: pytest.Monk
         "clasp": {"skips": "skip:attn=3", "predicted": 2.3, "plans": 32},
         "random of its size": {"skips": "skip:attn=4", "predicted": 1.5, "plans": 1000},
     }
-    raced = [finalist("skip:attn=1", 2.5, 2.6), finalist("skip:attn=2", 2.4, 2.7)]
-    made = {"plans": plans, "finalists": raced, "winner": 1}
+    uses_gumbel_argmax = [finalist("skip:attn=1", 2.5, 2.6), finalist("skip:attn=2", 2.4, 2.7)]
+    made = {"plans": plans, "finalists": uses_gumbel_argmax, "winner": 1}
     monkeypatch.setattr(figures, "result", lambda name: made)
     measured = "0.20 | 0.90 | 4.50, 4.60"
     assert figures.the_search()[2:] == [

@@ -15,10 +15,10 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
-from pages import DOCS, Page
 
 import foredraft
-from running import ROOT
+from tests.support.pages import DOCS, Page
+from tests.support.running import ROOT
 
 MARKDOWN = [*DOCS, Page(ROOT / "README.md"), Page(ROOT / "CONTRIBUTING.md")]
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import EXECUTED, Page
 
 from foredraft.cli import main
-from running import ROOT, python
+from tests.support.pages import EXECUTED, Page
+from tests.support.running import ROOT, python
 
 LANGUAGES = {"python", "sh", "text"}  # text is not run: what is printed, or what needs the network
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import test_enumeration as enumeration
-import test_lossy as lossy
-
-from foredraft.decode import accept, drafting, operators, params, sampling
+from foredraft.decode import accept, drafting, params, sampling, vocab_ops
 from foredraft.decode.policy import Fallback
-from planting import Mutant
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import test_decode_accept as accept_unit
+from tests.exactness import test_enumeration as enumeration
+from tests.exactness import test_lossy as lossy
+from tests.support.planting import Mutant
+from tests.unit import test_decode_accept as accept_unit
 
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
 
@@ -66,7 +60,7 @@ MUTANTS = [
         by_hand,
     ),
     Mutant(
-        "what the target is certain of is cut",
+        "what the target is one_hot of is cut",
         ((accept.bild, "stands | (p.at(draft.tokens) == 1)", "stands"),),
         greedy_by_hand,
     ),
@@ -109,10 +103,10 @@ MUTANTS = [
         ((accept.bild, "p.position(accepted)", "p.position((accepted - 1).clamp_min(0))"),),
         lossy_law,
     ),
-    Mutant("tokens after a cut stand", ((operators.leading, ".cumprod(1).sum(1)", ".sum(1)"),), lossy_law),
+    Mutant("tokens after a cut stand", ((vocab_ops.leading, ".cumprod(1).sum(1)", ".sum(1)"),), lossy_law),
     Mutant(
         "padding stands",
-        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((vocab_ops.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         by_hand,
     ),
     Mutant(
@@ -131,7 +125,7 @@ MUTANTS = [
             (
                 accept.Rollback.of.__func__,
                 "p if table.judge is None",
-                "Law(logits.softmax(-1)) if table.judge is None",
+                "Distribution(logits.softmax(-1)) if table.judge is None",
             ),
         ),
         lossy_law,

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import test_chi_square as chi_square
-import test_conformance as conformance
-import test_coupled as coupled
-import test_enumeration as enumeration
-import test_identity as identity
-from parts import LateBan, RandomBudgets, StopUnsure
 
 from foredraft.decode import (
     accept,
@@ -20,21 +11,25 @@ from foredraft.decode import (
     faults,
     merging,
     noise,
-    operators,
     rows,
     sampling,
     sequence,
+    vocab_ops,
 )
 from foredraft.decode.draft import RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed, TargetConfidence
 from foredraft.drafters import draft_model, layer_skip, lookup
-from planting import Mutant
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import test_decode_accept as accept_unit
-import test_decode_noise as noise_unit
-import test_decode_sampling as sampling_unit
+from tests.exactness import test_chi_square as chi_square
+from tests.exactness import test_conformance as conformance
+from tests.exactness import test_coupled as coupled
+from tests.exactness import test_enumeration as enumeration
+from tests.exactness import test_identity as identity
+from tests.support.parts import LateBan, RandomBudgets, StopUnsure
+from tests.support.planting import Mutant
+from tests.unit import test_decode_accept as accept_unit
+from tests.unit import test_decode_noise as noise_unit
+from tests.unit import test_decode_sampling as sampling_unit
 
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
 
@@ -260,7 +255,7 @@ def independent_siblings() -> None:
 
 # --- the defects ------------------------------------------------------------------------------------
 
-RESIDUAL, STEP_THROUGH, COMMIT = operators.Definition.residual, drafting._step_through, Engine._commit
+RESIDUAL, STEP_THROUGH, COMMIT = vocab_ops.TorchVocabOps.residual, drafting._step_through, Engine._commit
 USABLE = "where[..., None] & (left.sum(-1, keepdim=True) > 0)"
 
 MUTANTS = [
@@ -300,14 +295,14 @@ MUTANTS = [
             (
                 STEP_THROUGH,
                 "laws.append(q)",
-                "laws.append(Law(logits.softmax(-1)))",
+                "laws.append(Distribution(logits.softmax(-1)))",
             ),
         ),
         law_of_cut_drafts,
     ),
     Mutant(
         "the token is not drawn from q",
-        ((STEP_THROUGH, "token = _draw(q,", "token = _draw(Law(q.probs**2, q.ids, q.certain),"),),
+        ((STEP_THROUGH, "token = _draw(q,", "token = _draw(Distribution(q.probs**2, q.ids, q.one_hot),"),),
         law_of_sampled_drafts,
     ),
     Mutant(
@@ -335,17 +330,17 @@ MUTANTS = [
     ),
     Mutant(
         "padding accepted",
-        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((vocab_ops.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         law_of_ragged_drafts,
     ),
     Mutant(
         "padding accepted, by hand",
-        ((operators.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
+        ((vocab_ops.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
         accept_unit.test_padding_is_never_accepted,
     ),
     Mutant(
         "tokens after a rejection accepted",
-        ((operators.leading, ".cumprod(1).sum(1)", ".sum(1)"),),
+        ((vocab_ops.leading, ".cumprod(1).sum(1)", ".sum(1)"),),
         law_of_sampled_drafts,
     ),
     Mutant(
@@ -365,7 +360,7 @@ MUTANTS = [
             (
                 STEP_THROUGH,
                 "lengths = (reached & torch.cat(possible, 1)).sum(1)",
-                "lengths = (reached & (Law.along(laws).at(torch.cat(drawn, 1)) > 0.4)).cumprod(1).sum(1)",
+                "lengths = (reached & (Distribution.along(laws).at(torch.cat(drawn, 1)) > 0.4)).cumprod(1).sum(1)",
             ),
         ),
         law_of_confident_drafts,
@@ -425,12 +420,12 @@ MUTANTS = [
     ),
     Mutant(
         "the round left out of the key",
-        ((operators.Definition.keys, "key = _fold(key, rounds)", "pass"),),
+        ((vocab_ops.TorchVocabOps.hash_keys, "key = _fold(key, rounds)", "pass"),),
         law_of_sampled_drafts,
     ),
     Mutant(
         "the round left out of the key, sampled",
-        ((operators.Definition.keys, "key = _fold(key, rounds)", "pass"),),
+        ((vocab_ops.TorchVocabOps.hash_keys, "key = _fold(key, rounds)", "pass"),),
         chi_square.test_a_policy_that_looks_at_rejected_tokens,
     ),
     Mutant(
@@ -445,7 +440,7 @@ MUTANTS = [
     ),
     Mutant(
         "coupled stops at the first match",
-        ((operators.Definition.match, "drafted == own", "drafted != own"),),
+        ((vocab_ops.TorchVocabOps.match_prefix, "drafted == own", "drafted != own"),),
         seeded_text,
     ),
     Mutant(
@@ -603,20 +598,20 @@ MUTANTS = [
         several_broken_rows,
     ),
     Mutant(
-        "only rows that failed are zeroed, not those that were never proven",
-        ((rows.Rows.remove, "if not sequence.proven:", "if sequence.error is not None:"),),
+        "only rows that failed are zeroed, not those that were never cache_finite",
+        ((rows.Rows.remove, "if not sequence.cache_finite:", "if sequence.error is not None:"),),
         cancelled_prompt,
     ),
     Mutant(
         "only rows that failed are zeroed when they move",
-        ((rows.Rows.remove, "if not last.proven:", "if last.error is not None:"),),
+        ((rows.Rows.remove, "if not last.cache_finite:", "if last.error is not None:"),),
         moved_prompt,
     ),
     Mutant(
-        "a failed batch leaves its rows proven",
+        "a failed batch leaves its rows cache_finite",
         (
-            (Engine.fail_batch, "sequence.proven = False", "pass"),
-            (Engine._leave, "sequence.proven = False", "pass"),
+            (Engine.fail_batch, "sequence.cache_finite = False", "pass"),
+            (Engine._leave, "sequence.cache_finite = False", "pass"),
         ),
         failed_batch,
     ),
@@ -632,7 +627,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row that its draft broke drafts again at once",
-        ((choices._offers, "if sequence.wary", "if False"),),
+        ((choices._offers, "if sequence.skip_draft", "if False"),),
         broken_drafts,
     ),
     Mutant(
@@ -651,7 +646,7 @@ MUTANTS = [
         broken_drafter,
     ),
     Mutant(
-        "a drafter that a mask leaves nothing is sick",
+        "a drafter that a mask leaves nothing is drafter_nonfinite",
         ((STEP_THROUGH, "if masks is None else logits.amax(-1).isfinite()", ""),),
         identity.test_a_drafter_that_cannot_say_what_is_allowed_is_not_sick,
     ),
@@ -721,7 +716,7 @@ MUTANTS = [
     ),
     Mutant(
         "NaN under top-p",
-        ((operators.least_in_nucleus, ".clamp_min(0)", ""),),
+        ((vocab_ops.least_in_nucleus, ".clamp_min(0)", ""),),
         law_of_broken_rows,
         RuntimeError,  # a gather out of bounds, and the whole batch with it
     ),
@@ -760,7 +755,7 @@ MUTANTS = [
         "one row's cut in another's last bit",
         (
             (
-                operators.Definition.law,
+                vocab_ops.TorchVocabOps.probs,
                 "torch.where(by.cut[:, None, None], kept / total(kept), kept)",
                 "kept / total(kept)",
             ),
@@ -771,7 +766,7 @@ MUTANTS = [
         "ties at a top-k cut dropped",
         (
             (
-                operators.Definition.law,
+                vocab_ops.TorchVocabOps.probs,
                 "(x < largest.gather(-1, k - 1))",
                 "(x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) >= k)",
             ),

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import reference_model, save_variant
 from foredraft.model import attention, weights
 from foredraft.model.runner import Runner, body, graphs, packed, passes
 from foredraft.model.runner.body import Forward
 from foredraft.model.runner.graphs import Graphs
 from foredraft.model.runner.job import Job
 from foredraft.model.weights import load_decoder
-from planting import Mutant
-from recorder import Rerun
+from tests.support.checkpoints import reference_model, save_variant
+from tests.support.planting import Mutant
+from tests.support.recorder import Rerun
 
 LENGTHS = (20, 505, 1015)  # of the prompts: the longer texts outgrow an attended length, whatever the quantum
 TOTAL = 1130

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import test_policies as policies
-import test_stops as stops
-
-from foredraft.decode import choices, drafting, reading
+from foredraft.decode import choices, drafting, round_results
 from foredraft.decode.engine import Engine
-from planting import Mutant
+from tests.exactness import test_policies as policies
+from tests.exactness import test_stops as stops
+from tests.support.planting import Mutant
 
 STEPS = drafting._step_through
 LEARN = "self.policy.learn(sequence, outcome, reading.sure)"
@@ -21,18 +20,20 @@ def _defect(name: str, function: object, old: str, new: str) -> Mutant:
 MUTANTS = [
     _defect(
         "the target's certainty of a round's first position",
-        reading.read,
+        round_results.read,
         "device=logits.device), verdict.accepted]",
         "device=logits.device), verdict.accepted * 0]",
     ),
     _defect(
         "the target's certainty of another token",
-        reading.read,
+        round_results.read,
         "certainty(last, verdict.next_token",
         "certainty(last, verdict.next_token.roll(1)",
     ),
-    _defect("the target's certainty sharpened", reading.read, "certainty(last,", "certainty(last * 2,"),
-    _defect("the target's certainty of another row", reading.read, "sure=sure[row]", "sure=sure[-1 - row]"),
+    _defect("the target's certainty sharpened", round_results.read, "certainty(last,", "certainty(last * 2,"),
+    _defect(
+        "the target's certainty of another row", round_results.read, "sure=sure[row]", "sure=sure[-1 - row]"
+    ),
     _defect("what a neighbour was told", Engine._commit, LEARN, LEARN.replace("reading", "readings[0]")),
     _defect(
         "nothing told of plain steps",
@@ -86,7 +87,7 @@ MUTANTS = [
         "a draw asked of q before the transforms",
         STEPS,
         "policy.draws(sequences, j, q, logits)",
-        "policy.draws(sequences, j, Law(logits.softmax(-1)), logits)",
+        "policy.draws(sequences, j, Distribution(logits.softmax(-1)), logits)",
     ),
     _defect(
         "a stop that ends another row's draft",
@@ -103,7 +104,7 @@ MUTANTS = [
     _defect("nobody asked before a draw", STEPS, "if policy.looks else None", "if j else None"),
     Mutant(
         "ends by sharpened logits",
-        ((STEPS, "operators.surest(logits[:, 0])", "operators.surest(logits[:, 0] * 3)"),),
+        ((STEPS, "vocab_ops.max_prob(logits[:, 0])", "vocab_ops.max_prob(logits[:, 0] * 3)"),),
         stops.same_stops,
     ),
 ]

@@ -8,16 +8,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import test_layer_skip as layer_skip
 import torch
-from test_bits import PROMPTS, row_of, steps_of
 
 from foredraft import LLM
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Fixed
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
-from planting import Mutant
+from tests.exactness import test_layer_skip as layer_skip
+from tests.exactness.test_bits import PROMPTS, row_of, steps_of
+from tests.support.planting import Mutant
 
 NEW = 40
 COUNT = len(PROMPTS[4]) + NEW - 1

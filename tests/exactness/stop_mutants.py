@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import test_enumeration as enumeration
-import test_stops as stops
-from parts import Halts
-
 from foredraft.decode import drafting
-from planting import Mutant
+from tests.exactness import test_enumeration as enumeration
+from tests.exactness import test_stops as stops
+from tests.support.parts import Halts
+from tests.support.planting import Mutant
 
 STEPS = drafting._step_through
 
@@ -33,7 +32,7 @@ MUTANTS = [
     ),
     Mutant(
         "the confidence of another row",
-        ((STEPS, "operators.surest(logits[:, 0])", "operators.surest(logits[:, 0]).roll(1)"),),
+        ((STEPS, "vocab_ops.max_prob(logits[:, 0])", "vocab_ops.max_prob(logits[:, 0]).roll(1)"),),
         stops.same_stops,
     ),
     Mutant(

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import foredraft
-from caches import held
-from checkpoints import FAMILIES, reference_model
-from foredraft import LLM, SamplingParams, build, demo
+from foredraft import LLM, SamplingParams, demo, loading
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
 from foredraft.model.layers import Linear
 from foredraft.model.runner import packed
 from foredraft.model.runner.graphs import Graphs
-from recorder import Rerun
+from tests.support.caches import held
+from tests.support.checkpoints import FAMILIES, reference_model
+from tests.support.recorder import Rerun
 
 NEW, VOCABULARY, ROWS = 128, 97, 8
 LENGTHS = (1, 3, 23, 25, 70, 256, 257, 300)  # around a window of 24 and a prefill chunk of 256
@@ -60,7 +60,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)
     with pytest.MonkeyPatch.context() as patch:
         if by == "operators":
-            patch.setattr(build, "unserved_because", lambda *_: "for a test")
+            patch.setattr(loading, "unserved_because", lambda *_: "for a test")
         yield load_pair(target, draft, dtype)
 
 
@@ -86,7 +86,7 @@ PROMPTS = prompts_of(len(LENGTHS))
 @pytest.fixture(scope="module")
 def plain(llm: LLM) -> list[list[int]]:
     """Each prompt alone, one token a pass."""
-    return [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+    return [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
@@ -96,7 +96,7 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
 def assert_same(
     llm: LLM, kinds: list[str], want: list[list[int]], prompts: list[list[int]] | None = None
 ) -> None:
-    outputs = llm.generate(prompts or PROMPTS, [replace(GREEDY, speculation=kind) for kind in kinds])
+    outputs = llm.generate(prompts or PROMPTS, [replace(GREEDY, drafter=kind) for kind in kinds])
     for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
         where = first_difference(output.token_ids, wanted)
         assert where is None, f"prompt {index} under {kind} differs from token {where} on"
@@ -137,13 +137,13 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
 def test_greedy_ids_where_products_cannot_be_packed(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
     target, draft = save_pair(tmp_path, "qwen2")
     llm = load_pair(target, draft, dtype)
     runner: Any = llm.engine.target
     assert isinstance(runner.decoder.output, Linear)
-    alone = [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+    alone = [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
     for runner.gathers in (False, True):
         assert_same(llm, [KINDS[i % 3] for i in range(len(PROMPTS))], alone)
 
@@ -151,7 +151,7 @@ def test_greedy_ids_where_products_cannot_be_packed(
 def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
     """Or the tests above would say little."""
     llm.engine.policy = Fixed(3)
-    for output in llm.generate(PROMPTS[3:5], replace(GREEDY, speculation="draft-model")):
+    for output in llm.generate(PROMPTS[3:5], replace(GREEDY, drafter="draft-model")):
         rate = output.stats.acceptance_rate
         assert rate is not None
         assert 0.1 < rate < 0.95
@@ -170,14 +170,14 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
     ]
     prompts = [PROMPTS[i] for i in (1, 4, 7, 3)]
     alone = [
-        llm.generate([p], replace(w, speculation="none"))[0].token_ids
+        llm.generate([p], replace(w, drafter="none"))[0].token_ids
         for p, w in zip(prompts, wishes, strict=True)
     ]
     for kind, runner.gathers in itertools.product(KINDS, (False, True)):
-        together = llm.generate(prompts, [replace(w, speculation=kind) for w in wishes])
+        together = llm.generate(prompts, [replace(w, drafter=kind) for w in wishes])
         assert [output.token_ids for output in together] == alone
     runner.gathers = None
-    siblings = llm.generate([prompts[1]], replace(wishes[1], speculation="draft-model"), n=3)
+    siblings = llm.generate([prompts[1]], replace(wishes[1], drafter="draft-model"), n=3)
     assert siblings[0].token_ids == alone[1]
     assert len({tuple(output.token_ids) for output in siblings}) == 3
 
@@ -237,7 +237,7 @@ def test_a_sibling_that_copied_the_prompt_says_the_same(llm: LLM, plain: list[li
 @pytest.mark.timeout(7200)
 def test_two_hundred_prompts(llm: LLM) -> None:
     prompts = prompts_of(200, seed=1)
-    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, speculation="none"))]
+    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, drafter="none"))]
     for gamma in GAMMAS:
         llm.engine.policy = Fixed(gamma)
         assert_same(llm, [KINDS[(gamma + i) % 3] for i in range(200)], want, prompts)
@@ -251,7 +251,7 @@ def test_two_hundred_prompts_of_the_demo(dtype: str) -> None:
         pytest.skip("the demo pair is not in this tree")
     llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512, policy="fixed")
     prompts = prompts_of(200, llm.spec.vocab_size, seed=2)
-    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, speculation="none"))]
+    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, drafter="none"))]
     for gamma in GAMMAS:
         llm.engine.policy = Fixed(gamma)
         assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(200)], want, prompts)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from chi import assert_law, p_value
-from harness import make_engine, run
-from laws import outputs
-from parts import Fickle, LateBan, RandomBudgets, StopUnsure
-from tabular import Table
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sequence import Sequence
+from tests.support.chi import assert_law, p_value
+from tests.support.distributions import outputs
+from tests.support.harness import make_engine, run
+from tests.support.parts import Fickle, LateBan, RandomBudgets, StopUnsure
+from tests.support.tabular import Table
 
 V, JOINT = 3, 4
 TARGET, DRAFT = Table(V, 41), Table(V, 42)

@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_bits import GREEDY, KINDS, PROMPTS, save_pair
 
 import foredraft
-from checkpoints import save_checkpoint
-from foredraft import LLM, ConfigError, SamplingParams, build
+from foredraft import LLM, ConfigError, SamplingParams, loading
 from foredraft.decode.policy import Fixed
 from foredraft.model.decoder import STEPS, Steps
 from foredraft.model.layers import RowSpan
@@ -29,7 +27,9 @@ from foredraft.model.runner import runner as runner_module
 from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.graphs import Graphs
 from foredraft.model.weights import load_decoder
-from recorder import Rerun
+from tests.exactness.test_bits import GREEDY, KINDS, PROMPTS, save_pair
+from tests.support.checkpoints import save_checkpoint
+from tests.support.recorder import Rerun
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_new_tokens=48, ignore_eos=True)
 # what PyTorch's compiler warns of by itself
@@ -77,7 +77,7 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
     """Alone and plain, against batches, whoever drafts, padded, gathered and recorded."""
     wishes = [replace(GREEDY, max_new_tokens=48) if i % 2 else SEEDED for i in range(len(PROMPTS))]
     plain = [
-        llm.generate([prompt], replace(wish, speculation="none"))[0].token_ids
+        llm.generate([prompt], replace(wish, drafter="none"))[0].token_ids
         for prompt, wish in zip(PROMPTS, wishes, strict=True)
     ]
     assert len({tuple(ids) for ids in plain}) == len(plain)
@@ -87,7 +87,7 @@ def test_greedy_and_seeded_ids(llm: LLM) -> None:
             runner.gathers = way == "gathered"
             runner.graphs = Graphs(Rerun()) if way == "recorded" else None
         kinds = [KINDS[(gamma + i) % 3] for i in range(len(PROMPTS))]
-        params = [replace(wish, speculation=kind) for wish, kind in zip(wishes, kinds, strict=True)]
+        params = [replace(wish, drafter=kind) for wish, kind in zip(wishes, kinds, strict=True)]
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == plain, (gamma, way)
     for runner in runners_of(llm):
@@ -178,7 +178,7 @@ def test_without_a_compiler_nothing_is_loaded(tmp_path: Path, monkeypatch: pytes
     import torch._inductor.config
 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(build, "resolve", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "resolve", lambda *_: pytest.fail("loaded"))
     with pytest.raises(
         ConfigError, match=r"compile is on.*cannot compile here \(.*\); install a C\+\+ compiler"
     ) as error:

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from harness import CPU, CheckedEngine, make_engine, request
-from parts import LateBan, NoRepeat, StopUnsure
-from tabular import Table
 from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, masks_along
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, Guesser, RoundInputs, Stepper
 from foredraft.decode.drafting import propose
-from foredraft.decode.law import Law
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence, State
+from tests.support.harness import CPU, CheckedEngine, make_engine, request
+from tests.support.parts import LateBan, NoRepeat, StopUnsure
+from tests.support.tabular import Table
 
 V, LENGTH, GAMMA = 5, 20, 3
 TARGET, DRAFT = Table(V, 21), Table(V, 22)
@@ -214,7 +214,9 @@ class Hushed(StopUnsure):
     silent: tuple[int, ...] = ()
     aloud: bool = False
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:  # type: ignore[override]
+    def go_on(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:  # type: ignore[override]
         if position not in self.silent:
             return super().go_on(sequences, position, q, logits)
         return torch.ones(len(sequences), dtype=torch.bool) if self.aloud else None

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from chi import assert_law
-from harness import DRAFTERS, make_engine, request, run
 from hypothesis import given, settings
-from laws import outputs, transformed
-from parts import Fickle, RandomBudgets, StopUnsure
-from tabular import Table
-from test_enumeration import TRANSFORMS
 
 from foredraft.decode.noise import COUPLED, Noise, NoiseKeys, seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
+from tests.exactness.test_enumeration import TRANSFORMS
+from tests.support.chi import assert_law
+from tests.support.distributions import outputs, transformed
+from tests.support.harness import DRAFTERS, make_engine, request, run
+from tests.support.parts import Fickle, RandomBudgets, StopUnsure
+from tests.support.tabular import Table
 
 V, NEW = 5, 16
 TARGET, DRAFT = Table(V, 31), Table(V, 32)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import foredraft
-from checkpoints import VARIANTS, save_variant
 from foredraft import SamplingParams
-from foredraft.build.device import check_dtype
-from foredraft.build.memory import free_memory
-from foredraft.decode import reading
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode import round_results
+from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.loading.device import check_dtype
+from foredraft.loading.memory import free_memory
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder, weight_bytes
+from tests.support.checkpoints import VARIANTS, save_variant
 
 pytestmark = pytest.mark.gpu
 
@@ -100,8 +100,8 @@ def test_recorded_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str,
     assert any(entry is not None for entry in recording.graphs._kept[caches[0]].values())
 
 
-def _options(speculation: str) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True, "speculation": speculation}
+def _options(drafter: str) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True, "drafter": drafter}
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
@@ -121,7 +121,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         llm.generate(
             PROMPTS, params, trace=True
         )  # what is made when a shape is first met, or again, may wait
-    read, round_ = reading.download, llm.engine.round
+    read, round_ = round_results.download, llm.engine.round
 
     def may_wait(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -137,7 +137,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(reading, "download", may_wait)
+    monkeypatch.setattr(round_results, "download", may_wait)
     monkeypatch.setattr(llm.engine, "round", must_not_wait)
     for params in several:
         outputs = llm.generate(PROMPTS, params, trace=True)
@@ -165,8 +165,8 @@ def test_a_row_has_the_same_law_alone_and_among_others(options: dict[str, Any], 
     device = torch.device("cuda")
     logits = torch.randn(3, 6, vocabulary, generator=torch.Generator().manual_seed(0)).to(device) * 3
     one, all_ = (SamplingTable.of([SamplingParams(**options)] * rows, device) for rows in (1, 3))
-    together = law_of(logits, all_)[0].weights(vocabulary)
+    together = distribution_of(logits, all_)[0].weights(vocabulary)
     for row in range(3):
         for column in range(6):
-            alone = law_of(logits[row : row + 1, column : column + 1], one)[0].weights(vocabulary)
+            alone = distribution_of(logits[row : row + 1, column : column + 1], one)[0].weights(vocabulary)
             assert torch.equal(alone[0, 0], together[row, column])

@@ -7,13 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import laws
 import pytest
-from forking import Case, Found, outputs_of
-from harness import DRAFTERS, make_engine
 from hypothesis import given, settings
-from parts import Fickle, Halts, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, solitary
-from tabular import Table
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import (
@@ -25,6 +20,11 @@ from foredraft.decode.policy import (
     Policy,
     TargetConfidence,
 )
+from tests.support import distributions as laws
+from tests.support.forking import Case, Found, outputs_of
+from tests.support.harness import DRAFTERS, make_engine
+from tests.support.parts import Fickle, Halts, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, solitary
+from tests.support.tabular import Table
 
 V = 3
 TOLERANCE = 1e-5

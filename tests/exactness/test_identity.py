@@ -7,16 +7,25 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import laws
 import pytest
 import torch
-from harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
-from parts import Fickle, Halts, LateBan, NoRepeat, RandomBudgets, StepByStep, StopUnsure, foreseeing
-from tabular import Table, Tabular
 
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.policy import Fixed, Heuristic, Policy, TargetConfidence
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
+from tests.support import distributions as laws
+from tests.support.harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
+from tests.support.parts import (
+    Fickle,
+    Halts,
+    LateBan,
+    NoRepeat,
+    RandomBudgets,
+    StepByStep,
+    StopUnsure,
+    foreseeing,
+)
+from tests.support.tabular import Table, Tabular
 
 V = 5
 TARGET, DRAFT = Table(V, 11), Table(V, 12)
@@ -332,8 +341,8 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
     for one in (one for s in sequences for one in s.trace):
         assert all(math.isfinite(x) for x in [*one.p, *one.q, one.next_p])
         assert one.discarded == (one.emitted == 0)
-    wary = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
-    assert bool(wary) == (
+    skip_draft = [turn for s in sequences for turn in s.rounds if turn.drafted and not turn.emitted]
+    assert bool(skip_draft) == (
         drafter in ("script", "draft-model", "looping", "tapping", "layer-skip", "early-exit")
     )
 
@@ -368,7 +377,7 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
 @pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
 def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str, policy: Policy) -> None:
     """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
-    engine = make_engine(Tabular(TARGET, sick=True), DRAFT, policy, rows=3)
+    engine = make_engine(Tabular(TARGET, drafter_nonfinite=True), DRAFT, policy, rows=3)
     sequences = [greedy(PROMPTS[2], drafter), greedy(PROMPTS[3]), greedy(PROMPTS[4], drafter)]
     assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
     for sequence in sequences[::2]:

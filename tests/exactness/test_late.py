@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from harness import CheckedEngine, make_engine, run
-from parts import LateBan
-from test_identity import DRAFT, PROMPTS, TARGET, V, greedy, reference
 
 from foredraft.decode.policy import Alone, Choice, Offers
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
+from tests.exactness.test_identity import DRAFT, PROMPTS, TARGET, V, greedy, reference
+from tests.support.harness import CheckedEngine, make_engine, run
+from tests.support.parts import LateBan
 
 LATECOMERS = ("draft-model", "looping", "mapped")
 

@@ -11,18 +11,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from parts import StepByStep
-from test_bits import PROMPTS, VOCABULARY, row_of, steps_of
 
 import foredraft
-from checkpoints import FAMILIES, reference_model
-from foredraft import LLM, SamplingParams, build
+from foredraft import LLM, SamplingParams, loading
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Resume
 from foredraft.model.runner.graphs import Graphs
-from recorder import Rerun
+from tests.exactness.test_bits import PROMPTS, VOCABULARY, row_of, steps_of
+from tests.support.checkpoints import FAMILIES, reference_model
+from tests.support.parts import StepByStep
+from tests.support.recorder import Rerun
 
 NEW, ROWS = 40, 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
@@ -48,7 +48,7 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
     model.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         if by == "operators":
-            patch.setattr(build, "unserved_because", lambda *_: "for a test")
+            patch.setattr(loading, "unserved_because", lambda *_: "for a test")
         llm = foredraft.load(
             folder, plan="skip:none", dtype=dtype, device="cpu", max_batch=ROWS, max_length=512
         )
@@ -80,11 +80,11 @@ def plain(llm: LLM) -> list[list[int]]:
 
 def plainly(llm: LLM) -> list[list[int]]:
     """Each prompt alone, one token a pass."""
-    return [llm.generate([p], replace(GREEDY, speculation="none"))[0].token_ids for p in PROMPTS]
+    return [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
 
 
 def assert_plain(llm: LLM, kinds: list[str], want: list[list[int]]) -> None:
-    outputs = llm.generate(PROMPTS, [replace(GREEDY, speculation=kind) for kind in kinds])
+    outputs = llm.generate(PROMPTS, [replace(GREEDY, drafter=kind) for kind in kinds])
     for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
         assert output.token_ids == wanted, f"prompt {index} under {kind}"
 
@@ -100,7 +100,7 @@ def test_greedy_ids_in_a_batch_of_all_plans(llm: LLM, plain: list[list[int]], ga
 def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> None:
     llm.engine.policy = Heuristic(7)
     assert_plain(llm, [name] * len(PROMPTS), plain)
-    [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, speculation=name))
+    [alone] = llm.generate([PROMPTS[4]], replace(GREEDY, drafter=name))
     assert alone.token_ids == plain[4]
 
 
@@ -150,14 +150,14 @@ def test_the_cache_after_rollbacks(llm: LLM, name: str) -> None:
 def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
     llm.engine.policy = Fixed(4)
     wish = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=NEW, ignore_eos=True)
-    [want] = llm.generate([PROMPTS[3]], replace(wish, speculation="none"))
-    outputs = llm.generate([PROMPTS[3]] * len(PLANS), [replace(wish, speculation=name) for name in PLANS])
+    [want] = llm.generate([PROMPTS[3]], replace(wish, drafter="none"))
+    outputs = llm.generate([PROMPTS[3]] * len(PLANS), [replace(wish, drafter=name) for name in PLANS])
     assert [output.token_ids for output in outputs] == [want.token_ids] * len(PLANS)
 
 
 def test_what_leaves_nothing_out_is_accepted_whole(llm: LLM) -> None:
     llm.engine.policy = Fixed(4)
-    for output in llm.generate(PROMPTS, replace(GREEDY, speculation="nothing")):
+    for output in llm.generate(PROMPTS, replace(GREEDY, drafter="nothing")):
         assert output.stats.accepted == output.stats.drafted > 0
 
 
@@ -173,7 +173,7 @@ def test_the_verifying_pass_resumes_where_the_draft_left(llm: LLM, monkeypatch: 
         return forward(*args, resume=resume, **more)
 
     monkeypatch.setattr(llm.engine.target, "forward", spy)
-    outputs = llm.generate(PROMPTS[:2], [replace(GREEDY, speculation=name) for name in ("early", "ends")])
+    outputs = llm.generate(PROMPTS[:2], [replace(GREEDY, drafter=name) for name in ("early", "ends")])
     resumes = [resume for resume in seen if resume is not None]
     assert {resume.depth for resume in resumes} == {1}
     assert all(1 <= resume.known[0] <= 3 and not any(resume.known[1:]) for resume in resumes)
@@ -210,7 +210,7 @@ def test_an_early_exit_drafts_what_the_shorter_model_says(family: str, by: str, 
         patch.setattr(LayerSkip, "step", spy)
         for prompt in PROMPTS[1:5]:
             drafted.append([])
-            [output] = llm.generate([prompt], replace(GREEDY, max_new_tokens=5, speculation="late"))
+            [output] = llm.generate([prompt], replace(GREEDY, max_new_tokens=5, drafter="late"))
             text = list(prompt)
             for token in drafted[-1][:4]:
                 assert int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()) == token
@@ -235,7 +235,7 @@ def test_drafts_that_are_not_finite_harm_nothing(llm: LLM, plain: list[list[int]
 
     drafter.draft_pass = StepByStep(broken)
     try:
-        outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, speculation="nothing"), trace=True)
+        outputs = llm.generate(PROMPTS[2:4], replace(GREEDY, drafter="nothing"), trace=True)
     finally:
         drafter.draft_pass = draft_pass
     assert [output.token_ids for output in outputs] == plain[2:4]

@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import laws
 import pytest
-from forking import Case, outputs_of
-from harness import make_engine, request, run
-from tabular import Table
-from test_enumeration import TRANSFORMS as LOSSLESS
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fallback, Fixed, Policy
+from tests.exactness.test_enumeration import TRANSFORMS as LOSSLESS
+from tests.support import distributions as laws
+from tests.support.forking import Case, outputs_of
+from tests.support.harness import make_engine, request, run
+from tests.support.tabular import Table
 
 V = 3
 TARGET, DRAFT = Table(V, 1), Table(V, 2)
@@ -36,10 +36,10 @@ def defined(
     prompt: list[int],
     eos: frozenset[int] = frozenset(),
     threshold: float = 0.0,
-) -> laws.Law:
+) -> laws.Distribution:
     """The probability of every output where rounds draft `budget` tokens, up to one that the drafter gives no
     token a probability of `threshold` at, by its logits as they are. In plain Python and float64."""
-    found: laws.Law = defaultdict(float)
+    found: laws.Distribution = defaultdict(float)
     assert params.bound is not None
     uncut = SamplingParams(
         logit_bias=params.logit_bias,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import lossy_mutants
-import mutants
-import pass_mutants
-import policy_mutants
 import pytest
-import skip_mutants
-import stop_mutants
-import transform_mutants
 
-from deciding import by_definition, by_kernels
 from foredraft import kernels
-from planting import Mutant, assert_caught
+from tests.exactness import (
+    lossy_mutants,
+    mutants,
+    pass_mutants,
+    policy_mutants,
+    skip_mutants,
+    stop_mutants,
+    transform_mutants,
+)
+from tests.support.planting import Mutant, assert_caught
+from tests.support.vocab_ops_choice import by_definition, by_kernels
 
 MODULES = (
     mutants,

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import test_identity as identity
 import torch
-from harness import make_engine, request, run
-from tabular import Tabular
 from torch import Tensor
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import PLAIN, Alone, Choice, Offers, Signal
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Round
 from foredraft.decode.trace import RoundTrace
+from tests.exactness import test_identity as identity
+from tests.support.harness import make_engine, request, run
+from tests.support.tabular import Tabular
 
 V = identity.V
 MOST = 4
@@ -75,12 +75,12 @@ class Witness(Alone):
         row.sequence.policy_state.append(Asked(drafter, budget, dice.randint(0, 6), dice.randint(0, 5)))
         return Choice(drafter, budget)
 
-    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
+    def draws(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
         several = self._asked(sequences)
         self._note(several, "before", position, q, logits)
         return torch.tensor([asked is None or position < asked.leave for asked in several])
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
         several = self._asked(sequences)
         self._note(several, "after", position, q, logits)
         return torch.tensor([asked is None or position < asked.stop for asked in several])
@@ -89,7 +89,9 @@ class Witness(Alone):
         """Rows that are still reading their prompts have none."""
         return [s.policy_state[-1] if s.policy_state else None for s in sequences]
 
-    def _note(self, several: list[Asked | None], where: str, position: int, q: Law, logits: Tensor) -> None:
+    def _note(
+        self, several: list[Asked | None], where: str, position: int, q: Distribution, logits: Tensor
+    ) -> None:
         shown = zip(logits[:, 0].tolist(), q.weights(V)[:, 0].tolist(), strict=True)
         for asked, pair in zip(several, shown, strict=True):
             if asked is not None and position == len(getattr(asked, where)):

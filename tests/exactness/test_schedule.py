@@ -7,14 +7,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from harness import DRAFTERS, CheckedEngine, make_engine, request
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
-from tabular import Table, Tabular
 
 from foredraft.decode.policy import Fixed, Heuristic, Policy
 from foredraft.decode.sequence import Finish, Sequence, State
+from tests.support.harness import DRAFTERS, CheckedEngine, make_engine, request
+from tests.support.parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure
+from tests.support.tabular import Table, Tabular
 
 V, FATAL, PATIENCE = 5, 4, 9
 TARGET, DRAFT = Table(V, 51), Table(V, 52)

@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_identity as identity
 import torch
-from harness import make_engine, request, run
-from parts import Halts
 from torch import Tensor
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import Fixed
 from foredraft.decode.policy.stopping import Ends, stops_of
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.model.runner import Stops
+from foredraft.model.runner import StopThresholds
+from tests.exactness import test_identity as identity
+from tests.support.harness import make_engine, request, run
+from tests.support.parts import Halts
 
 SAMPLED: dict[str, Any] = {"acceptance": "coupled", "seed": 5, "temperature": 0.9}
 PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "sampled": SAMPLED}
@@ -64,18 +64,24 @@ class Doubly(Fixed):
     looks = True
     ends = Ends.never(3)
 
-    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> StopThresholds:
         return stops_of([self.ends] * len(sequences), 3, device)
 
-    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def draws(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         return None
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def go_on(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         return torch.ones(len(sequences), dtype=torch.bool)
 
 
 class NoneDrawn(Doubly):
-    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def draws(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         return torch.zeros(len(sequences), dtype=torch.bool)
 
 
@@ -84,7 +90,9 @@ class OneByStops(Doubly):
 
 
 class OneBySight(Doubly):
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def go_on(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         return torch.zeros(len(sequences), dtype=torch.bool)
 
 

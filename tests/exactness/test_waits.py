@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parts import StopUnsure
 
-import checkpoints
 import foredraft
-from foredraft import SamplingParams, build
-from foredraft.decode import drafting, engine, operators, past, reading, sampling
+from foredraft import SamplingParams, loading
+from foredraft.decode import drafting, engine, penalty_context, round_results, sampling, vocab_ops
 from foredraft.drafters import draft_model
 from foredraft.model import device
 from foredraft.model.runner import Runner
-from planting import Mutant, assert_caught
-from waits import Waits, counted
+from tests.support import checkpoints
+from tests.support.parts import StopUnsure
+from tests.support.planting import Mutant, assert_caught
+from tests.support.waits import Waits, counted
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((1, 3, 25, 300))]
 PARAMS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def kernels() -> Iterator[None]:
     """None, as on a GPU: the operators are PyTorch's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "HOST", ())
-        patch.setattr(build, "unserved_because", lambda *_: "for a test")
+        patch.setattr(loading, "unserved_because", lambda *_: "for a test")
         yield
 
 
@@ -88,7 +88,7 @@ def test_once_a_round(
     rounds, chunks = counts
     params = [
         SamplingParams(
-            max_new_tokens=12, ignore_eos=True, speculation=drafters[row % len(drafters)], **PARAMS[name]
+            max_new_tokens=12, ignore_eos=True, drafter=drafters[row % len(drafters)], **PARAMS[name]
         )
         for row in range(rows)
     ]
@@ -104,7 +104,7 @@ def test_once_more_for_each_draft_step_that_the_policy_may_end(
     llm: foredraft.LLM, counts: tuple[list[list[str]], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.engine, "policy", StopUnsure(4, least=0.1))
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True, speculation="draft-model")
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, drafter="draft-model")
     outputs = llm.generate(PROMPTS, params)
     assert all(output.error is None and output.stats.drafted for output in outputs)
     assert {1} < {len(found) for found in counts[0]} <= {1, 2, 3, 4}, counts[0]
@@ -175,17 +175,17 @@ EDITS: dict[str, tuple[Any, str, str]] = {
         "verdict.accepted.tolist()\n    readings = read(",
     ),
     "two reads": (
-        reading.read,
+        round_results.read,
         "several = download(tensors)",
         "several = [download([tensor])[0] for tensor in tensors]",
     ),
     "an end looked for": (
-        operators.leading,
+        vocab_ops.leading,
         "return torch",
         "int(keep.shape[1] and keep.sum())\n    return torch",
     ),
     "finite rows by a mask": (
-        sampling.law_of,
+        sampling.distribution_of,
         "probs, finite = _transformed(logits, table)",
         "probs, finite = _transformed(logits, table)\n    probs[finite]",
     ),
@@ -200,7 +200,7 @@ EDITS: dict[str, tuple[Any, str, str]] = {
         "logits = forward.logits[:, 0]\n    logits.argmax(-1).cpu()",
     ),
     "counts uploaded plainly": (
-        past.Past.of.__func__,  # type: ignore[attr-defined]
+        penalty_context.PenaltyContext.of.__func__,  # type: ignore[attr-defined]
         "upload([len(s.tokens) - len(s.prompt) for s in sequences], device)",
         "torch.tensor([len(s.tokens) - len(s.prompt) for s in sequences])",
     ),
@@ -218,7 +218,7 @@ def test_a_defect_is_caught(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch,
 
     def check() -> None:
         params = SamplingParams(
-            max_new_tokens=8, ignore_eos=True, speculation="draft-model", frequency_penalty=0.1
+            max_new_tokens=8, ignore_eos=True, drafter="draft-model", frequency_penalty=0.1
         )
         outputs = llm.generate(PROMPTS, params)
         assert all(output.error is None for output in outputs)

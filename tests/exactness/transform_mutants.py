@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import test_enumeration as enumeration
-
-from foredraft.decode import past, sampling, sequence
+from foredraft.decode import penalty_context, sampling, sequence
 from foredraft.decode.engine import Engine
-from foredraft.decode.operators import Definition
 from foredraft.decode.policy import Fixed
-from planting import Mutant
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import test_decode_sampling as unit
+from foredraft.decode.vocab_ops import TorchVocabOps
+from tests.exactness import test_enumeration as enumeration
+from tests.support.planting import Mutant
+from tests.unit import test_decode_sampling as unit
 
 
 def definition() -> None:
@@ -54,12 +48,12 @@ MUTANTS = [
         ((EDITED, "over(table.bias))", "over(table.bias * table.temperature[:, None]))"),),
         definition,
     ),
-    Mutant("min-p before temperature", ((Definition.law, LEAST, EARLY),), definition),
+    Mutant("min-p before temperature", ((TorchVocabOps.probs, LEAST, EARLY),), definition),
     Mutant(
         "typical-p before min-p",
         (
             (
-                Definition.law,
+                TorchVocabOps.probs,
                 "if by.min_p is not None:",
                 "from foredraft.decode.sampling import _typical\n"
                 "    if by.typical_p is not None:\n        probs = _typical(probs, by.typical_p[:, None, None])\n"
@@ -70,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "typical-p of a law that is not normalised after a cut",
-        ((Definition.law, "kept / total(kept), kept)", "kept, kept)"),),
+        ((TorchVocabOps.probs, "kept / total(kept), kept)", "kept, kept)"),),
         definition,
     ),
     Mutant(
@@ -82,7 +76,7 @@ MUTANTS = [
         "a tie at the top-k cut dropped",
         (
             (
-                Definition.law,
+                TorchVocabOps.probs,
                 "(x < largest.gather(-1, k - 1))",
                 "(x.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) >= k)",
             ),
@@ -112,38 +106,38 @@ MUTANTS = [
     ),
     Mutant(
         "penalties not rolled along the draft",
-        ((Engine.round, "inputs.past.along(draft.tokens)", "inputs.past.along(draft.tokens[:, :0])"),),
+        ((Engine.round, "inputs.penalty_context.along(draft.tokens)", "inputs.penalty_context.along(draft.tokens[:, :0])"),),
         pairs,
     ),
     Mutant(
         "a drafted token counted a column early",
-        ((past.Past.tally, "(0, 0, 1, 0)", "(0, 0, 0, 1)"),),
+        ((penalty_context.PenaltyContext.token_counts, "(0, 0, 1, 0)", "(0, 0, 0, 1)"),),
         definition_with_a_past,
     ),
     Mutant(
         "what was said of a drafted token forgotten",
-        ((past.Past.tally, "torch.cat([self.counts, (known * self.counts[:, None]).amax(-1)], 1)",
+        ((penalty_context.PenaltyContext.token_counts, "torch.cat([self.counts, (known * self.counts[:, None]).amax(-1)], 1)",
           "torch.cat([self.counts, torch.zeros(drafted.shape)], 1)"),),
         definition_with_a_past,
     ),
     Mutant(
-        "padding of a shorter past counted",
-        ((past.Past.of.__func__, "= values, values[0]", "= values, 1"),),
+        "padding of a shorter penalty_context counted",
+        ((penalty_context.PenaltyContext.of.__func__, "= values, values[0]", "= values, 1"),),
         bits,
     ),
     Mutant(
         "tokens that a ban took back still counted",
-        ((sequence.Sequence._roll_back, "self.tally.count(self.tokens[position], -1)", "pass"),),
+        ((sequence.Sequence._roll_back, "self.token_counts.count(self.tokens[position], -1)", "pass"),),
         bans,
     ),
     Mutant(
         "an end barred one token too long",
-        ((EDITED, "past.said(columns) < table.least", "past.said(columns) <= table.least"),),
+        ((EDITED, "penalty_context.said(columns) < table.least", "penalty_context.said(columns) <= table.least"),),
         pairs,
     ),
     Mutant(
         "an end barred by the round's first column",
-        ((EDITED, "past.said(columns) < table.least", "past.said(columns)[:, :1] < table.least"),),
+        ((EDITED, "penalty_context.said(columns) < table.least", "penalty_context.said(columns)[:, :1] < table.least"),),
         pairs,
     ),
 ]  # fmt: skip
@@ -153,7 +147,7 @@ HARMLESS = Mutant(
     "top-k after temperature",
     (
         (
-            Definition.law,
+            TorchVocabOps.probs,
             "cut = (by.top_k > 0)[:, None, None] & (x < largest.gather(-1, k - 1))",
             "scaled = (x - largest[..., :1]) / by.temperature[:, None, None]\n"
             "        cut = (by.top_k > 0)[:, None, None] & (scaled < scaled.topk(most).values.gather(-1, k - 1))",

@@ -14,10 +14,10 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints import DEFAULTS, FAMILIES, FULL, GEMMA3, LLAMA, LLAMA3_ROPE, SLIDING
 from foredraft.errors import CheckpointError
 from foredraft.model.rope import frequencies
 from foredraft.model.spec import ModelSpec, Rope
+from tests.support.checkpoints import DEFAULTS, FAMILIES, FULL, GEMMA3, LLAMA, LLAMA3_ROPE, SLIDING
 
 TOKENS = ["bos_token_id", "eos_token_id"]
 CASES = [(family, key) for family, keys in DEFAULTS.items() for key in keys + TOKENS]

@@ -7,15 +7,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import test_logits
-from test_logits import Pair
 
-from checkpoints import save_variant
 from foredraft.model import attention, decoder, families, rope, rope_config, spec, weights
 from foredraft.model.runner import packed, passes
 from foredraft.model.runner.runner import Runner
 from foredraft.model.weights import load_decoder
-from planting import Mutant, assert_caught
+from tests.parity import test_logits
+from tests.parity.test_logits import Pair
+from tests.support.checkpoints import save_variant
+from tests.support.planting import Mutant, assert_caught
 
 
 @functools.cache

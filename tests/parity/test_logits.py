@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import foredraft
-from checkpoints import FAMILIES, VARIANTS, save_variant
 from foredraft import SamplingParams
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import FAMILIES, VARIANTS, save_variant
 
 PROMPT = 300  # crosses a prefill chunk, and every sliding window of the variants many times
 TOTAL = 320
@@ -112,8 +112,8 @@ def test_drafts_past_the_trained_length(tmp_path: Path, family: str) -> None:
     expected = [greedy(pair, prompt, 110) for prompt in prompts]
     llm = foredraft.load(tmp_path, draft=tmp_path, device="cpu", max_batch=4, policy="fixed")
     assert llm.max_length == 144
-    for speculation in ("none", "lookup", "draft-model"):
-        params = SamplingParams(temperature=0, max_new_tokens=110, ignore_eos=True, speculation=speculation)
+    for drafter in ("none", "lookup", "draft-model"):
+        params = SamplingParams(temperature=0, max_new_tokens=110, ignore_eos=True, drafter=drafter)
         outputs = llm.generate([prompt[0].tolist() for prompt in prompts], params)
         assert [output.token_ids for output in outputs] == expected
 

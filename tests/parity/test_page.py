@@ -11,8 +11,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from checkpoints import ABSENT, FAMILIES, VARIANTS
 from foredraft.model.families import FAMILIES as ARCHITECTURES
+from tests.support.checkpoints import ABSENT, FAMILIES, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- the tested variants -->", "<!-- end of the tested variants -->"

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
 from foredraft.bench.bare import draft_seconds
-from foredraft.bench.contender import Setting
+from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
 from foredraft.bench.costs import measure_costs
-from foredraft.bench.field import Field
+from foredraft.bench.foredraft_contender import BigLittle, ForedraftContender
+from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
-from foredraft.bench.ours import BigLittle, Ours
 from foredraft.bench.records import DraftCost
 from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import weigh
-from foredraft.build.policies import make_policy
 from foredraft.decode.calibration import Measured
 from foredraft.decode.policy import Alone
 from foredraft.kinds import DRAFTERS, POLICIES, suits
+from foredraft.loading.policies import make_policy
+from tests.support import checkpoints
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
 TOKENS = 12
@@ -39,7 +39,7 @@ PASSES = {1: TOKENS, 3: TOKENS + 1}  # of plain decoding: the third one joins a 
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+def setting(tmp_path_factory: pytest.TempPathFactory) -> BenchContext:
     """A target that often says its end-of-text token, and a weak draft."""
     base = tmp_path_factory.mktemp("models")
     target = checkpoints.save_checkpoint(
@@ -49,21 +49,21 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     llm = foredraft.load(
         target, draft=draft, device="cpu", max_batch=3, max_length=128, max_draft=3, policy="fixed"
     )
-    return Setting(llm, target, draft, torch.float32, torch.device("cpu"), 64, max_draft=3)
+    return BenchContext(llm, target, draft, torch.float32, torch.device("cpu"), 64, max_draft=3)
 
 
 @pytest.fixture(scope="module")
-def texts(setting: Setting) -> tuple[tuple[int, ...], ...]:
-    return Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS).tokens
+def texts(setting: BenchContext) -> tuple[tuple[int, ...], ...]:
+    return ForedraftContender("plain", setting.llm, "none").run(PROMPTS, TOKENS).tokens
 
 
-def test_the_fixture_ends_texts(setting: Setting, texts: tuple[tuple[int, ...], ...]) -> None:
+def test_the_fixture_ends_texts(setting: BenchContext, texts: tuple[tuple[int, ...], ...]) -> None:
     assert all(any(token % 3 == 0 for token in text[:-1]) for text in texts)
 
 
-@pytest.mark.parametrize("speculation", ["none", "lookup", "draft-model"])
-def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation: str) -> None:
-    contender = Ours(speculation, setting.llm, speculation)
+@pytest.mark.parametrize("drafter", ["none", "lookup", "draft-model"])
+def test_ours_decodes_one_and_several(setting: BenchContext, texts: Any, drafter: str) -> None:
+    contender = ForedraftContender(drafter, setting.llm, drafter)
     for prompts, expected in ((PROMPTS, texts), (PROMPTS[:1], texts[:1])):
         start = time.perf_counter()
         timing = contender.run(prompts, TOKENS)
@@ -76,11 +76,11 @@ def test_ours_decodes_one_and_several(setting: Setting, texts: Any, speculation:
         assert timing.prefill_seconds + timing.decode_seconds < wall
         assert timing.passes is not None
         assert timing.stats.rounds / len(prompts) <= timing.passes <= timing.stats.rounds
-        assert timing.passes == PASSES[len(prompts)] or speculation != "none"
-        assert timing.stats.drafted > 0 or speculation != "draft-model"
+        assert timing.passes == PASSES[len(prompts)] or drafter != "none"
+        assert timing.stats.drafted > 0 or drafter != "draft-model"
 
 
-def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: Setting, texts: Any) -> None:
+def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: BenchContext, texts: Any) -> None:
     """By its defaults, and with an endless bound, where everything drafted stands."""
     policy = setting.llm.engine.policy
     bild: Any = CONTENDERS["bild"].make(setting.llm, replace(setting, max_draft=None))
@@ -98,11 +98,11 @@ def test_big_little_is_lossy_and_leaves_the_others_their_policy(setting: Setting
     )
     assert timing.tokens != texts
     assert setting.llm.engine.policy is policy
-    assert Ours("draft-model", setting.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
+    assert ForedraftContender("draft-model", setting.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
 
 
 def test_clocks_run_while_prompts_are_read_and_rounds_last(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every prefill pass takes a second and every forward of a round ten, on a clock of our own."""
     now = 0.0
@@ -120,7 +120,7 @@ def test_clocks_run_while_prompts_are_read_and_rounds_last(
     monkeypatch.setattr(target, "prefill", advance(prefill, 1.0))
     monkeypatch.setattr(target, "forward", advance(forward, 10.0))
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
-    contender = Ours("plain", setting.llm, "none")
+    contender = ForedraftContender("plain", setting.llm, "none")
     alone = contender.run(PROMPTS[:1], TOKENS)
     assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
     all_three = contender.run(PROMPTS, TOKENS)
@@ -131,7 +131,7 @@ def test_clocks_run_while_prompts_are_read_and_rounds_last(
 
 
 def test_a_prompt_that_a_drafter_reads_late_is_no_decoding(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it reads of the answer is: every token takes it a second, on a clock of our own."""
     now = 0.0
@@ -152,12 +152,14 @@ def test_a_prompt_that_a_drafter_reads_late_is_no_decoding(
 
     monkeypatch.setattr(drafter, "read", slow)
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
-    timing = Ours("draft-model", setting.llm, "draft-model", decides=Late()).run(PROMPTS[:1], TOKENS)
+    timing = ForedraftContender("draft-model", setting.llm, "draft-model", decides=Late()).run(
+        PROMPTS[:1], TOKENS
+    )
     assert (timing.prefill_seconds, timing.decode_seconds) == (len(PROMPTS[0]), 2)
 
 
 def test_parts_of_a_round_are_the_drafters_and_the_targets(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
     engine = setting.llm.engine
@@ -173,13 +175,13 @@ def test_parts_of_a_round_are_the_drafters_and_the_targets(
     monkeypatch.setattr(drafter, "draft", lambda *_: None)  # so that its steps come one by one
     monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
     with parted(engine) as parts:
-        timing = Ours("draft-model", setting.llm, "draft-model").run(PROMPTS[:1], TOKENS)
+        timing = ForedraftContender("draft-model", setting.llm, "draft-model").run(PROMPTS[:1], TOKENS)
     assert timing.stats is not None
     assert parts.draft == timing.stats.drafted == timing.decode_seconds
     assert parts.verify == 0
 
 
-def test_the_engine_is_left_as_it_was(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_left_as_it_was(setting: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = setting.llm.engine
 
     def methods() -> list[Any]:
@@ -194,36 +196,36 @@ def test_the_engine_is_left_as_it_was(setting: Setting, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(setting.llm, "generate", broken)
         with pytest.raises(RequestError), parted(engine):
-            Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS)
+            ForedraftContender("plain", setting.llm, "none").run(PROMPTS, TOKENS)
     assert all(map(inspect.ismethod, methods()))  # and no function that wraps one
 
 
-def test_a_request_that_fails_is_no_run(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_is_no_run(setting: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any, **named: Any) -> Any:
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(setting.llm.engine.target, "forward", broken)
     with pytest.raises(RequestError, match="plain: RuntimeError: out of order"):
-        Ours("plain", setting.llm, "none").run(PROMPTS, TOKENS)
+        ForedraftContender("plain", setting.llm, "none").run(PROMPTS, TOKENS)
 
 
-def test_the_coupled_rule_has_one_text_a_prompt_and_fresh_noise_many(setting: Setting) -> None:
+def test_the_coupled_rule_has_one_text_a_prompt_and_fresh_noise_many(setting: BenchContext) -> None:
     coupled = [
-        Ours(name, setting.llm, name, temperature=1.0, coupled=True).run(PROMPTS, TOKENS).tokens
+        ForedraftContender(name, setting.llm, name, temperature=1.0, coupled=True).run(PROMPTS, TOKENS).tokens
         for name in ("none", "draft-model", "none")
     ]
     assert coupled[0] == coupled[1] == coupled[2]
-    free = Ours("none", setting.llm, "none", temperature=1.0)
+    free = ForedraftContender("none", setting.llm, "none", temperature=1.0)
     assert len({free.run(PROMPTS, TOKENS).tokens for _ in range(3)}) == 3
 
 
 @pytest.fixture(scope="module")
-def models(setting: Setting) -> hugging_face.Checkpoints:
+def models(setting: BenchContext) -> hugging_face.Checkpoints:
     return hugging_face.Checkpoints(setting)
 
 
 @pytest.mark.parametrize("way", [hugging_face.plain, hugging_face.assisted, hugging_face.prompt_lookup])
-def test_transformers_says_the_same(setting: Setting, models: Any, texts: Any, way: Any) -> None:
+def test_transformers_says_the_same(setting: BenchContext, models: Any, texts: Any, way: Any) -> None:
     contender = way(models, setting)
     for prompts, expected in ((PROMPTS[:1], texts[:1]), (PROMPTS[1:2], texts[1:2])):
         timing = contender.run(prompts, TOKENS)
@@ -235,14 +237,14 @@ def test_transformers_says_the_same(setting: Setting, models: Any, texts: Any, w
     assert contender.batches == (None if contender.name == "transformers" else (1,))
 
 
-def test_transformers_takes_several_prompts(setting: Setting, models: Any, texts: Any) -> None:
+def test_transformers_takes_several_prompts(setting: BenchContext, models: Any, texts: Any) -> None:
     timing = hugging_face.plain(models, setting).run(PROMPTS, TOKENS)
     assert timing.tokens == texts
     assert timing.decoded == 3 * (TOKENS - 1) and timing.passes == TOKENS - 1
 
 
 def test_transformers_notes_where_its_first_token_ends(
-    setting: Setting, models: Any, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
     forward = models.target.forward
@@ -258,15 +260,15 @@ def test_transformers_notes_where_its_first_token_ends(
     assert (timing.prefill_seconds, timing.decode_seconds) == (100.0, TOKENS - 1.0)
 
 
-def test_transformers_samples_without_cuts(setting: Setting, models: Any) -> None:
-    warm = Setting(
+def test_transformers_samples_without_cuts(setting: BenchContext, models: Any) -> None:
+    warm = BenchContext(
         setting.llm, setting.target, None, torch.float32, torch.device("cpu"), 64, temperature=50.0
     )
     timing = hugging_face.plain(models, warm).run(PROMPTS[:1] * 200, 2)
     assert len({text[0] for text in timing.tokens}) > 50  # nearly uniform over 384: the library cuts at 50
 
 
-def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
+def test_costs_are_of_every_width_and_drafter(setting: BenchContext) -> None:
     made = measure_costs(setting.llm, 1, 40, 3, 1e-3, repeats=2)
     assert [cost.rows for cost in made.verifying] == [1, 2, 3, 4, 8, 16, 32]
     assert made.verifying[0].v == 1 and all(cost.seconds.count == 2 for cost in made.verifying)
@@ -278,7 +280,7 @@ def test_costs_are_of_every_width_and_drafter(setting: Setting) -> None:
     assert [cost.rows for cost in two.verifying] == [1, 2, 3, 4] and two.bandwidth_share is None
 
 
-def test_costs_are_in_plain_steps(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_in_plain_steps(setting: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock of our own: a target's forward takes 9 and 1 more a row; 5 more after another width, as the
     caches are left then, and 3 more after a draft, whose weights took the place of its own. A draft's step
     takes 1, but 4 after the target. So a round of 3 takes 6 + 16, and a verifying pass 13; a round of 1 takes
@@ -372,11 +374,11 @@ def test_who_can_follow_which_policy() -> None:
     }
 
 
-def test_drafters_take_part_under_several_policies(setting: Setting, texts: Any) -> None:
+def test_drafters_take_part_under_several_policies(setting: BenchContext, texts: Any) -> None:
     """On one loaded engine, whose own policy is as before after every run."""
     engine = setting.llm.engine
     own = engine.policy
-    field = Field()
+    field = LineUp()
     names = ("plain", "lookup", "draft-model", "bild")
     field.enter(setting, names, Memory(setting.device), 7, wanted=names)
     others = [name for name in POLICIES if name != own.name]
@@ -411,7 +413,7 @@ def test_drafters_take_part_under_several_policies(setting: Setting, texts: Any)
 
 
 def test_a_policy_that_weighs_costs_measures_them_once_for_all_who_have_it(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target: Any = setting.llm.engine.target
     policy = make_policy("auto", {}, 3, target)
@@ -425,14 +427,14 @@ def test_a_policy_that_weighs_costs_measures_them_once_for_all_who_have_it(
     monkeypatch.setattr(Measured, "take", take)
     monkeypatch.setattr("foredraft.decode.calibration.RARE", 1e12)
     for drafter in ("lookup", "draft-model", "lookup"):
-        Ours(drafter, setting.llm, drafter).under(policy).run(PROMPTS[:1], TOKENS)
+        ForedraftContender(drafter, setting.llm, drafter).under(policy).run(PROMPTS[:1], TOKENS)
     assert told == [3]
     made: Any = policy
     assert made.table.drafts["draft-model"] == {1: (0.0, 0.0)}
 
 
-def test_a_policy_that_nobody_can_follow_is_refused(setting: Setting) -> None:
-    field = Field()
+def test_a_policy_that_nobody_can_follow_is_refused(setting: BenchContext) -> None:
+    field = LineUp()
     field.enter(setting, ("plain", "lookup"), Memory(setting.device), 7)
     with pytest.raises(ConfigError, match="policies is 'confidence', but none of the methods can follow"):
         field.under(setting, ("confidence",))
@@ -441,20 +443,20 @@ def test_a_policy_that_nobody_can_follow_is_refused(setting: Setting) -> None:
 
 
 def test_who_cannot_follow_the_policy_that_is_loaded_is_left_out(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent(monkeypatch, "transformers", "llama-cpp-python")
     target: Any = setting.llm.engine.target
     with wrapped(setting.llm.engine, "policy", make_policy("confidence", {}, 3, target)):
         with pytest.raises(ConfigError, match="lookup cannot follow policy='confidence'; give another"):
-            Field().enter(setting, ("lookup",), Memory(setting.device), 0, wanted=("lookup",))
-        field = Field()
+            LineUp().enter(setting, ("lookup",), Memory(setting.device), 0, wanted=("lookup",))
+        field = LineUp()
         field.enter(setting, chosen(None), Memory(setting.device), 0)
     assert [one.name for one in field.contenders] == ["plain", "draft-model"]
     assert "left out: lookup cannot follow policy='confidence'; give another" in field.notes
 
 
-def test_a_policy_is_made_anew_only_for_who_drafts_less_far(setting: Setting) -> None:
+def test_a_policy_is_made_anew_only_for_who_drafts_less_far(setting: BenchContext) -> None:
     """With the numbers that were given for it."""
     target: Any = setting.llm.engine.target
     settings = {"threshold": 0.3}
@@ -479,14 +481,14 @@ def absent(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 
 def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent(monkeypatch, "transformers", "llama-cpp-python")
     with pytest.raises(
         ConfigError, match="'transformers-lookup', but transformers is not installed; pip install"
     ):
         chosen(("transformers-lookup",))
-    field = Field()
+    field = LineUp()
     field.enter(setting, chosen(None), Memory(setting.device), 7)
     assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
     assert field.loaded == {"plain": 7, "lookup": 7, "draft-model": 7}
@@ -495,16 +497,16 @@ def test_one_that_is_not_installed_is_an_error_only_if_asked_for(
     assert field.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 
 
-def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_draft_says_so(setting: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "llama-cpp-python")
     alone = foredraft.load(setting.target, device="cpu", max_batch=1, max_length=64)
-    without = Setting(alone, setting.target, None, torch.float32, torch.device("cpu"), 64)
+    without = BenchContext(alone, setting.target, None, torch.float32, torch.device("cpu"), 64)
     for name in ("draft-model", "retokenize", "bild", "transformers-assisted"):
         with pytest.raises(ConfigError, match=f"{name} needs a draft model"):
-            Field().enter(without, (name,), Memory(setting.device), 0, wanted=(name,))
+            LineUp().enter(without, (name,), Memory(setting.device), 0, wanted=(name,))
     with pytest.raises(ConfigError, match="bild needs a draft model"):
-        Field().enter(without, ("lookup", "bild"), Memory(setting.device), 0, wanted=("all", "bild"))
-    field = Field()
+        LineUp().enter(without, ("lookup", "bild"), Memory(setting.device), 0, wanted=("all", "bild"))
+    field = LineUp()
     field.enter(without, chosen(("all",)), Memory(setting.device), 0, wanted=("all",))
     assert [one.name for one in field.contenders] == [
         "plain", "lookup", "auto", "transformers", "transformers-lookup"
@@ -512,25 +514,25 @@ def test_what_needs_a_draft_says_so(setting: Setting, monkeypatch: pytest.Monkey
 
 
 def test_a_peer_that_cannot_load_this_model_leaves_the_others(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(setting: Setting) -> Any:
+    def broken(setting: BenchContext) -> Any:
         raise KeyError("rope")
 
     monkeypatch.setitem(PROGRAMS, "transformers", contenders.Program(broken))
     absent(monkeypatch, "llama-cpp-python")
-    field = Field()
+    field = LineUp()
     field.enter(setting, chosen(None), Memory(setting.device), 0)
     assert [one.name for one in field.contenders] == ["plain", "lookup", "draft-model"]
     assert "left out: transformers cannot load this model (KeyError: 'rope')" in field.notes
 
 
 def test_a_peer_whose_copy_of_the_weights_does_not_fit_is_not_loaded(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foredraft.bench.field.free_memory", lambda device: 2**10, raising=False)
+    monkeypatch.setattr("foredraft.bench.lineup.free_memory", lambda device: 2**10, raising=False)
     monkeypatch.setattr(hugging_face, "Checkpoints", lambda setting: pytest.fail("it was loaded"))
-    found = Field()
+    found = LineUp()
     found.enter(setting, ("plain", "transformers"), Memory(setting.device), 0)
     assert [contender.name for contender in found.contenders] == ["plain"]
     [note] = found.notes

@@ -12,16 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foredraft
-from checkpoints import save_checkpoint
 from foredraft import LLM, SamplingParams
-from foredraft.bench.contender import Setting
+from foredraft.bench.contender import BenchContext
 from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.llama_cpp import LlamaCpp
 from foredraft.errors import ConfigError
+from tests.support.checkpoints import save_checkpoint
 
 gguf = pytest.importorskip("gguf")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from shape import random_checkpoint  # noqa: E402
 
 LLAMA3 = {
@@ -58,9 +57,9 @@ def values(reader: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {tensor.name: tensor.data for tensor in reader.tensors}
 
 
-def setting(folder: Path, llm: Any = None, **keys: Any) -> Setting:
+def setting(folder: Path, llm: Any = None, **keys: Any) -> BenchContext:
     common: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "positions": 256}
-    return Setting(llm, folder, None, **{**common, **keys})
+    return BenchContext(llm, folder, None, **{**common, **keys})
 
 
 class TestFile:
@@ -188,7 +187,7 @@ class TestContender:
 
     @staticmethod
     def plain(llm: LLM, prompt: list[int], count: int) -> tuple[int, ...]:
-        params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, speculation="none")
+        params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, drafter="none")
         return tuple(llm.generate([prompt], params)[0].token_ids)
 
     @pytest.mark.parametrize("model", MODELS)

@@ -452,9 +452,9 @@ class TestSelfContained:
 
 def test_without_matplotlib_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "foredraft.bench.drawing")
+    monkeypatch.delitem(sys.modules, "foredraft.bench.charts")
     with pytest.raises(
         ConfigError, match=r"the HTML report needs matplotlib, .*foredraft\[bench\]"
     ) as caught:
-        importlib.import_module("foredraft.bench.drawing")
+        importlib.import_module("foredraft.bench.charts")
     assert "\n" not in str(caught.value)

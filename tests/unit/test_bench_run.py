@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-import checkpoints
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine
 from foredraft.bench.contender import Timing
 from foredraft.bench.costs import Meter
+from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.hugging_face import Generate
 from foredraft.bench.options import Options
-from foredraft.bench.ours import Ours
 from foredraft.bench.prediction import ceiling
 from foredraft.bench.records import Cost, Costs, Report, Spread
 from foredraft.bench.run import bench
 from foredraft.bench.timing import wrapped
 from foredraft.bench.workload import Workload
 from foredraft.decode.stats import Stats
-from foredraft.drafters.plans import PlanFile, model_hash, write_plan
+from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan
+from tests.support import checkpoints
 
 OURS = ("plain", "lookup", "draft-model")
 TEXTS = Workload("texts", ("def accept", "Viktor", "the target checks all"))
@@ -85,13 +85,13 @@ def test_the_demo_pair() -> None:
 
 def test_contenders_take_turns(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int, int]] = []
-    run = Ours.run
+    run = ForedraftContender.run
 
-    def noted(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def noted(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         order.append((self.name, len(prompts), prompts[0][1]))
         return run(self, prompts, new_tokens)
 
-    monkeypatch.setattr(Ours, "run", noted)
+    monkeypatch.setattr(ForedraftContender, "run", noted)
     bench([TEXTS], Options(methods=("lookup",), new_tokens=2, repeats=3), **pair)
     texts, warm, runs, parts = order[:3], order[3:5], order[5:23], order[23:]
     assert [name for name, _, _ in texts] == ["plain"] * 3
@@ -103,15 +103,15 @@ def test_contenders_take_turns(pair: dict[str, Any], monkeypatch: pytest.MonkeyP
 
 
 def test_a_wrong_token_is_told(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Ours.run
+    run = ForedraftContender.run
 
-    def altering(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def altering(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         timing = run(self, prompts, new_tokens)
         if self.name == "plain":
             return timing
         return replace(timing, tokens=tuple((*ids[:2], ids[2] ^ 1, *ids[3:]) for ids in timing.tokens))
 
-    monkeypatch.setattr(Ours, "run", altering)
+    monkeypatch.setattr(ForedraftContender, "run", altering)
     report = bench([TEXTS], Options(methods=("lookup",), new_tokens=4, repeats=1), **pair)
     plain, lookup = (row.exactness for row in report.rows)
     assert plain is not None and plain.holds is True
@@ -232,15 +232,15 @@ def test_a_peer_that_fails_is_left_out_unless_asked_for(
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ctrl-C in the run after so many."""
     left: list[int] = []
-    run = Ours.run
+    run = ForedraftContender.run
 
-    def interrupting(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def interrupting(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         return run(self, prompts, new_tokens)
 
-    monkeypatch.setattr(Ours, "run", interrupting)
+    monkeypatch.setattr(ForedraftContender, "run", interrupting)
     return left
 
 
@@ -286,9 +286,9 @@ def test_as_many_are_decoded_side_by_side_as_it_says(
 ) -> None:
     """More than a CPU gets rows for unless asked."""
     seen: list[int] = []
-    run = Ours.run
+    run = ForedraftContender.run
 
-    def looking(self: Ours, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def looking(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         round = self.llm.engine.round
 
         def counted() -> Any:
@@ -298,7 +298,7 @@ def test_as_many_are_decoded_side_by_side_as_it_says(
         with wrapped(self.llm.engine, "round", counted):
             return run(self, prompts, new_tokens)
 
-    monkeypatch.setattr(Ours, "run", looking)
+    monkeypatch.setattr(ForedraftContender, "run", looking)
     report = bench([TEXTS], Options(methods=("plain",), new_tokens=16, repeats=1, batch=(12,)), **pair)
     assert max(seen) == 12 and report.rows[0].batch == 12
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import bild
+import pytest
 import workload
 
 QUICK = (

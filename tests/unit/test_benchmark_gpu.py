@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import gpu
 import gpu_stages
 import peer
+import pytest
 import random_model
 import timing
+import torch
 import workload
 
 from foredraft.bench import machine as bench_machine

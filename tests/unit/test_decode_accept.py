@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.accept import Rollback, accept, bild, coupled, speculative
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, no_draft
-from foredraft.decode.law import Law
 from foredraft.decode.noise import COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
 
 
@@ -36,7 +36,9 @@ def keys(rows: int, count: int, first: int = 5) -> NoiseKeys:
 
 def draft(tokens: list[list[int]], lengths: list[int], q: list[list[list[float]]] | None = None) -> Draft:
     ids = torch.tensor(tokens)
-    return Draft(ids, torch.tensor(lengths), Law(ids=ids) if q is None else Law(torch.tensor(q)))
+    return Draft(
+        ids, torch.tensor(lengths), Distribution(ids=ids) if q is None else Distribution(torch.tensor(q))
+    )
 
 
 P = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]
@@ -47,14 +49,17 @@ def test_a_coin_below_p_over_q_keeps_the_token() -> None:
     below, above = 0.2 / 0.6 - 1e-6, 0.2 / 0.6 + 1e-6
     for coin, kept in ((below, 1), (above, 0)):
         verdict = speculative(
-            draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), Coins([[coin, 0.999999, 0]])
+            draft([[2, 1]], [2], [Q]),
+            Distribution(torch.tensor([P])),
+            keys(1, 3),
+            Coins([[coin, 0.999999, 0]]),
         )  # type: ignore[arg-type]
         assert verdict.accepted.tolist() == [2 * kept]  # p(1) > q(1): no coin rejects the second
 
 
 def test_the_correction_comes_from_the_residual_of_the_first_rejection() -> None:
     noise = Coins([[0.999, 0.5, 0.5]])
-    verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
+    verdict = speculative(draft([[2, 1]], [2], [Q]), Distribution(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
     ((weights, asked, purpose),) = noise.asked
     torch.testing.assert_close(weights[0, 0], torch.tensor([0.3, 0.1, 0.0]))
     assert purpose == RESIDUAL
@@ -64,7 +69,7 @@ def test_the_correction_comes_from_the_residual_of_the_first_rejection() -> None
 
 def test_the_bonus_token_comes_from_p_itself() -> None:
     noise = Coins([[0.0, 0.0, 0.0]])
-    verdict = speculative(draft([[2, 1]], [2], [Q]), Law(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
+    verdict = speculative(draft([[2, 1]], [2], [Q]), Distribution(torch.tensor([P])), keys(1, 3), noise)  # type: ignore[arg-type]
     ((weights, asked, purpose),) = noise.asked
     assert verdict.accepted.tolist() == [2]
     assert weights[0, 0].tolist() == pytest.approx(P[2])
@@ -76,7 +81,7 @@ def test_an_impossible_token_is_rejected_whatever_the_coin() -> None:
     for q in ([[[1.0, 0.0, 0.0]]], [[[1e-38, 0.5, 0.5]]], [[[0.0, 0.5, 0.5]]], None):
         verdict = speculative(
             draft([[0]], [1], q),
-            Law(torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])),
+            Distribution(torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])),
             keys(1, 2),
             Coins([[0.0, 0.0]]),  # type: ignore[arg-type]
         )
@@ -86,17 +91,17 @@ def test_an_impossible_token_is_rejected_whatever_the_coin() -> None:
 
 def test_padding_is_never_accepted() -> None:
     """Row 0 drafted one token, row 1 none; padding is token 0, which p likes best."""
-    p = Law(torch.tensor([[[0.9, 0.05, 0.05]] * 3] * 2))
+    p = Distribution(torch.tensor([[[0.9, 0.05, 0.05]] * 3] * 2))
     for q in (None, [[[1.0, 0.0, 0.0]] * 2] * 2, [[[0.0, 0.5, 0.5]] * 2] * 2):
         made = draft([[0, 0], [0, 0]], [1, 0], q)
         assert speculative(made, p, keys(2, 3), Coins([[0.0] * 3] * 2)).accepted.tolist() == [1, 0]  # type: ignore[arg-type]
         assert coupled(
-            made, Law(ids=torch.zeros(2, 3, dtype=torch.int64)), keys(2, 3), Noise()
+            made, Distribution(ids=torch.zeros(2, 3, dtype=torch.int64)), keys(2, 3), Noise()
         ).accepted.tolist() == [1, 0]
 
 
 def test_nothing_after_a_rejection_is_accepted() -> None:
-    p = Law(torch.tensor([[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]]))
+    p = Distribution(torch.tensor([[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]]))
     verdict = speculative(draft([[0, 0, 0]], [3]), p, keys(1, 4), Coins([[0.5] * 4]))  # type: ignore[arg-type]
     assert verdict.accepted.tolist() == [0]
 
@@ -109,8 +114,8 @@ def test_a_residual_that_rounds_to_zero_falls_back_to_p() -> None:
     assert float(q[0]) > up > 0.5
     noise = Coins([[1 - 2**-53, 0.0]])
     verdict = speculative(
-        Draft(torch.tensor([[0]]), torch.tensor([1]), Law(q.view(1, 1, 3))),
-        Law(p.expand(1, 2, 3)),
+        Draft(torch.tensor([[0]]), torch.tensor([1]), Distribution(q.view(1, 1, 3))),
+        Distribution(p.expand(1, 2, 3)),
         keys(1, 2),
         noise,  # type: ignore[arg-type]
     )
@@ -121,7 +126,7 @@ def test_a_residual_that_rounds_to_zero_falls_back_to_p() -> None:
 def test_the_residual_holds_no_token_that_p_does_not() -> None:
     """Exactly zero stays exactly zero: an epsilon would make impossible tokens possible."""
     noise = Coins([[0.999999, 0.0]])
-    p = Law(torch.tensor([[[0.4, 0.6, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]]))
+    p = Distribution(torch.tensor([[[0.4, 0.6, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]]))
     speculative(draft([[0]], [1], [[[0.8, 0.1, 0.1, 0.0]]]), p, keys(1, 2), noise)  # type: ignore[arg-type]
     weights = noise.asked[0][0][0, 0]
     assert weights[[0, 2, 3]].tolist() == [0.0, 0.0, 0.0]
@@ -129,7 +134,7 @@ def test_the_residual_holds_no_token_that_p_does_not() -> None:
 
 
 def test_no_draft_is_a_plain_step() -> None:
-    p = Law(torch.tensor([[P[0]], [P[2]]]))
+    p = Distribution(torch.tensor([[P[0]], [P[2]]]))
     nothing = no_draft(2, torch.device("cpu"))
     for rule in (speculative, coupled):
         verdict = rule(nothing, p, keys(2, 1), Noise())
@@ -140,7 +145,7 @@ def test_no_draft_is_a_plain_step() -> None:
 
 
 def test_coupled_keeps_what_it_would_have_said() -> None:
-    p, noise = Law(torch.tensor([P])), Noise()
+    p, noise = Distribution(torch.tensor([P])), Noise()
     y = noise.pick(torch.tensor([P]), keys(1, 3), COUPLED)[0].tolist()
     for wrong in range(3):
         tokens = [*y[:wrong], *[(t + 1) % 3 for t in y[wrong:2]]]
@@ -150,7 +155,7 @@ def test_coupled_keeps_what_it_would_have_said() -> None:
 
 
 def test_each_row_goes_by_its_own_rule() -> None:
-    p = Law(torch.tensor([P, P, P, P]))
+    p = Distribution(torch.tensor([P, P, P, P]))
     made = draft([[2, 1]] * 4, [2, 1, 2, 0], [Q] * 4)
     noise = Noise()
     wanted = [False, True, True, False]
@@ -164,14 +169,14 @@ def test_each_row_goes_by_its_own_rule() -> None:
         assert torch.equal(same.next_token, apart[which].next_token)
 
 
-def rollback(judge: Law, bounds: list[float]) -> Rollback:
+def rollback(judge: Distribution, bounds: list[float]) -> Rollback:
     bound = torch.tensor(bounds)
     return Rollback(judge, bound, ~bound.isnan(), not bound.isnan().any())
 
 
 def test_a_drafted_token_stands_up_to_the_bound() -> None:
     """-log p of the two drafted tokens: 1.609 and 0.511; padding is token 0, which p would let stand."""
-    p = Law(torch.tensor([P]))
+    p = Distribution(torch.tensor([P]))
     for limit, kept in ((1.62, 2), (1.60, 0), (float(-torch.tensor(0.2).log()), 2), (math.inf, 2), (0.0, 0)):
         noise = Coins([[0.0] * 3])
         verdict = bild(draft([[2, 1]], [2], [Q]), p, keys(1, 3), noise, rollback(p, [limit]))  # type: ignore[arg-type]
@@ -180,24 +185,24 @@ def test_a_drafted_token_stands_up_to_the_bound() -> None:
         assert weights[0, 0].tolist() == pytest.approx(P[kept]), "the target's own law, and no residual"
         assert torch.equal(asked.bits(purpose), keys(1, 3).bits(ROLLBACK)[:, kept : kept + 1])
     assert bild(draft([[0, 0]], [1]), p, keys(1, 3), Noise(), rollback(p, [9.0])).accepted.tolist() == [1]
-    ruled_out = Law(torch.tensor([[[0.0, 0.7, 0.3]] * 2]))
+    ruled_out = Distribution(torch.tensor([[[0.0, 0.7, 0.3]] * 2]))
     verdict = bild(draft([[0]], [1]), ruled_out, keys(1, 2), Noise(), rollback(ruled_out, [math.inf]))
     assert verdict.accepted.tolist() == [0]
 
 
 def test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from() -> None:
     """The judge says how surprising a token is, and p, which is certain, what follows."""
-    p = Law(ids=torch.tensor([[0, 1, 2]]))
-    verdict = bild(draft([[2, 2]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [1.62]))
+    p = Distribution(ids=torch.tensor([[0, 1, 2]]))
+    verdict = bild(draft([[2, 2]], [2]), p, None, Noise(), rollback(Distribution(torch.tensor([P])), [1.62]))
     assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([2], [2])
-    verdict = bild(draft([[2, 0]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [1.62]))
+    verdict = bild(draft([[2, 0]], [2]), p, None, Noise(), rollback(Distribution(torch.tensor([P])), [1.62]))
     assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([1], [1])
-    own = bild(draft([[0, 1]], [2]), p, None, Noise(), rollback(Law(torch.tensor([P])), [0.0]))
+    own = bild(draft([[0, 1]], [2]), p, None, Noise(), rollback(Distribution(torch.tensor([P])), [0.0]))
     assert own.accepted.tolist() == [2], "what it would say itself surprises it, and stands"
 
 
 def test_lossy_rows_and_lossless_ones_go_by_their_own_rules() -> None:
-    p, noise = Law(torch.tensor([P] * 3)), Noise()
+    p, noise = Distribution(torch.tensor([P] * 3)), Noise()
     made = draft([[2, 1]] * 3, [2, 1, 2], [Q] * 3)
     lossy = rollback(p, [1.62, math.nan, math.nan])
     mixed = accept(made, p, keys(3, 3), noise, [False, False, True], lossy)
@@ -215,7 +220,7 @@ def test_greedy_rows_ask_for_no_noise() -> None:
 
         pick = coin
 
-    p = Law(ids=torch.tensor([[1, 2, 0], [1, 2, 0], [1, 2, 0]]))
+    p = Distribution(ids=torch.tensor([[1, 2, 0], [1, 2, 0], [1, 2, 0]]))
     made = draft([[1, 2], [1, 0], [0, 2]], [2, 2, 2])
     for is_coupled in ([False] * 3, [True] * 3, [True, False, True]):
         verdict = accept(made, p, keys(3, 3), Silent(), is_coupled)  # type: ignore[arg-type]

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 import foredraft
-from caches import dense
-from checkpoints import save_checkpoint, save_pair
 from foredraft import SamplingParams
 from foredraft.decode import calibration, rehearsal
 from foredraft.decode import engine as engine_module
@@ -25,6 +23,8 @@ from foredraft.decode.policy.ledger import SHARE
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigError, RequestError
+from tests.support.caches import dense
+from tests.support.checkpoints import save_checkpoint, save_pair
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 
@@ -161,7 +161,7 @@ def test_tables_change_between_requests_only(
     llm.generate([[5, 6]] * 3, GREEDY)
     assert made == [1, 1, 1, 4]
     policy.ledger.spent += 1e15
-    llm.generate([[5, 6]], llm.params(speculation="none", max_new_tokens=4))
+    llm.generate([[5, 6]], llm.params(drafter="none", max_new_tokens=4))
     assert made == [1, 1, 1, 4], "nobody drafts"
     llm.generate([[5, 6]], GREEDY)
     assert made == [1, 1, 1, 4, 1]
@@ -208,14 +208,14 @@ def test_rounds_draw_as_requests_do(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, draws: bool
 ) -> None:
     laws: list[bool] = []
-    made = engine_module.law_of
+    made = engine_module.distribution_of
 
     def watched(*given: Any) -> Any:
         law, finite = made(*given)
-        laws.append(law.all_certain)
+        laws.append(law.all_one_hot)
         return law, finite
 
-    monkeypatch.setattr(engine_module, "law_of", watched)
+    monkeypatch.setattr(engine_module, "distribution_of", watched)
     assert measure(loaded(folders).engine, 2, 5, draws=draws) is not None
     assert set(laws) == {not draws}
 
@@ -456,13 +456,13 @@ def test_auto_says_what_plain_decoding_says(folders: tuple[Path, Path], drafter:
     eager(llm)
     prompts = [[5 + (i * n) % 90 for i in range(20 + 9 * n)] for n in range(1, 5)]
     plain = llm.generate(
-        prompts, llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, speculation="none")
+        prompts, llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, drafter="none")
     )
     outputs = llm.generate(prompts, GREEDY, trace=True)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert sum(o.stats.drafted for o in outputs) > 0
     seeded = SamplingParams(seed=3, max_new_tokens=30)
-    without = SamplingParams(seed=3, max_new_tokens=30, speculation="none", acceptance="coupled")
+    without = SamplingParams(seed=3, max_new_tokens=30, drafter="none", acceptance="coupled")
     assert [o.token_ids for o in llm.generate(prompts, seeded)] == [
         o.token_ids for o in llm.generate(prompts, without)
     ]
@@ -476,7 +476,7 @@ def test_nobody_asks_a_policy_where_nobody_may_draft(
     asked: list[int] = []
     choose = policy.choose
     monkeypatch.setattr(policy, "choose", lambda rows: asked.append(len(rows)) or choose(rows))
-    plain = llm.params(temperature=0, max_new_tokens=8, ignore_eos=True, speculation="none")
+    plain = llm.params(temperature=0, max_new_tokens=8, ignore_eos=True, drafter="none")
     llm.generate([[5, 6]], plain)
     assert not asked
     llm.generate([[5, 6], [7, 8]], [GREEDY, plain])
@@ -523,7 +523,7 @@ def test_a_policy_hears_what_a_lookup_has_and_how_sure_it_is(folders: tuple[Path
 
     policy.choose = watched  # type: ignore[method-assign]
     prompt = [5, 6, 7, 8, 9] * 3
-    llm.generate([prompt], replace(GREEDY, speculation="lookup"))
+    llm.generate([prompt], replace(GREEDY, drafter="lookup"))
     assert heard[0] == ({"lookup": 5}, {"lookup": 0.85})
 
 
@@ -555,7 +555,7 @@ def test_of_a_long_prompt_a_new_draft_model_reads_the_end(folders: tuple[Path, P
     assert begun[0] == 0 and set(begun[1:]) == {290 - 1 - 128}
     assert max(found.stats.lengths) and any(count > 2 for count in map(len, drafts))
     policy.choose, llm.engine._verify = choose, verify  # type: ignore[method-assign]
-    plainly = replace(options, speculation="none")
+    plainly = replace(options, drafter="none")
     assert llm.generate([prompt], plainly)[0].token_ids == found.token_ids
     first = next(draft for draft in drafts if draft)
     (after_its_end,) = llm.generate([prompt[161:]], replace(plainly, max_new_tokens=len(first)))
@@ -612,7 +612,7 @@ def test_a_request_without_drafts_is_not_held_up_by_others(folders: tuple[Path, 
         return choose(rows)
 
     policy.choose = watched  # type: ignore[method-assign]
-    plain = llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, speculation="none")
+    plain = llm.params(temperature=0, max_new_tokens=40, ignore_eos=True, drafter="none")
     outputs = llm.generate([[5, 6, 7], [8, 9, 10]], [GREEDY, plain])
     account = held_up[-1].policy_state.account
     assert outputs[0].stats.drafted > outputs[0].stats.accepted * 0.9 > 0
@@ -644,4 +644,4 @@ def test_auto_is_refused_where_nothing_chooses(folders: tuple[Path, Path]) -> No
     with pytest.raises(
         RequestError, match="'auto', but policy 'fixed' cannot choose; load with policy='auto'"
     ):
-        llm.generate([[5]], SamplingParams(speculation="auto"))
+        llm.generate([[5]], SamplingParams(drafter="auto"))

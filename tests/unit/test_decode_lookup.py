@@ -17,7 +17,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.lookup import SURE, Lookup, NGramIndex
-from planting import Mutant, assert_caught
+from tests.support.planting import Mutant, assert_caught
 
 tokens = st.lists(st.integers(0, 2), max_size=25)
 

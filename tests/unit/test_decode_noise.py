@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chi2, kstest
 
 from foredraft.decode.noise import ACCEPT, COUPLED, DRAFT, RESIDUAL, Noise, NoiseKeys, seed_key
-from foredraft.decode.operators import Definition
+from foredraft.decode.vocab_ops import TorchVocabOps
 
 NOISE = Noise()
 
@@ -118,7 +118,7 @@ def test_columns_are_the_keys_at_them() -> None:
 
 def test_a_zero_uniform_wins_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """unit = 0 makes an infinite race: that token is drawn if it is possible at all."""
-    monkeypatch.setattr(Definition, "units", lambda _, key: torch.zeros_like(key, dtype=torch.float64))
+    monkeypatch.setattr(TorchVocabOps, "uniform", lambda _, key: torch.zeros_like(key, dtype=torch.float64))
     assert NOISE.pick(torch.tensor([[[0.0, 0.2, 0.8]]]), keys([0]), DRAFT).item() == 1
 
 

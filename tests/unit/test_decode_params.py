@@ -33,7 +33,7 @@ WRONG: dict[str, list[Any]] = {
     "prompt_logprobs": [-1, False],
     "acceptance": ["both", 1],
     "rollback": [-0.1, math.nan, "1", True, 3.0],
-    "speculation": [True, 3],
+    "drafter": [True, 3],
 }
 
 
@@ -68,11 +68,11 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 
 def test_the_bound_that_is_not_given_makes_way() -> None:
     own = SamplingParams(min_new_tokens=10, max_new_tokens=400)
-    assert own.but(max_new_tokens=0).min_new_tokens == 0
-    assert own.but(min_new_tokens=500).max_new_tokens == 500
-    assert own.but(min_new_tokens=20) == SamplingParams(min_new_tokens=20, max_new_tokens=400)
+    assert own.replace(max_new_tokens=0).min_new_tokens == 0
+    assert own.replace(min_new_tokens=500).max_new_tokens == 500
+    assert own.replace(min_new_tokens=20) == SamplingParams(min_new_tokens=20, max_new_tokens=400)
     with pytest.raises(RequestError, match="min_new_tokens is 5 but max_new_tokens is 4"):
-        own.but(min_new_tokens=5, max_new_tokens=4)
+        own.replace(min_new_tokens=5, max_new_tokens=4)
 
 
 def test_what_stands() -> None:
@@ -111,5 +111,5 @@ def test_only_the_lossy_rule_has_a_bound() -> None:
 def test_what_is_certain_is_judged_at_temperature_1() -> None:
     greedy = SamplingParams(temperature=0, top_k=1, top_p=0.5, presence_penalty=1, acceptance="bild")
     assert greedy.judged == SamplingParams(temperature=1, presence_penalty=1, acceptance="bild")
-    for own in (greedy.but(temperature=0.5), greedy.but(acceptance=None)):
+    for own in (greedy.replace(temperature=0.5), greedy.replace(acceptance=None)):
         assert own.judged is own

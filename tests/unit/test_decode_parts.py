@@ -151,7 +151,7 @@ def test_rows_are_a_prefix_and_the_last_one_moves() -> None:
     several = [sequence(number=i) for i in range(3)]
     for one in several:
         rows.add(one)
-        one.proven = True
+        one.cache_finite = True
     for cache in caches:
         cache.lengths[:3] = [2, 3, 4]
     rows.remove(several[0])
@@ -173,7 +173,7 @@ def test_a_row_of_unproven_values_is_zeroed_by_who_leaves_it(leaver: bool, mover
     for one in several:
         rows.add(one)
     cache.lengths = [2, 3, 4]
-    several[0].proven, several[2].proven = leaver, mover
+    several[0].cache_finite, several[2].cache_finite = leaver, mover
     rows.remove(several[0])
     zeroed = [("zero", 0)] * (not leaver), [("zero", 2)] * (not mover)
     assert cache.done == [*zeroed[0], ("copy", 2, 0, 4), *zeroed[1]]
@@ -227,7 +227,7 @@ def test_siblings_wait_for_the_prompt() -> None:
         plan.submit(one)
     assert plan.admit() == []
     assert [s.state for s in (first, second)] == [State.PREFILLING, State.WAITING]
-    first.state, first.proven = State.RUNNING, True
+    first.state, first.cache_finite = State.RUNNING, True
     assert plan.admit() == [second, third]
     assert plan.leave(first, Finish.EOS) is None, "the next in line is no sibling"
     assert plan.admit() == []
@@ -241,7 +241,7 @@ def test_a_sibling_takes_over_unless_the_row_is_broken() -> None:
         plan.submit(first)
         plan.submit(second)
         plan.admit()
-        first.state, first.proven = State.RUNNING, heir
+        first.state, first.cache_finite = State.RUNNING, heir
         assert plan.leave(first, finish) is (second if heir else None)
         assert second.state is (State.RUNNING if heir else State.WAITING)
     plan = scheduler(1)

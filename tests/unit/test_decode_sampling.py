@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,14 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.past import Past
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.penalty_context import PenaltyContext
+from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.sequence import Origin, Sequence
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
-import laws
+from tests.support import distributions as laws
 
 CPU = torch.device("cpu")
 V = 7
@@ -97,7 +93,7 @@ def logits(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_a_law_is_the_definition(params: dict[str, Any]) -> None:
     x = logits(1, 20, V)
-    law, finite = law_of(x, table(params))
+    law, finite = distribution_of(x, table(params))
     assert finite.all()
     weights = law.weights(V)
     assert weights.dtype == torch.float32
@@ -113,7 +109,7 @@ def test_masks_come_before_every_cut() -> None:
     x, masks = logits(1, 20, V), torch.rand(1, 20, V, generator=torch.Generator().manual_seed(1)) < 0.6
     masks[..., 2] = True
     for params in PARAMS:
-        weights = law_of(x, table(params), masks)[0].weights(V)
+        weights = distribution_of(x, table(params), masks)[0].weights(V)
         for t in range(20):
             want = laws.transformed(x[0, t].tolist(), SamplingParams(**params), masks[0, t].tolist())
             assert weights[0, t].tolist() == pytest.approx(want, abs=2e-6)
@@ -122,17 +118,19 @@ def test_masks_come_before_every_cut() -> None:
 def test_what_was_said_and_drafted_counts() -> None:
     """Every column of a verifying pass, and every step of a draft, knows all that comes before it."""
     texts, drafted = rolled(PAST)
-    past = Past.of(texts, CPU)
-    assert past is not None
+    penalty_context = PenaltyContext.of(texts, CPU)
+    assert penalty_context is not None
     x, own = logits(len(PAST), 5, V, seed=7), table(*PAST)
-    together = law_of(x, own, past=past.along(drafted))[0].weights(V)
+    together = distribution_of(x, own, penalty_context=penalty_context.along(drafted))[0].weights(V)
     for row, (text, params) in enumerate(zip(texts, PAST, strict=True)):
         for t in range(5):
             new = [*text.new_ids, *drafted[row, :t].tolist()]
             want = laws.transformed(x[row, t].tolist(), SamplingParams(**params), None, text.prompt, new, EOS)
             assert together[row, t].tolist() == pytest.approx(want, abs=2e-6), (params, t)
     for t in range(5):
-        step = law_of(x[:, t : t + 1], own, past=past.along(drafted[:, :t], ahead=t))[0].weights(V)
+        step = distribution_of(
+            x[:, t : t + 1], own, penalty_context=penalty_context.along(drafted[:, :t], ahead=t)
+        )[0].weights(V)
         assert torch.equal(step[:, 0], together[:, t]), "bit for bit, or the draft is judged by another law"
 
 
@@ -142,9 +140,9 @@ def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> Non
     x = logits(len(params), 5, V, seed=seed)
 
     def law(rows: slice) -> torch.Tensor:
-        past = Past.of(texts[rows], CPU)
-        along = None if past is None else past.along(drafted[rows])
-        return law_of(x[rows], table(*params[rows]), past=along)[0].weights(V)
+        penalty_context = PenaltyContext.of(texts[rows], CPU)
+        along = None if penalty_context is None else penalty_context.along(drafted[rows])
+        return distribution_of(x[rows], table(*params[rows]), penalty_context=along)[0].weights(V)
 
     together = law(slice(None))
     for row in range(len(params)):
@@ -154,28 +152,28 @@ def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> Non
 def test_a_rollback_leaves_no_trace_in_the_tally() -> None:
     (text,), _ = rolled([{"frequency_penalty": 1.0}])
 
-    def tally() -> dict[int, tuple[float, bool]]:
-        made = text.tally
+    def token_counts() -> dict[int, tuple[float, bool]]:
+        made = text.token_counts
         assert made is not None
         rows = zip(made.ids.tolist(), made.counts.tolist(), made.prompted.tolist(), strict=True)
         return {token: (count, prompted) for token, count, prompted in rows if count or prompted}
 
-    before = tally()
+    before = token_counts()
     many = [5, 5, text.prompt[0], *range(100, 200)]
     text.extend(many, [Origin.TARGET] * len(many), [])
-    assert tally()[5] == (2, False) and tally()[199] == (1, False)
+    assert token_counts()[5] == (2, False) and token_counts()[199] == (1, False)
     text._roll_back(0)
-    assert tally() == before
+    assert token_counts() == before
 
 
 def test_the_logits_are_left_as_they_are() -> None:
     """Log-probabilities of the model's own are read from them afterwards."""
     texts, drafted = rolled(PAST)
-    past = Past.of(texts, CPU)
-    assert past is not None
+    penalty_context = PenaltyContext.of(texts, CPU)
+    assert penalty_context is not None
     x = logits(len(PAST), 5, V)
     kept = x.clone()
-    law_of(x, table(*PAST), torch.rand(x.shape) < 0.7, past.along(drafted))
+    distribution_of(x, table(*PAST), torch.rand(x.shape) < 0.7, penalty_context.along(drafted))
     assert torch.equal(x, kept)
 
 
@@ -207,7 +205,7 @@ def test_a_law_is_that_of_transformers(params: dict[str, Any]) -> None:
         warpers.append(TypicalLogitsWarper(p.typical_p))
     x = logits(1, 50, V, seed=3)  # no ties: transformers drops some at a top-p cut
     want = warpers(torch.zeros(50, 1, dtype=torch.int64), x[0].clone()).softmax(-1)
-    torch.testing.assert_close(law_of(x, table(params))[0].weights(V)[0], want, atol=2e-6, rtol=0)
+    torch.testing.assert_close(distribution_of(x, table(params))[0].weights(V)[0], want, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.4])
@@ -215,10 +213,14 @@ def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     texts, _ = rolled([{"repetition_penalty": penalty}] * 6)
-    past = Past.of(texts, CPU)
-    assert past is not None
+    penalty_context = PenaltyContext.of(texts, CPU)
+    assert penalty_context is not None
     x = logits(6, 1, V)
-    got = law_of(x, table(*[{"repetition_penalty": penalty}] * 6), past=past.along(torch.zeros(6, 0).long()))
+    got = distribution_of(
+        x,
+        table(*[{"repetition_penalty": penalty}] * 6),
+        penalty_context=penalty_context.along(torch.zeros(6, 0).long()),
+    )
     for row, text in enumerate(texts):
         want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text.tokens]), x[row].clone())
         torch.testing.assert_close(got[0].weights(V)[row], want.softmax(-1), atol=2e-6, rtol=0)
@@ -227,26 +229,28 @@ def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_ties_at_a_cut_are_kept() -> None:
     x = torch.tensor([[[1.0, 3.0, 2.0, 2.0, 0.0, 2.0, -1.0]]])
     for params in ({"top_k": 2}, {"top_p": 0.6}):
-        weights = law_of(x, table(params))[0].weights(V)[0, 0]
+        weights = distribution_of(x, table(params))[0].weights(V)[0, 0]
         assert (weights > 0).tolist() == [False, True, True, True, False, True, False], params
-    weights = law_of(x, table({"typical_p": 0.2}))[0].weights(V)[0, 0]  # the three 2.0 are the most typical
+    weights = distribution_of(x, table({"typical_p": 0.2}))[0].weights(V)[
+        0, 0
+    ]  # the three 2.0 are the most typical
     assert (weights > 0).tolist() == [False, False, True, True, False, True, False]
 
 
 def test_greedy_ties_go_to_the_smallest_id() -> None:
     x = torch.tensor([[[0.0, 5.0, 5.0, 1.0]]])
-    law, _ = law_of(x, table({"temperature": 0}))
+    law, _ = distribution_of(x, table({"temperature": 0}))
     assert law.ids is not None
     assert law.ids.tolist() == [[1]]
-    law, _ = law_of(x, table({}), argmax=True)
+    law, _ = distribution_of(x, table({}), argmax=True)
     assert law.probs is None
 
 
 def test_mixed_rows_are_each_their_own() -> None:
     x = logits(len(PARAMS), 4, V)
-    together = law_of(x, table(*PARAMS))[0].weights(V)
+    together = distribution_of(x, table(*PARAMS))[0].weights(V)
     for row, params in enumerate(PARAMS):
-        alone = law_of(x[row : row + 1], table(params))[0].weights(V)
+        alone = distribution_of(x[row : row + 1], table(params))[0].weights(V)
         assert torch.equal(together[row : row + 1], alone), params
 
 
@@ -254,9 +258,9 @@ def test_mixed_rows_are_each_their_own() -> None:
 def test_a_rows_bits_do_not_depend_on_its_batch(params: list[dict[str, Any]], seed: int) -> None:
     """Seeded text must not depend on the load."""
     x = logits(len(params), 3, 33, seed=seed)
-    together = law_of(x, table(*params))[0].weights(33)
+    together = distribution_of(x, table(*params))[0].weights(33)
     for row, own in enumerate(params):
-        alone = law_of(x[row : row + 1], table(own))[0].weights(33)
+        alone = distribution_of(x[row : row + 1], table(own))[0].weights(33)
         assert torch.equal(together[row : row + 1], alone)
 
 
@@ -265,19 +269,21 @@ def test_no_temperature_is_too_extreme(temperature: float) -> None:
     x = torch.tensor([[[1.0, 2.0, -math.inf, 2.0]]])
     masks = torch.tensor([[[True, True, True, False]]])
     want = [0.0, 1.0, 0.0, 0.0] if temperature < 1 else [0.5, 0.5, 0.0, 0.0]
-    law, finite = law_of(x, table({"temperature": temperature}), masks)
+    law, finite = distribution_of(x, table({"temperature": temperature}), masks)
     assert finite.all()
     assert law.weights(4)[0, 0].tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-45, 1e-9])
 def test_a_tiny_top_p_keeps_the_first(top_p: float) -> None:
-    weights = law_of(logits(1, 5, V), table({"top_p": top_p}))[0].weights(V)
+    weights = distribution_of(logits(1, 5, V), table({"top_p": top_p}))[0].weights(V)
     assert torch.equal(weights.amax(-1), torch.ones(1, 5))
 
 
 def test_huge_logits_do_not_overflow() -> None:
-    weights = law_of(torch.tensor([[[3e38, -3e38, 3e38]]]), table({"temperature": 0.1}))[0].weights(3)
+    weights = distribution_of(torch.tensor([[[3e38, -3e38, 3e38]]]), table({"temperature": 0.1}))[0].weights(
+        3
+    )
     assert weights[0, 0].tolist() == [0.5, 0.0, 0.5]
 
 
@@ -285,25 +291,25 @@ def test_huge_logits_do_not_overflow() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_broken_row_harms_no_other(params: dict[str, Any], bad: float) -> None:
     x = logits(3, 2, V)
-    want = law_of(x, table(*[params] * 3))[0].weights(V)
+    want = distribution_of(x, table(*[params] * 3))[0].weights(V)
     x[1, 1, 4] = bad
-    law, finite = law_of(x, table(*[params] * 3))
+    law, finite = distribution_of(x, table(*[params] * 3))
     assert finite.tolist() == [[True, True], [True, False], [True, True]]
     weights = law.weights(V)
     assert torch.equal(weights[[0, 2]], want[[0, 2]])
     assert torch.equal(weights[1, 0], want[1, 0])
     all_bad = torch.full((1, 1, V), math.nan)
-    assert not law_of(all_bad, table(params))[1].any()
+    assert not distribution_of(all_bad, table(params))[1].any()
 
 
 def test_a_mask_that_allows_nothing_is_not_finite() -> None:
-    _, finite = law_of(logits(1, 1, V), table({}), torch.zeros(1, 1, V, dtype=torch.bool))
+    _, finite = distribution_of(logits(1, 1, V), table({}), torch.zeros(1, 1, V, dtype=torch.bool))
     assert not finite.any()
 
 
 def test_a_law_mixes_its_two_representations() -> None:
     probs = torch.tensor([[[0.2, 0.3, 0.5]], [[1.0, 0.0, 0.0]]])
-    law = Law(probs, torch.tensor([[0], [2]]), torch.tensor([False, True]))
+    law = Distribution(probs, torch.tensor([[0], [2]]), torch.tensor([False, True]))
     assert law.at(torch.tensor([[1], [2]])).tolist() == [[pytest.approx(0.3)], [1.0]]
     assert law.at(torch.tensor([[1], [0]]))[1].tolist() == [0.0]
     assert law.weights(3)[1].tolist() == [[0.0, 0.0, 1.0]]
@@ -311,8 +317,8 @@ def test_a_law_mixes_its_two_representations() -> None:
 
 
 def test_a_residual_is_p_less_q_or_p() -> None:
-    p = Law(torch.tensor([[[0.5, 0.2, 0.3]], [[0.5, 0.2, 0.3]], [[0.5, 0.5, 0.0]]]))
-    q = Law(torch.tensor([[[0.1, 0.6, 0.3]], [[0.1, 0.6, 0.3]], [[0.5, 0.5, 0.0]]]))
+    p = Distribution(torch.tensor([[[0.5, 0.2, 0.3]], [[0.5, 0.2, 0.3]], [[0.5, 0.5, 0.0]]]))
+    q = Distribution(torch.tensor([[[0.1, 0.6, 0.3]], [[0.1, 0.6, 0.3]], [[0.5, 0.5, 0.0]]]))
     left = p.minus(q, torch.tensor([True, False, True])).weights(3)
     assert left[0, 0].tolist() == [pytest.approx(0.4), 0.0, 0.0]
     assert torch.equal(left[1], p.weights(3)[1])
@@ -327,8 +333,8 @@ def test_a_position_has_the_same_law_alone_and_among_others(params: dict[str, An
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together, _ = law_of(logits, all_)
-        alone = [[law_of(logits[b : b + 1, t : t + 1], one)[0] for t in range(5)] for b in range(3)]
+        together, _ = distribution_of(logits, all_)
+        alone = [[distribution_of(logits[b : b + 1, t : t + 1], one)[0] for t in range(5)] for b in range(3)]
     finally:
         torch.set_num_threads(threads)
     assert together.probs is not None

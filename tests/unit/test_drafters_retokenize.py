@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import alphabets
-import checkpoints
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.byte_codec import ByteCodec
 from foredraft.drafters.retokenize import Retokenize
-from foredraft.drafters.spelling import Spelling
-from planting import Mutant, assert_caught
-from prophet import TRUTH, Prophet
+from tests.support import alphabets, checkpoints
+from tests.support.planting import Mutant, assert_caught
+from tests.support.prophet import TRUTH, Prophet
 
 TOKENIZERS = {name: alphabets.make(name) for name in alphabets.KINDS}
-SPELLINGS = {name: Spelling(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+SPELLINGS = {name: ByteCodec(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 PAIRS = [pair for pair in itertools.product(SPELLINGS, SPELLINGS) if pair[0] != pair[1]]
 BUDGET = 4
 
@@ -34,7 +33,7 @@ def drafter_of(pair: tuple[str, str], rows: int = 2, positions: int = 10_000, **
 
 def sequence_of(id: int, tokens: list[int]) -> Sequence:
     made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafter="retokenize")
-    made.proven = True
+    made.cache_finite = True
     return made
 
 
@@ -219,7 +218,7 @@ def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) ->
     drafter.join(heir)
     assert ask(drafter, heir) != []
     # a pass that broke off may have left anything
-    heir.proven = False
+    heir.cache_finite = False
     drafter.leave(heir)
     assert prophet.zeroed == [row] * 4
     assert prophet.rows[row] == []
@@ -261,11 +260,11 @@ def test_the_text_is_the_targets_own(models: Path, pair: tuple[str, str]) -> Non
     wishes = [
         SamplingParams(temperature=0, max_new_tokens=40),
         SamplingParams(max_new_tokens=30, seed=4),
-        SamplingParams(temperature=0, max_new_tokens=40, speculation="lookup"),
+        SamplingParams(temperature=0, max_new_tokens=40, drafter="lookup"),
         SamplingParams(temperature=0, max_new_tokens=40),
     ]
     plain = alone.generate(
-        PROMPTS, [SamplingParams(**{**_fields(w), "speculation": "none"}) for w in wishes], n=2
+        PROMPTS, [SamplingParams(**{**_fields(w), "drafter": "none"}) for w in wishes], n=2
     )
     drafted = llm.generate(PROMPTS, wishes, n=2)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
@@ -289,7 +288,7 @@ DEFECTS: list[tuple[str, Any, str, str]] = [
     ("the window again", RETOKENIZE._spelled, "return ids[at:]", "return ids"),
     ("held bytes said twice", RETOKENIZE._guess, "said[len(held) :]", "said"),
     ("whatever the held bytes are", RETOKENIZE._guess, "not said.startswith(held)", "False"),
-    ("any bytes", Spelling.spell, "kept = self._agreeing(ids, data)", "kept = ids"),
+    ("any bytes", ByteCodec.spell, "kept = self._agreeing(ids, data)", "kept = ids"),
     ("what was not read is in the row", RETOKENIZE._continue, "*said[row][:-1]]", "*said[row]]"),
     ("a rotten row is passed on", RETOKENIZE.leave, "if seat.faults or not sequence.proven:", "if False:"),
     ("no end of positions", RETOKENIZE._turn, "self.positions - len(tokens))", "99)"),

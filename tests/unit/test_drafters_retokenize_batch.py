@@ -9,19 +9,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-import alphabets
-import checkpoints
 import foredraft
-from caches import poison
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.byte_codec import ByteCodec
 from foredraft.drafters.retokenize import Retokenize
-from foredraft.drafters.spelling import Spelling
-from planting import Mutant, assert_caught
-from prophet import TRUTH, Babbler, Prophet
+from tests.support import alphabets, checkpoints
+from tests.support.caches import poison
+from tests.support.planting import Mutant, assert_caught
+from tests.support.prophet import TRUTH, Babbler, Prophet
 
 TARGET, DRAFT = alphabets.make("byte-level"), alphabets.make("sentencepiece")
-TEXT, SAID = Spelling(TARGET), Spelling(DRAFT)
+TEXT, SAID = ByteCodec(TARGET), ByteCodec(DRAFT)
 IDS = [1, *TEXT.encode(TRUTH)]
 ROWS = 4
 
@@ -32,7 +31,7 @@ def drafter_of(runner: Any, rows: int, positions: int = 90) -> Any:
 
 def sequence_of(id: int, tokens: list[int]) -> Sequence:
     made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafter="retokenize")
-    made.proven = True
+    made.cache_finite = True
     return made
 
 

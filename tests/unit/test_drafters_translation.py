@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import alphabets
-from checkpoints import TEXT
-from foredraft.drafters.spelling import Spelling
+from foredraft.drafters.byte_codec import ByteCodec
 from foredraft.drafters.translation import LONG, Translation, _cut
 from foredraft.model.tokenizer import Tokenizer
-from planting import Mutant, assert_caught
+from tests.support import alphabets
+from tests.support.checkpoints import TEXT
+from tests.support.planting import Mutant, assert_caught
 
-SPELLINGS = {name: Spelling(alphabets.make(name)) for name in alphabets.KINDS}
+SPELLINGS = {name: ByteCodec(alphabets.make(name)) for name in alphabets.KINDS}
 PAIRS = [pair for pair in itertools.product(SPELLINGS, SPELLINGS) if pair[0] != pair[1]]
 PROSE = (
     TEXT * 3 + "no spaces at all: " + "長" * 700 + " and\n\n   then  some.  " + TEXT[:90].replace(" ", "  ")
@@ -96,10 +96,10 @@ def test_chunks_are_cut_as_the_whole_text_would_be(pair: tuple[str, str]) -> Non
 def test_special_tokens_go_over_under_their_names() -> None:
     inner = alphabets.byte_level()
     inner.add_special_tokens(["<user>", "<tool>"])
-    source = Spelling(Tokenizer(inner))
+    source = ByteCodec(Tokenizer(inner))
     other = alphabets.sentencepiece()
     other.add_special_tokens(["<user>"])
-    reader = Spelling(Tokenizer(other))
+    reader = ByteCodec(Tokenizer(other))
     user, tool = inner.token_to_id("<user>"), inner.token_to_id("<tool>")
     made = Translation(source, reader)
     made.extend([1, user, *source.encode("Hello <user>"), tool, *source.encode("there"), 2, user])

@@ -10,15 +10,14 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-import alphabets
-import checkpoints
 import foredraft
 from foredraft import SamplingParams
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
 from foredraft.model.tokenizer import Tokenizer
-from planting import Mutant, assert_caught
+from tests.support import alphabets, checkpoints
+from tests.support.planting import Mutant, assert_caught
 
 CPU = torch.device("cpu")
 INNER = checkpoints.tiny_tokenizer()
@@ -133,7 +132,7 @@ def test_the_law_is_over_the_ids_that_both_have() -> None:
     assert columns.shape == (1, 7)
     assert columns[0, [0, 2, 3, 4]].tolist() == [2.0, 1.0, 0.5, -1.0]
     for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.6, temperature=3e38)):
-        law, finite = law_of(columns[:, None], SamplingTable.of([params], CPU))
+        law, finite = distribution_of(columns[:, None], SamplingTable.of([params], CPU))
         q = law.weights(7)[0, 0]
         assert finite.all()
         assert q[[1, 5, 6]].tolist() == [0, 0, 0], "what the draft lacks is never drafted"

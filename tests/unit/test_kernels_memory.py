@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from foredraft import kernels
-from foredraft.kernels import loading
+from foredraft.kernels import compilation
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 PROGRAM = Path(__file__).parents[1] / "kernels_memory.c"
 WATCHED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-FLAGS = ("-O1", "-g", "-fopenmp", "-Wno-psabi", f"-I{loading.HERE}")
+FLAGS = ("-O1", "-g", "-fopenmp", "-Wno-psabi", f"-I{compilation.HERE}")
 CPUS = ("-march=native", "-march=x86-64")  # the widest tiles, and what other CPUs compile
 
 
 def compiled(source: Path, program: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [*(loading.compiler() or ()), *flags, str(source), "-o", str(program), "-lm"]
+    command = [*(compilation.compiler() or ()), *flags, str(source), "-o", str(program), "-lm"]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -13,9 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from caches import dense
-from checkpoints import save_checkpoint
-from compiling import plant, stand_in
 from foredraft import kernels
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
@@ -23,6 +20,9 @@ from foredraft.model.runner import Resume, Runner, unserved_because
 from foredraft.model.runner.native import check
 from foredraft.model.runner.native.linear import NativeLinear, arrange
 from foredraft.model.weights import load_decoder
+from tests.support.caches import dense
+from tests.support.checkpoints import save_checkpoint
+from tests.support.compiling import plant, stand_in
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
-from foredraft.decode import reading
+from foredraft.decode import round_results
 from foredraft.decode.policy import TargetConfidence
 from foredraft.llm.interrupts import Interrupts
+from tests.support import checkpoints
 
-PLAIN = SamplingParams(temperature=0, max_new_tokens=24, speculation="none")
+PLAIN = SamplingParams(temperature=0, max_new_tokens=24, drafter="none")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_outputs_are_prompt_major_and_complete(llm: foredraft.LLM) -> None:
 def test_a_fresh_seed_is_reported_and_repeats_the_text(llm: foredraft.LLM) -> None:
     first = llm.generate("def", SamplingParams(max_new_tokens=12, acceptance="coupled"))[0]
     again = llm.generate("def", SamplingParams(max_new_tokens=12, seed=first.seed))[0]
-    plain = llm.generate("def", SamplingParams(max_new_tokens=12, seed=first.seed, speculation="none"))[0]
+    plain = llm.generate("def", SamplingParams(max_new_tokens=12, seed=first.seed, drafter="none"))[0]
     assert first.token_ids == again.token_ids == plain.token_ids
 
 
@@ -147,10 +147,8 @@ def test_threads_share_one_batch(llm: foredraft.LLM) -> None:
     assert [found[i] for i in range(6)] == alone
 
 
-@pytest.mark.parametrize("speculation", ["none", "draft-model"])
-def test_five_thousand_samples_of_a_prompt_forward_it_once(
-    folders: tuple[Path, Path], speculation: str
-) -> None:
+@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+def test_five_thousand_samples_of_a_prompt_forward_it_once(folders: tuple[Path, Path], drafter: str) -> None:
     """Siblings come in waves of `max_batch` rows; each forwards its own rounds, none the prompt."""
     target, draft = folders
     llm = foredraft.load(
@@ -160,13 +158,13 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(
     drafter: Any = llm.engine.drafters["draft-model"]
     runners: list[Any] = [llm.engine.target, drafter.draft_pass.runner]
     before = [runner.forwarded for runner in runners]
-    params = SamplingParams(max_new_tokens=2, ignore_eos=True, speculation=speculation)
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, drafter=drafter)
     outputs = llm.generate(prompt, params, n=5000)
     forwarded = [runner.forwarded - was for runner, was in zip(runners, before, strict=True)]
     assert len(outputs) == 5000
     assert all(len(o.token_ids) == 2 for o in outputs)
     columns = sum(o.stats.rounds + o.stats.drafted for o in outputs)
-    if speculation == "none":
+    if drafter == "none":
         assert forwarded == [300 + 5000 * 2, 0]
     else:
         assert forwarded == [300 + columns, 300 + 5000], "one drafted token each, for one more is the last"
@@ -394,25 +392,25 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
 def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
     texts = {}
     for name in (None, "none", "lookup", "draft-model"):
-        params = SamplingParams(temperature=0, max_new_tokens=24, speculation=name)
+        params = SamplingParams(temperature=0, max_new_tokens=24, drafter=name)
         texts[name] = llm.generate("def accept(draft, p, q):", params)[0]
     assert len({tuple(o.token_ids) for o in texts.values()}) == 1
     assert texts["none"].stats.drafted == 0 < texts["lookup"].stats.drafted
     assert texts[None].stats.drafted == texts["draft-model"].stats.drafted > 0
     with pytest.raises(RequestError, match="'kangaroo'.*none, lookup, draft-model"):
-        llm.generate("x", SamplingParams(speculation="kangaroo"))
+        llm.generate("x", SamplingParams(drafter="kangaroo"))
 
 
 def test_plain_requests_do_not_pay_for_what_a_policy_wants(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    certainty = reading.certainty
-    monkeypatch.setattr(reading, "certainty", lambda *about: asked.append(0) or certainty(*about))
+    certainty = round_results.certainty
+    monkeypatch.setattr(round_results, "certainty", lambda *about: asked.append(0) or certainty(*about))
     monkeypatch.setattr(llm.engine, "policy", TargetConfidence(4))
-    for speculation in ("none", "draft-model"):
+    for drafter in ("none", "draft-model"):
         assert not asked
-        params = SamplingParams(temperature=0, max_new_tokens=8, speculation=speculation)
+        params = SamplingParams(temperature=0, max_new_tokens=8, drafter=drafter)
         (output,) = llm.generate([5, 6], params)
         assert output.error is None
     assert asked

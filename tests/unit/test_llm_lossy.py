@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import checkpoints
 import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
+from tests.support import checkpoints
 
 STRICT = SamplingParams(temperature=0, max_new_tokens=24, logprobs=0)
-LOSSY = STRICT.but(acceptance="bild", rollback=6.0)
+LOSSY = STRICT.replace(acceptance="bild", rollback=6.0)
 PROMPT = "def accept"
 
 
@@ -31,10 +31,10 @@ def llm(folder: Path) -> foredraft.LLM:
 
 def test_lossless_requests_in_a_lossy_batch_keep_every_bit(llm: foredraft.LLM) -> None:
     seeded = SamplingParams(seed=3, max_new_tokens=24, logprobs=0)
-    several = [STRICT, LOSSY, seeded, LOSSY.but(temperature=1.0, seed=5)]
+    several = [STRICT, LOSSY, seeded, LOSSY.replace(temperature=1.0, seed=5)]
     together = llm.generate([PROMPT] * 4, several)
     for output, own in zip(together, several, strict=True):
-        [alone] = llm.generate(PROMPT, own.but(speculation="none"))
+        [alone] = llm.generate(PROMPT, own.replace(drafter="none"))
         assert alone.lossless and alone.deterministic, "nobody drafts, so there is nothing to let stand"
         assert output.lossless is output.deterministic is (own.bound is None)
         if output.lossless:
@@ -60,9 +60,9 @@ def test_what_stands_is_up_to_the_bound_and_the_rest_is_the_targets(llm: foredra
 
 
 def test_siblings_of_a_lossy_request_are_independent(llm: foredraft.LLM) -> None:
-    outputs = llm.generate(PROMPT, LOSSY.but(temperature=1.0, seed=1), n=3)
+    outputs = llm.generate(PROMPT, LOSSY.replace(temperature=1.0, seed=1), n=3)
     assert len({tuple(output.token_ids) for output in outputs}) == 3
-    again = llm.generate(PROMPT, LOSSY.but(temperature=1.0, seed=1), n=3)
+    again = llm.generate(PROMPT, LOSSY.replace(temperature=1.0, seed=1), n=3)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
 
 
@@ -91,9 +91,9 @@ def test_a_request_names_nobody_whom_the_policy_would_not_ask(folder: Path) -> N
     llm = foredraft.load(
         folder / "big", draft=folder / "small", policy="confidence", device="cpu", max_batch=2
     )
-    fits, never = (STRICT.but(speculation=name) for name in ("draft-model", "lookup"))
+    fits, never = (STRICT.replace(drafter=name) for name in ("draft-model", "lookup"))
     message = (
-        "^speculation names 'lookup', which is never unsure, so that policy 'confidence' would not be asked;"
+        "^drafter names 'lookup', which is never unsure, so that policy 'confidence' would not be asked;"
         " give one of none, draft-model, or load with another policy$"
     )
     with pytest.raises(RequestError, match=message):
@@ -112,10 +112,10 @@ def test_a_request_names_nobody_whom_the_policy_would_not_ask(folder: Path) -> N
 def test_auto_is_a_policy_that_can_choose(folder: Path) -> None:
     llm = foredraft.load(folder / "big", draft=folder / "small", policy="fallback", device="cpu", max_batch=1)
     message = (
-        "speculation is 'auto', but policy 'fallback' cannot choose; load with policy='auto', or give one of"
+        "drafter is 'auto', but policy 'fallback' cannot choose; load with policy='auto', or give one of"
     )
     with pytest.raises(RequestError, match=f"{message} none, draft-model$"):
-        llm.generate(PROMPT, STRICT.but(speculation="auto"))
+        llm.generate(PROMPT, STRICT.replace(drafter="auto"))
 
 
 def test_the_thresholds_are_settings(folder: Path) -> None:

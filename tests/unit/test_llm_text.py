@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoints
 import foredraft
 from foredraft import RequestError, SamplingParams, demo
-from foredraft.decode import prompt_scores, reading, scores
+from foredraft.decode import prompt_scores, round_results, scores
 from foredraft.decode.sequence import Sequence
-from planting import Mutant, assert_caught
+from tests.support import checkpoints
+from tests.support.planting import Mutant, assert_caught
 
 DRAFTERS = ["none", "lookup", "draft-model"]
 PROMPT = "def accept(draft, p, q):"
@@ -45,7 +45,7 @@ def greedy(llm: foredraft.LLM, **options: Any) -> foredraft.Output:
 @pytest.mark.parametrize("include", [False, True])
 def test_all_ends_where_a_stop_string_is_complete(llm: foredraft.LLM, drafter: str, include: bool) -> None:
     """Text, ids, log-probabilities, usage and the cache, at every place that it can be."""
-    whole = greedy(llm, speculation="none")
+    whole = greedy(llm, drafter="none")
     assert whole.text is not None and whole.pieces is not None
     tried = 0
     lengths: list[int] = []
@@ -63,7 +63,7 @@ def test_all_ends_where_a_stop_string_is_complete(llm: foredraft.LLM, drafter: s
         lengths.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llm.engine.rows, "remove", note)
-            found = greedy(llm, speculation=drafter, stop=stop, include_stop=include, logprobs=0)
+            found = greedy(llm, drafter=drafter, stop=stop, include_stop=include, logprobs=0)
         ends = itertools.accumulate(len(piece) for piece in whole.pieces)
         count = next(i for i, end in enumerate(ends, start=1) if end >= at + 3)
         assert found.finish_reason == "stop" and found.stopped_by == stop
@@ -79,10 +79,10 @@ def test_all_ends_where_a_stop_string_is_complete(llm: foredraft.LLM, drafter: s
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_stream_shows_nothing_of_a_stop_string(llm: foredraft.LLM, drafter: str) -> None:
-    whole = greedy(llm, speculation="none").text
+    whole = greedy(llm, drafter="none").text
     assert whole is not None
     stop = next(whole[i : i + 4] for i in range(20, len(whole)) if "\ufffd" not in whole[i : i + 4])
-    params = SamplingParams(temperature=0, max_new_tokens=30, stop=stop, speculation=drafter)
+    params = SamplingParams(temperature=0, max_new_tokens=30, stop=stop, drafter=drafter)
     pieces = list(llm.stream(PROMPT, params))
     output = pieces[-1].output
     assert output is not None and output.text == whole[: whole.index(stop)]
@@ -113,13 +113,13 @@ def test_every_id_that_ends_a_text_does_but_not_too_early(tmp_path: Path) -> Non
     draft = checkpoints.save_checkpoint(tmp_path / "draft", seed=1, tokenizer=True, num_hidden_layers=1)
     llm = foredraft.load(folder, draft=draft, dtype="float32", device="cpu", max_length=256, policy="fixed")
     for drafter in DRAFTERS:
-        found = greedy(llm, speculation=drafter)
+        found = greedy(llm, drafter=drafter)
         assert found.token_ids == ids[: 1 + min(map(ids.index, ends))]
         assert found.finish_reason == "eos"
-        assert greedy(llm, speculation=drafter, ignore_eos=True).token_ids == ids
-        late = greedy(llm, speculation=drafter, min_new_tokens=12)
+        assert greedy(llm, drafter=drafter, ignore_eos=True).token_ids == ids
+        late = greedy(llm, drafter=drafter, min_new_tokens=12)
         assert not set(late.token_ids[:12]) & set(ends)
-        assert late.token_ids == greedy(llm, speculation="none", min_new_tokens=12).token_ids
+        assert late.token_ids == greedy(llm, drafter="none", min_new_tokens=12).token_ids
 
 
 @pytest.mark.parametrize("options", [{}, {"show_special": True}], ids=str)
@@ -130,7 +130,7 @@ def test_an_end_token_is_no_stop_string(llm: foredraft.LLM, stop: str, options: 
     plain = SamplingParams(temperature=0, max_new_tokens=20, min_new_tokens=7, logit_bias=biases)
     for drafter in DRAFTERS:
         for include in (False, True):
-            params = plain.but(stop=stop, include_stop=include, speculation=drafter)
+            params = plain.replace(stop=stop, include_stop=include, drafter=drafter)
             [found] = llm.generate(PROMPT, params, **options)
             [want] = llm.generate(PROMPT, plain, **options)
             assert want.finish_reason == "eos"
@@ -140,14 +140,14 @@ def test_an_end_token_is_no_stop_string(llm: foredraft.LLM, stop: str, options: 
 
 def test_a_penalty_is_the_same_whoever_drafts(llm: foredraft.LLM) -> None:
     options = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {7: 2.0}}
-    plain = greedy(llm, speculation="none", **options).token_ids
-    assert plain != greedy(llm, speculation="none").token_ids
+    plain = greedy(llm, drafter="none", **options).token_ids
+    assert plain != greedy(llm, drafter="none").token_ids
     for drafter in DRAFTERS:
-        assert greedy(llm, speculation=drafter, **options).token_ids == plain
+        assert greedy(llm, drafter=drafter, **options).token_ids == plain
         seeded = {"temperature": 1.0, "seed": 3, **options}
         assert (
-            greedy(llm, speculation=drafter, **seeded).token_ids
-            == greedy(llm, speculation="none", **seeded).token_ids
+            greedy(llm, drafter=drafter, **seeded).token_ids
+            == greedy(llm, drafter="none", **seeded).token_ids
         )
 
 
@@ -166,7 +166,7 @@ class TestDefaults:
             tiny, tmp_path, {**config, "repetition_penalty": 1.1, "max_length": 4096, "stop_strings": ["###"]}
         )
         want = SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=5, repetition_penalty=1.1)
-        assert llm.default_params == want.but(stop="###")
+        assert llm.default_params == want.replace(stop="###")
         assert llm.params(temperature=0.2).temperature == 0.2
         assert llm.params(temperature=0.2).top_p == 0.9
         assert len(llm.generate(PROMPT)[0].token_ids) <= 5
@@ -258,7 +258,7 @@ def reference(ids: list[int]) -> torch.Tensor:
     "options", [{"temperature": 0}, {"temperature": 0.7, "top_k": 5, "seed": 11}], ids=str
 )
 def test_log_probabilities_are_the_targets(llm: foredraft.LLM, drafter: str, options: dict[str, Any]) -> None:
-    found = greedy(llm, speculation=drafter, logprobs=3, **options)
+    found = greedy(llm, drafter=drafter, logprobs=3, **options)
     assert drafter != "draft-model" or min(found.stats.accepted, found.stats.rejections) > 5
     assert llm.tokenizer is not None and found.logprobs is not None
     prompt = llm.tokenizer.encode(PROMPT)
@@ -278,7 +278,7 @@ def test_log_probabilities_are_the_targets(llm: foredraft.LLM, drafter: str, opt
             assert [value for _, value in score.processed_top] == pytest.approx(
                 law.topk(3).values.tolist(), abs=1e-3
             )
-    plain = greedy(llm, speculation="none", logprobs=3, **options)
+    plain = greedy(llm, drafter="none", logprobs=3, **options)
     assert plain.logprobs == found.logprobs, "bit for bit"
 
 
@@ -334,7 +334,7 @@ def test_a_prompts_law_is_what_would_have_been_drawn_from(llm: foredraft.LLM) ->
 
 def test_rows_that_ask_and_rows_that_do_not_share_a_batch(llm: foredraft.LLM) -> None:
     params = [
-        SamplingParams(temperature=0, max_new_tokens=12, logprobs=want, speculation=drafter)
+        SamplingParams(temperature=0, max_new_tokens=12, logprobs=want, drafter=drafter)
         for want, drafter in [(None, "lookup"), (0, "draft-model"), (4, "none")]
     ]
     together = llm.generate([PROMPT] * 3, params)
@@ -346,7 +346,7 @@ def test_rows_that_ask_and_rows_that_do_not_share_a_batch(llm: foredraft.LLM) ->
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
-    params = SamplingParams(temperature=0.8, max_new_tokens=30, seed=2, speculation=drafter, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, max_new_tokens=30, seed=2, drafter=drafter, ignore_eos=True)
     (output,) = llm.generate(LONG, params, trace=True)
     assert output.trace is not None and len(output.trace) == output.stats.rounds
     assert sum(r.emitted for r in output.trace) == len(output.token_ids)
@@ -359,7 +359,7 @@ def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
         assert r.next_p > 0 and all(p > 0 for p in r.p[: r.accepted])
         assert (r.drafter is None) == (r.budget == 0)
         assert not r.discarded
-    stopped = params.but(temperature=0.0, stop="\n", max_new_tokens=60)
+    stopped = params.replace(temperature=0.0, stop="\n", max_new_tokens=60)
     for output in llm.generate([LONG, PROMPT], stopped, trace=True):
         assert sum(len(r.draft) for r in output.trace or []) == output.stats.drafted
     assert llm.generate(LONG, params)[0].trace is None
@@ -416,12 +416,12 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
     return [
         Mutant(
             "log-probabilities off by one inside an accepted run",
-            ((reading.read, "logits[rows], p.rows(rows)", "logits[rows].roll(1, 1), p.rows(rows)"),),
+            ((round_results.read, "logits[rows], p.rows(rows)", "logits[rows].roll(1, 1), p.rows(rows)"),),
             lambda: test_log_probabilities_are_the_targets(llm, "lookup", {"temperature": 0}),
         ),
         Mutant(
             "the correction's score is the rejected token's",
-            ((reading.read, ".scatter(1, accepted, next_token)", ""),),
+            ((round_results.read, ".scatter(1, accepted, next_token)", ""),),
             lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
         ),
         Mutant(

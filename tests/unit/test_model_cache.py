@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpoints import save_variant
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_variant
 
 
 @pytest.fixture(scope="module", params=["llama-gqa-tied", "gemma2", "gemma3"])

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from caches import dense
 from foredraft.model.cache import BLOCK, KVCache
 from foredraft.model.spec import ModelSpec
-from planting import Mutant, assert_caught
+from tests.support.caches import dense
+from tests.support.planting import Mutant, assert_caught
 
 DTYPES = (torch.float32, torch.bfloat16)
 LAYERS, ROWS, HEADS, DIM = 2, 3, 2, 6

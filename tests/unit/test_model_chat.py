@@ -21,10 +21,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import tiny_tokenizer
 from foredraft.errors import CheckpointError, RequestError
 from foredraft.model.chat import ChatTemplate
 from foredraft.model.tokenizer import Tokenizer
+from tests.support.checkpoints import tiny_tokenizer
 
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}

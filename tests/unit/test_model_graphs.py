@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import save_variant
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, Resume, Runner
 from foredraft.model.runner.graphs import WARM_UP, CudaRecorder, Graphs, Recording, coarse_length
 from foredraft.model.weights import load_decoder
-from recorder import Rerun
+from tests.support.checkpoints import save_variant
+from tests.support.recorder import Rerun
 
 ROWS, POSITIONS = 3, 1100
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from checkpoints import save_checkpoint
-from hub_server import TOKEN, Hub, Repository, commit, serving
+from tests.support.checkpoints import save_checkpoint
+from tests.support.hub_server import TOKEN, Hub, Repository, commit, serving
 
 SOURCE = Path(__file__).parents[2] / "src"
 RESOLVE = """

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 import foredraft
-from checkpoints import reference_model, save_checkpoint, save_variant
-from foredraft import SamplingParams, build, kernels
+from foredraft import SamplingParams, kernels, loading
 from foredraft.model import decoder as decoder_module
 from foredraft.model.decoder import Plan
 from foredraft.model.layers import Product, RowSpan, product
 from foredraft.model.runner import ExactShapes, Forward, Resume, Runner
 from foredraft.model.runner.body import Body, Bucket, Inputs
-from foredraft.model.runner.gather import COSTS, Gathering
+from foredraft.model.runner.ragged import COSTS, Gathering
 from foredraft.model.runner.shapes import FALLBACK, LOOSE
 from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import reference_model, save_checkpoint, save_variant
 
 BASE = 40  # positions before the tried pass; past the variants' window of 24
 
@@ -310,7 +310,7 @@ def test_what_was_chosen_is_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_checkpoint(tmp_path)
-    monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
     with caplog.at_level("INFO", "foredraft"):
         foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
@@ -324,7 +324,7 @@ def test_what_was_chosen_is_logged_in_one_line(
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 def test_kernels_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_checkpoint(tmp_path)
-    with caplog.at_level("INFO", "foredraft.build"):
+    with caplog.at_level("INFO", "foredraft.loading"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
     assert caplog.messages == [f"{folder}: float32 on cpu; kernels of our own, which are exact at any shape"]
 
@@ -422,9 +422,7 @@ def test_float16_from_load_to_ids(tmp_path: Path) -> None:
     for folder, dtype in (("half", None), ("whole", "float16")):
         llm = foredraft.load(tmp_path / folder, dtype=dtype, device="cpu", max_batch=2, max_length=256)
         assert llm.engine.cache.dtype == torch.float16
-        for speculation in ("none", "lookup"):
-            params = SamplingParams(
-                temperature=0, max_new_tokens=48, ignore_eos=True, speculation=speculation
-            )
+        for drafter in ("none", "lookup"):
+            params = SamplingParams(temperature=0, max_new_tokens=48, ignore_eos=True, drafter=drafter)
             said.append([output.token_ids for output in llm.generate(prompts, params)])
     assert said[1:] == said[:-1]

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 import foredraft
-from checkpoints import save_checkpoint, save_variant
-from foredraft import build
+from foredraft import loading
 from foredraft.errors import CheckpointError
 from foredraft.model import attention
 from foredraft.model.decoder import Decoder
@@ -31,6 +30,7 @@ from foredraft.model.runner.packed import PackedLinear, _packed, pack
 from foredraft.model.runner.probes import ProductProbe
 from foredraft.model.runner.shapes import FALLBACK, LOOSE, QUERIES, find_shapes, probe_shapes
 from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint, save_variant
 
 # wide enough for the kernels to differ between shapes, as they do on real models
 SIZES: dict[str, dict[str, Any]] = {
@@ -385,8 +385,8 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return probe_shapes(outline, device)
 
     monkeypatch.setenv("FOREDRAFT_CACHE", "")  # nothing is remembered
-    monkeypatch.setattr(build, "unserved_because", lambda *_: "for a test")
-    monkeypatch.setattr(build, "probe_shapes", watching)
+    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512, policy="fixed")
     assert probed == [torch.device("cpu")]
@@ -402,6 +402,6 @@ def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
     folder = save_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**6}))
-    monkeypatch.setattr(build, "probe_shapes", lambda *_: pytest.fail("probed"))
+    monkeypatch.setattr(loading, "probe_shapes", lambda *_: pytest.fail("probed"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[97, 64\]"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)

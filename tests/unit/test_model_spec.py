@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import FAMILIES, FULL, GEMMA2, LLAMA, LLAMA3_ROPE, SLIDING
 from foredraft.errors import CheckpointError
 from foredraft.model.spec import ModelSpec, Rope
+from tests.support.checkpoints import FAMILIES, FULL, GEMMA2, LLAMA, LLAMA3_ROPE, SLIDING
 
 LLAMA_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA}
 GEMMA2_CONFIG: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **GEMMA2}

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers
 
-from checkpoints import TEXT, tiny_tokenizer
 from foredraft.errors import CheckpointError
 from foredraft.model.tokenizer import Tokenizer
+from tests.support.checkpoints import TEXT, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
 
-from checkpoints import TEXT
 from foredraft.model.tokenizer import BYTE_LEVEL, LONGEST_RUN, Detokenizer, Tokenizer
-from planting import Mutant, assert_caught
+from tests.support.checkpoints import TEXT
+from tests.support.planting import Mutant, assert_caught
 
 BAD = "\N{REPLACEMENT CHARACTER}"
 SPECIAL = ["<s>", "</s>", "<|turn|>"]

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import save_checkpoint, save_variant
 from foredraft.errors import CheckpointError
 from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint, save_variant
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"

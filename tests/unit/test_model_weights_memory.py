@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import save_checkpoint
 from foredraft.model.cache import KVCache
 from foredraft.model.spec import ModelSpec
+from tests.support.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -35,7 +35,7 @@ SIZES = {
 MEASURE = """
 import ctypes, gc, json, pathlib, re, sys, threading
 import torch
-from foredraft import build
+from foredraft import loading
 from foredraft.model import weights
 
 def anonymous():
@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 def load(path):
     if what == "decoder":
         return weights.load_decoder(pathlib.Path(path), device, getattr(torch, dtype))
-    return build.load(path, device=device, dtype=dtype, max_batch=1, max_length=512)
+    return loading.load(path, device=device, dtype=dtype, max_batch=1, max_length=512)
 
 load(warm)
 if defect == "twice":
@@ -58,8 +58,8 @@ if defect == "twice":
     weights._Tensors.view = keeping
 if defect == "late":
     def probe_late(path, device, dtype, deterministic, *others):
-        return build.Runner(weights.load_decoder(path, device, dtype), deterministic=deterministic)
-    build._runner = probe_late
+        return loading.Runner(weights.load_decoder(path, device, dtype), deterministic=deterministic)
+    loading._runner = probe_late
 gc.collect()
 ctypes.CDLL(None).malloc_trim(0)  # or the load would first use up what the warm-up left free
 before, samples, done = anonymous(), [], threading.Event()

@@ -38,7 +38,7 @@ def data_of(html: str) -> Any:
 
 @pytest.mark.parametrize("drafter", ["draft-model", "lookup", "none"])
 def test_the_page_holds_what_happened(llm: foredraft.LLM, tmp_path: Path, drafter: str) -> None:
-    outputs = page(llm, tmp_path / "t.html", speculation=drafter)
+    outputs = page(llm, tmp_path / "t.html", drafter=drafter)
     html = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.search(r"""(src|href|url\(|@import|https?:)""", html.split('id="data"')[0]), (
         "self-contained"
@@ -90,7 +90,7 @@ def test_an_output_without_a_trace(llm: foredraft.LLM, tmp_path: Path) -> None:
 def test_in_a_browser(llm: foredraft.LLM, tmp_path: Path) -> None:
     """Every token can be pointed at, by mouse, touch and keys, and tells its round; nothing overflows a phone."""
     playwright = pytest.importorskip("playwright.sync_api")
-    outputs = page(llm, tmp_path / "t.html", speculation="draft-model")
+    outputs = page(llm, tmp_path / "t.html", drafter="draft-model")
     with playwright.sync_playwright() as run:
         browser = run.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": 390, "height": 844})

@@ -20,7 +20,7 @@ from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length,
 from foredraft.decode.policy.candidates import Candidate, Made
 from foredraft.decode.policy.survival import Track
 from foredraft.decode.policy.weighing import Weighing
-from simulation import Right, Row, Simulated, flat, right_with, simulate
+from tests.support.simulation import Right, Row, Simulated, flat, right_with, simulate
 
 LONGEST = 10
 LATECOMER = frozenset({"small"})

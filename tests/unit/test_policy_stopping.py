@@ -13,7 +13,7 @@ from foredraft.decode.policy.reliability import EDGES, Reliability
 from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.survival import Record, Track
 from foredraft.decode.stats import Round
-from foredraft.model.runner import Stops
+from foredraft.model.runner import StopThresholds
 
 CPU = torch.device("cpu")
 TABLE = CostTable({1: {1: 1.0, 11: 2.0}}, {"small": {1: (0.3, 0.2)}}, {"small": 0.01})
@@ -127,6 +127,6 @@ def test_a_round_is_paid_by_the_steps_that_were_taken() -> None:
     ],
 )
 def test_what_a_kernel_would_misread_is_not_made(part: str, wrong: torch.Tensor) -> None:
-    right = Stops(torch.zeros(1), torch.ones(2, 2), torch.zeros(2, 4), torch.zeros(2, 4))
+    right = StopThresholds(torch.zeros(1), torch.ones(2, 2), torch.zeros(2, 4), torch.zeros(2, 4))
     with pytest.raises(AssertionError):
         replace(right, **{part: wrong})

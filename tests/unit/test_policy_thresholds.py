@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.build.policies import check_settings
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
 from foredraft.decode.policy.gate import certainty
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES
+from foredraft.loading.policies import check_settings
 
 
 def logits(*rows: list[float]) -> torch.Tensor:
@@ -23,7 +23,9 @@ def logits(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows).log()[:, None]
 
 
-NO_LAW: Any = Law(ids=torch.zeros(2, 1, dtype=torch.int64))  # greedy: it says nothing of how sure anybody is
+NO_LAW: Any = Distribution(
+    ids=torch.zeros(2, 1, dtype=torch.int64)
+)  # greedy: it says nothing of how sure anybody is
 
 
 def test_confidence_looks_at_the_raw_probability_of_the_likeliest_token() -> None:

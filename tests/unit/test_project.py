@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from running import ROOT, python
+from tests.support.running import ROOT, python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)  # of a table, that begin with a name
@@ -109,7 +109,7 @@ def test_the_guide_to_policies_names_all_with_their_numbers() -> None:
 
 def test_the_guides_name_every_drafter_and_every_option_of_a_request() -> None:
     from foredraft import SamplingParams
-    from foredraft.build import DRAFTERS
+    from foredraft.loading import DRAFTERS
 
     guides = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md")}
     assert ROWS.findall(guides["drafters"]) == list(DRAFTERS)

@@ -14,7 +14,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import foredraft
-from checkpoints import save_checkpoint
 from foredraft import LLM, SamplingParams
 from foredraft.bench.options import MAX_REPEATED
 from foredraft.bench.records import Spread
@@ -32,7 +31,8 @@ from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
 from foredraft.tune.search import warm_starts
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.teacher_forced import TeacherForced
+from tests.support.checkpoints import save_checkpoint
 
 IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}  # sub-layers that add nothing, by their layer
 
@@ -113,13 +113,13 @@ def test_equal_prompts_are_on_one_side() -> None:
 
 
 @pytest.fixture(scope="module")
-def teacher(llm: LLM) -> Teacher:
+def teacher(llm: LLM) -> TeacherForced:
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    return Teacher(runner, calibrate(llm, PROMPTS, 200, 0.0, silent), 4)
+    return TeacherForced(runner, calibrate(llm, PROMPTS, 200, 0.0, silent), 4)
 
 
-def test_rankings_begin_with_what_adds_nothing(teacher: Teacher) -> None:
+def test_rankings_begin_with_what_adds_nothing(teacher: TeacherForced) -> None:
     idle = [2 * 1, 2 * 2 + 1]
     ranked = greedy(teacher)
     assert sorted(ranked) == list(range(6)) and sorted(ranked[:2]) == idle
@@ -130,7 +130,7 @@ def test_rankings_begin_with_what_adds_nothing(teacher: Teacher) -> None:
         assert list(chosen) == sorted(set(chosen))
 
 
-def test_the_dynamic_programme_keeps_the_better_of_two(teacher: Teacher) -> None:
+def test_the_dynamic_programme_keeps_the_better_of_two(teacher: TeacherForced) -> None:
     """Of all ways to leave one sub-layer out, given that what comes before and after it runs."""
     best = clasp(teacher, 1)[1]
     assert skips_of(best) in (Skips((1,)), Skips((), (2,)))
@@ -252,7 +252,7 @@ def test_costs_tell_each_turn(llm: LLM) -> None:
     assert heard.told == [("costs", done, turns) for done in range(turns + 1)]
 
 
-def test_rankings_tell_what_they_ran(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rankings_tell_what_they_ran(teacher: TeacherForced, monkeypatch: pytest.MonkeyPatch) -> None:
     heard, sub_layers = Heard(), 2 * 3
     forward, layers = teacher.runner.forward, []
 
@@ -338,9 +338,15 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     forward = runner.forward
 
     def draft(
-        cache: Any, tokens: Any, starts: Any, most: list[int], drawing: Any = None, *_: Any, **more: Any
+        cache: Any,
+        tokens: Any,
+        starts: Any,
+        most: list[int],
+        sampling_inputs: Any = None,
+        *_: Any,
+        **more: Any,
     ) -> Any:
-        calls.append((most, drawing is not None))
+        calls.append((most, sampling_inputs is not None))
         return object() if at_once else None
 
     def stepped(*given: Any, exact: bool = True, **options: Any) -> Any:

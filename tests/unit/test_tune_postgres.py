@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from foredraft.tune import search as search_module
-from searching import WARM, child, days_later, kept, searched
+from tests.support.searching import WARM, child, days_later, kept, searched
 
 pytest.importorskip("psycopg")
 SERVER = shutil.which("postgres")

@@ -23,11 +23,11 @@ from foredraft.tune import storage as storage_module
 from foredraft.tune import study as study_module
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.exits import ExitCosts
+from foredraft.tune.expected_rounds import Rounds
 from foredraft.tune.options import SAMPLERS, Options
-from foredraft.tune.rounds import Rounds
 from foredraft.tune.search import Deadline, Search, best_of
 from foredraft.tune.study import StudyPlace, optuna, sqlalchemy
-from searching import (
+from tests.support.searching import (
     COSTS,
     LAYERS,
     MOMENTS,

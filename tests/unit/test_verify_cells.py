@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import foredraft
-from checkpoints import save_checkpoint
 from foredraft import LLM, SamplingParams
 from foredraft.verify.cells import Cells
 from foredraft.verify.plain import PlainTarget
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
-import laws
+from tests.support import distributions as laws
+from tests.support.checkpoints import save_checkpoint
 
 VOCABULARY, PROMPT = 7, [1, 4, 3, 5]
 WIDTHS = [(2, 1, 1), (3, 2), (1,), (2, 2, 2), (9, 9)]
@@ -91,7 +87,7 @@ def test_logits_do_not_depend_on_what_was_read_before(llm: LLM, plain: PlainTarg
 
 @pytest.mark.parametrize("prompt", [PROMPT, [4], [1, *[3, 4, 5] * 90]], ids=len)
 def test_its_argmax_is_plain_decodings(llm: LLM, plain: PlainTarget, prompt: list[int]) -> None:
-    params = SamplingParams(temperature=0, max_new_tokens=6, speculation="none", ignore_eos=True)
+    params = SamplingParams(temperature=0, max_new_tokens=6, drafter="none", ignore_eos=True)
     [output] = llm.generate([prompt], params)
     for i, token in enumerate(output.token_ids):
         assert int(plain.logits(prompt, output.token_ids[:i]).argmax()) == token

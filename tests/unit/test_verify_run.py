@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 import foredraft
-from checkpoints import save_checkpoint
-from deciding import by_definition
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
-from foredraft.decode import accept, at_once, drafting, operators, sampling
+from foredraft.decode import accept, at_once, drafting, sampling, vocab_ops
 from foredraft.decode.engine import Engine
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
@@ -24,7 +22,9 @@ from foredraft.verify.cells import Cells
 from foredraft.verify.defect import without_residual
 from foredraft.verify.joint import WIDTHS, Sampler, choose_prompts
 from foredraft.verify.plain import PlainTarget
-from planting import Edit, Mutant
+from tests.support.checkpoints import save_checkpoint
+from tests.support.planting import Edit, Mutant
+from tests.support.vocab_ops_choice import by_definition
 
 VOCABULARY = 40
 PROMPTS = [[1, 5, 9, 5], [1, 7, 3, 30, 12], [1, 20], [1, *range(3, 33)], [1, 8, 8, 8, 9]]
@@ -138,7 +138,7 @@ def test_each_test_samples_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatc
     parts = [tested[i][0] for i in (0, 2, 4, 6, 8, 9)]
     for test, params in zip(report.tests, parts, strict=True):
         assert (test.temperature, test.top_k, test.top_p) == (params.temperature, params.top_k, params.top_p)
-        assert (test.drafter, test.acceptance) == (params.speculation, params.acceptance)
+        assert (test.drafter, test.acceptance) == (params.drafter, params.acceptance)
         assert (test.positions, params.ignore_eos) == (params.max_new_tokens, True)
     settings = {(test.temperature, test.top_k, test.top_p) for test in report.tests}
     assert settings == {(1.0, 0, 1.0), (0.8, 50, 0.9)}
@@ -189,7 +189,7 @@ def test_a_planted_defect_that_cannot_show_is_not_found(folders: tuple[Path, Pat
 
 DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
     "epsilon in the residual": (
-        (operators.Definition.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"),
+        (vocab_ops.TorchVocabOps.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"),
         SPECULATIVE,
     ),
     "every draft accepted": (
@@ -209,11 +209,11 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "coupled keeps what differs": (
-        (operators.Definition.match, "drafted == own", "drafted != own"),
+        (vocab_ops.TorchVocabOps.match_prefix, "drafted == own", "drafted != own"),
         {("draft-model", "coupled")},
     ),
     "plain sampling too": (
-        (operators.Definition.race, "times = weights.to", "times = weights.square().to"),
+        (vocab_ops.TorchVocabOps.race, "times = weights.to", "times = weights.square().to"),
         ALL,
     ),
     "top-p ignored in p and q": (
@@ -237,7 +237,7 @@ def test_a_defect_fails_the_tests_that_it_touches(
 
 
 def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (operators.Definition.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
+    planted(monkeypatch, (vocab_ops.TorchVocabOps.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
     report = verify(llm, PROMPTS, QUICK)
     cut = [
         test for test in report.tests if test.top_k and test.acceptance == "speculative" and not test.control
@@ -246,7 +246,7 @@ def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: py
 
 
 def test_a_self_test_needs_sound_controls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (operators.Definition.race, "times = weights.to", "times = weights.pow(8).to"))
+    planted(monkeypatch, (vocab_ops.TorchVocabOps.race, "times = weights.to", "times = weights.pow(8).to"))
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert not report.found_planted
 
@@ -277,11 +277,11 @@ def altered(
 def test_one_token_substituted_is_told_with_the_margin(
     llm: LLM, altered: Any, drafter: str, batched: bool
 ) -> None:
-    ids = llm.generate([PROMPTS[-1]], SamplingParams(temperature=0, max_new_tokens=10, speculation="none"))
+    ids = llm.generate([PROMPTS[-1]], SamplingParams(temperature=0, max_new_tokens=10, drafter="none"))
     [right] = [output.token_ids for output in ids]
 
     def change(params: SamplingParams, count: int, output: Output) -> Output:
-        if (params.speculation, count > 1) != (drafter, batched):
+        if (params.drafter, count > 1) != (drafter, batched):
             return output
         wrong = [*output.token_ids[:4], (output.token_ids[4] + 1) % VOCABULARY, *output.token_ids[5:]]
         return replace(output, token_ids=wrong)
@@ -374,7 +374,7 @@ def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) ->
         return [one(sequence, budget) for sequence, budget in requests]
 
     monkeypatch.setattr(Lookup, "propose", propose)
-    params = SamplingParams(speculation="lookup", acceptance="speculative")
+    params = SamplingParams(drafter="lookup", acceptance="speculative")
     return choose_prompts(Sampler(llm, 5), PlainTarget(llm, 60), PROMPTS, params, 5, lambda done, total: None)
 
 

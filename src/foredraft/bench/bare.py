@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.draft_pass import DraftPass
-from foredraft.model.runner import Drawing, Resume
+from foredraft.model.runner import Resume, SamplingInputs
 
 __all__ = ["ONCE", "SETTLE", "BareRounds", "Draws", "Work", "draft_seconds", "one_after_the_other"]
 
@@ -39,7 +39,7 @@ class Draws:
     """How the tokens of one draft are drawn. drawing: of one in one call; None for the likeliest. draw: of
     single steps, by the draft's column and the logits [B, 1, V]; not at all unless given."""
 
-    drawing: Drawing | None = None
+    sampling_inputs: SamplingInputs | None = None
     draw: Callable[[int, Tensor], object] = _nothing
 
 
@@ -70,7 +70,7 @@ class BareRounds:
         def draft() -> None:
             how = draws()
             starts, most = [context - 1] * batch, [length] * batch
-            if draft_pass.at_once(cache, [[0]] * batch, starts, most, how.drawing) is not None:
+            if draft_pass.at_once(cache, [[0]] * batch, starts, most, how.sampling_inputs) is not None:
                 return
             for column in range(length):
                 logits = draft_pass(cache, tokens, [context - 1 + column] * batch).logits

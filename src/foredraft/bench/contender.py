@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 import torch
 
-from foredraft.build.policies import make_policy
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
+from foredraft.loading.policies import make_policy
 
-__all__ = ["Contender", "Setting", "Timing"]
+__all__ = ["BenchContext", "Contender", "Timing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class BenchContext:
     """What all contenders share.
 
     llm: ours, loaded. target, draft: folders of the checkpoints; no draft is None. positions: of the longest

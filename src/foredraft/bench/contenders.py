@@ -18,7 +18,7 @@ from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, suits
 
 if TYPE_CHECKING:
-    from foredraft.bench.contender import Contender, Setting
+    from foredraft.bench.contender import BenchContext, Contender
 
 __all__ = [
     "ALL",
@@ -41,7 +41,7 @@ class Program:
     """Whose contenders share what is loaded. package: as it is installed; install: how.
     load: what its contenders are made of; may raise ConfigError where it cannot run these models."""
 
-    load: Callable[[Setting], Any]
+    load: Callable[[BenchContext], Any]
     package: str | None = None
     install: str = ""
 
@@ -69,7 +69,7 @@ class ContenderKind:
 
     summary: str
     program: str
-    make: Callable[[Any, Setting], Contender]
+    make: Callable[[Any, BenchContext], Contender]
     policies: tuple[str, ...] = ()
     lossless: bool = True
 
@@ -92,7 +92,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:
+def _ours(drafter: str, name: str, llm: Any, setting: BenchContext) -> Contender:
     kind, policy = DRAFTERS[drafter], llm.engine.policy.name
     if kind.make is not None and drafter not in setting.drafters:
         if kind.needs_plan:
@@ -105,7 +105,7 @@ def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:
         raise ConfigError(f"{name} needs a policy that chooses; give policy='auto'")
     if kind.make is not None and not suits(drafter, policy):
         raise ConfigError(f"{name} cannot follow policy='{policy}'; give another")
-    made: Contender = _in("ours").Ours(
+    made: Contender = _in("ours").ForedraftContender(
         name,
         llm,
         drafter,
@@ -117,7 +117,7 @@ def _ours(drafter: str, name: str, llm: Any, setting: Setting) -> Contender:
     return made
 
 
-def _big_little(llm: Any, setting: Setting) -> Contender:
+def _big_little(llm: Any, setting: BenchContext) -> Contender:
     if "draft-model" not in setting.drafters:
         raise ConfigError("bild needs a draft model with the target's tokenizer; give draft=")
     made: Contender = _in("ours").BigLittle(

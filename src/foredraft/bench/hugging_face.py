@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.bench.contender import Setting, Timing
+from foredraft.bench.contender import BenchContext, Timing
 from foredraft.errors import ConfigError
 from foredraft.model.device import synchronise
 
@@ -29,17 +29,17 @@ LOOKUP_TOKENS = 10  # of its documentation's example; the library has no default
 class Checkpoints:
     """The target and, where there is one, the draft, each loaded once for all contenders."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: BenchContext) -> None:
         with _quiet():
             self.target = _load(setting.target, setting)
             self.draft = None if setting.draft is None else _load(setting.draft, setting)
 
 
-def plain(models: Checkpoints, setting: Setting) -> Generate:
+def plain(models: Checkpoints, setting: BenchContext) -> Generate:
     return Generate("transformers", models.target, setting, batches=None)
 
 
-def assisted(models: Checkpoints, setting: Setting) -> Generate:
+def assisted(models: Checkpoints, setting: BenchContext) -> Generate:
     """Raises ConfigError where there is no draft that it can use."""
     if models.draft is None:
         raise ConfigError("transformers-assisted needs a draft model; give draft=")
@@ -48,7 +48,7 @@ def assisted(models: Checkpoints, setting: Setting) -> Generate:
     return Generate("transformers-assisted", models.target, setting, assistant_model=models.draft)
 
 
-def prompt_lookup(models: Checkpoints, setting: Setting) -> Generate:
+def prompt_lookup(models: Checkpoints, setting: BenchContext) -> Generate:
     return Generate("transformers-lookup", models.target, setting, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
@@ -63,7 +63,7 @@ class Generate:
         self,
         name: str,
         model: Any,
-        setting: Setting,
+        setting: BenchContext,
         *,
         batches: tuple[int, ...] | None = (1,),
         assistant_model: Any = None,
@@ -127,7 +127,7 @@ class _First:
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
 
-def _load(folder: Path, setting: Setting) -> Any:
+def _load(folder: Path, setting: BenchContext) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=setting.dtype, local_files_only=True)

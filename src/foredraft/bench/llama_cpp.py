@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from foredraft.bench.contender import Setting, Timing
+from foredraft.bench.contender import BenchContext, Timing
 from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.optional import module
 from foredraft.errors import ConfigError
@@ -44,7 +44,7 @@ class LlamaCpp:
     lossless = True
     batches: tuple[int, ...] | None = (1,)
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: BenchContext) -> None:
         _refuse(setting)
         self._library = module("llama_cpp", self.name)
         self._library.llama_log_set(_logging(self._library.llama_log_callback), ctypes.c_void_p(0))
@@ -60,7 +60,7 @@ class LlamaCpp:
             self.close()
             raise
 
-    def _load(self, setting: Setting) -> None:
+    def _load(self, setting: BenchContext) -> None:
         library, file = self._library, Path(self._folder.name) / "model.gguf"
         try:
             write_gguf(setting.target, file, setting.dtype)
@@ -140,7 +140,7 @@ class LlamaCpp:
             raise ConfigError(f"{self.name} failed at position {position} (code {code}); leave it out")
 
 
-def _refuse(setting: Setting) -> None:
+def _refuse(setting: BenchContext) -> None:
     if setting.device.type != "cpu":
         raise ConfigError(f"llama.cpp runs on the CPU here, and device is {setting.device}; leave it out")
     if setting.dtype not in SUPPORTED:

@@ -18,7 +18,7 @@ import torch
 
 import foredraft
 from foredraft.bench.records import Bandwidth
-from foredraft.build.memory import free_memory
+from foredraft.loading.memory import free_memory
 from foredraft.model.device import synchronise
 
 __all__ = ["Memory", "bandwidth", "machine"]

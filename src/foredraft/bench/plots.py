@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.bench.drawing import INK, PAPER, legend, look, panels, style, svg, whiskers
+from foredraft.bench.charts import INK, PAPER, legend, look, panels, style, svg, whiskers
 from foredraft.bench.records import PLAIN, Costs, Report, Row, Spread
 
 __all__ = ["Plot", "plots"]

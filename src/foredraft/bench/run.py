@@ -11,23 +11,23 @@ import torch
 
 import foredraft
 from foredraft import demo
-from foredraft.bench.contender import Setting
+from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, chosen, deciding
-from foredraft.bench.field import Field
+from foredraft.bench.foredraft_contender import ForedraftContender
+from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory, bandwidth, machine
+from foredraft.bench.measurement import Measurement, Progress
 from foredraft.bench.options import MAX_REPEATED, Options
-from foredraft.bench.ours import Ours
-from foredraft.bench.race import Progress, Race
 from foredraft.bench.records import Costs, Model, Report, Row
 from foredraft.bench.weights import weigh
 from foredraft.bench.workload import Workload
-from foredraft.build.policies import check_settings
 from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
+from foredraft.loading.policies import check_settings
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
 
@@ -62,7 +62,7 @@ def bench(
     folders = _folders(model, draft, loading)
     setting = _setting(llm, folders, prompts, options, loading)
     models = _models(llm, folders)
-    field = Field()
+    field = LineUp()
     try:
         field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods or ())
         field.under(setting, deciding(options.policies))
@@ -70,7 +70,7 @@ def bench(
         speed = bandwidth(setting.device)
         longest = max(map(_longest, [llm.engine.policy, *_followed(field)]))
         read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
-        race = Race(setting, field, options, memory, longest, read_seconds, progress)
+        race = Measurement(setting, field, options, memory, longest, read_seconds, progress)
         costs, rows, finished = _run(race, prompts)
         programs = {CONTENDERS[contender.method].program for contender in field.contenders}
         versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
@@ -88,7 +88,7 @@ def bench(
         field.close()
 
 
-def _run(race: Race, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
+def _run(race: Measurement, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
     """The costs and the rows, and whether they are all."""
     costs: list[Costs] = []
     rows: list[Row] = []
@@ -104,7 +104,7 @@ def _run(race: Race, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
     return costs, rows, True
 
 
-def _unheeding(field: Field, policy: str | None) -> list[str]:
+def _unheeding(field: LineUp, policy: str | None) -> list[str]:
     """What to say of those who draft by a policy of their own, whichever was asked for."""
     if policy is None:
         return []
@@ -112,9 +112,13 @@ def _unheeding(field: Field, policy: str | None) -> list[str]:
     return [f"{method} keeps to policy {name}" for method, name in own.items() if name != policy]
 
 
-def _followed(field: Field) -> list[Policy]:
+def _followed(field: LineUp) -> list[Policy]:
     """The policies of those whose drafts are foretold from costs."""
-    return [one.decides for one in field.contenders if isinstance(one, Ours) and one.method in DRAFTERS]
+    return [
+        one.decides
+        for one in field.contenders
+        if isinstance(one, ForedraftContender) and one.method in DRAFTERS
+    ]
 
 
 def _longest(policy: Any) -> int:
@@ -146,11 +150,11 @@ def _setting(
     prompts: Prompts,
     options: Options,
     loading: Mapping[str, Any],
-) -> Setting:
+) -> BenchContext:
     cache = llm.engine.cache
     longest = max(len(ids) for own in prompts.values() for ids in own)
     positions = longest + options.new_tokens
-    return Setting(
+    return BenchContext(
         llm,
         *folders,
         cache.dtype,

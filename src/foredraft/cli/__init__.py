@@ -17,8 +17,8 @@ from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.bench import bench
+from foredraft.cli.error_text import spelled_as_options, with_stdin
 from foredraft.cli.generate import INTERRUPTED, generate
-from foredraft.cli.spelling import spelled_as_options, with_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
 from foredraft.errors import ForedraftError

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Exactness, Report, Row, Spread
+from foredraft.cli.error_text import spelled_as_options
 from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, loading
-from foredraft.cli.places import check_places
+from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import table
-from foredraft.cli.spelling import spelled_as_options
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
 

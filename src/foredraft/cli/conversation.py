@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from foredraft.cli.error_text import spelled_as_options
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, stream
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, last_line
-from foredraft.cli.spelling import spelled_as_options
 from foredraft.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.compare import Comparison, alternate
 from foredraft.cli.conversation import CONVERSATION, Conversation, converse
+from foredraft.cli.error_text import STDIN
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, show, stream
 from foredraft.cli.options import (
@@ -25,7 +26,6 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, document, last_line
-from foredraft.cli.spelling import STDIN
 from foredraft.errors import ConfigError
 from foredraft.files import check_place
 from foredraft.kinds import DRAFTERS, RULES, default_drafter, suits
@@ -66,7 +66,7 @@ def generate(
     given = requested(sampling, drafting)
     if output.compare:
         given = {"temperature": 0.0} | given
-    foredraft.SamplingParams().but(**given)  # a mistake need not wait for the model
+    foredraft.SamplingParams().replace(**given)  # a mistake need not wait for the model
     conversation = Conversation(chat.system)
     bars = ProgressBars()
 
@@ -76,7 +76,7 @@ def generate(
         return [] if tokenizer is None else tokenizer.encode(text)
 
     def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
-        length = len(encoded(tokenizer)) + defaults.but(**given).max_new_tokens
+        length = len(encoded(tokenizer)) + defaults.replace(**given).max_new_tokens
         return max(sampling.n, 1), max(length, CONVERSATION) if talking else length
 
     try:
@@ -261,7 +261,7 @@ def compare(job: Job, shown: Run, interrupt: Interrupt, bars: ProgressBars) -> t
         return run
 
     def plain() -> list[list[int]]:
-        return timed(replace(job.params, speculation="none")).tokens
+        return timed(replace(job.params, drafter="none")).tokens
 
     def drafted() -> list[list[int]]:
         run = timed(job.params)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, loading
-from foredraft.cli.places import check_places
+from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import ProgressBars, ProgressLines
 from foredraft.cli.render import table
 from foredraft.cli.verify import read_prompts

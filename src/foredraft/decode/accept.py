@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft
-from foredraft.decode.law import Law
 from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Keys, Noise
-from foredraft.decode.operators import leading
-from foredraft.decode.past import Past
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.penalty_context import PenaltyContext
+from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.decode.vocab_ops import leading
 from foredraft.model.device import upload
 
 __all__ = ["Rollback", "Verdict", "accept", "bild", "coupled", "speculative"]
@@ -50,26 +50,31 @@ class Rollback:
     rows [B] bool: those of this rule; everywhere: all are. bound [B] float32: nats, in these rows.
     """
 
-    judge: Law
+    judge: Distribution
     bound: Tensor
     rows: Tensor
     everywhere: bool
 
     @classmethod
     def of(
-        cls, table: SamplingTable, p: Law, logits: Tensor, masks: Tensor | None, past: Past | None
+        cls,
+        table: SamplingTable,
+        p: Distribution,
+        logits: Tensor,
+        masks: Tensor | None,
+        penalty_context: PenaltyContext | None,
     ) -> Rollback | None:
         """What the rows of the lossy rule go by, if there are any; p: the laws of all rows' logits."""
         if table.bound is None:
             return None
-        judge = p if table.judge is None else law_of(logits, table.judge, masks, past)[0]
+        judge = p if table.judge is None else distribution_of(logits, table.judge, masks, penalty_context)[0]
         return cls(judge, table.bound, ~table.bound.isnan(), table.bounded)
 
 
-def speculative(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
+def speculative(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
     """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions, None where p is certain."""
-    if p.ids is not None and p.all_certain:  # u q < 1 always and u q < 0 never: no coin can decide
-        return Verdict(*p.operators.match(draft.tokens, p.ids, draft.lengths))
+    if p.ids is not None and p.all_one_hot:  # u q < 1 always and u q < 0 never: no coin can decide
+        return Verdict(*p.vocab_ops.match_prefix(draft.tokens, p.ids, draft.lengths))
     x = draft.tokens  # [B, K]
     k = x.shape[1]
     accepted = draft.lengths
@@ -88,7 +93,7 @@ def speculative(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdic
     return Verdict(accepted, correction.draw(pick)[:, 0])
 
 
-def coupled(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
+def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
     """As `speculative`; q and the residual are not consulted."""
 
     def pick(weights: Tensor) -> Tensor:
@@ -96,10 +101,10 @@ def coupled(draft: Draft, p: Law, keys: Keys | None, noise: Noise) -> Verdict:
         return noise.pick(weights, keys, COUPLED)
 
     y = p.draw(pick)  # [B, K + 1]
-    return Verdict(*p.operators.match(draft.tokens, y, draft.lengths))
+    return Verdict(*p.vocab_ops.match_prefix(draft.tokens, y, draft.lengths))
 
 
-def bild(draft: Draft, p: Law, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
+def bild(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
     """As `speculative`; neither q nor a residual is consulted. What the judge rules out never stands."""
     chance = rollback.judge.at(draft.tokens)  # [B, K]
     stands = (chance > 0) & (-chance.log() <= rollback.bound[:, None])
@@ -114,7 +119,7 @@ def bild(draft: Draft, p: Law, keys: Keys | None, noise: Noise, rollback: Rollba
 
 def accept(
     draft: Draft,
-    p: Law,
+    p: Distribution,
     keys: Keys | None,
     noise: Noise,
     is_coupled: list[bool],
@@ -126,7 +131,7 @@ def accept(
         if rollback.everywhere:
             return lossy
         return _either(rollback.rows, lossy, accept(draft, p, keys, noise, is_coupled))
-    if p.all_certain or not any(is_coupled):
+    if p.all_one_hot or not any(is_coupled):
         return speculative(draft, p, keys, noise)
     if all(is_coupled):
         return coupled(draft, p, keys, noise)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, Looper, RoundInputs, lengths_of
-from foredraft.decode.law import Law
 from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.policy import Policy
 from foredraft.model.device import upload
-from foredraft.model.runner import Stops
+from foredraft.model.runner import StopThresholds
 
 __all__ = ["at_once"]
 
@@ -23,34 +23,36 @@ def at_once(
     most: list[int],
     inputs: RoundInputs,
     policy: Policy,
-    stops: Stops | None,
+    stops: StopThresholds | None,
     noise: Noise,
     greedy: bool,
 ) -> Draft | None:
     """A draft as the loop would make it; behind, starts, most: as `Looper.draft` has them. None where its
     steps have to be taken one by one."""
     table = inputs.table
-    if policy.looks or inputs.past is not None or not table.plain:
+    if policy.looks or inputs.penalty_context is not None or not table.plain:
         return None
     if any(s.constraint is not None for s, count in zip(inputs.sequences, most, strict=True) if count):
         return None
-    drawing = None
+    sampling_inputs = None
     if not (greedy or table.all_greedy):
-        if not noise.raced:
+        if not noise.uses_gumbel_argmax:
             return None
-        drawing = table.drawing(inputs.noise.bits(DRAFT)[:, : max(most)])
-        if drawing is None:
+        sampling_inputs = table.sampling_inputs(inputs.noise.bits(DRAFT)[:, : max(most)])
+        if sampling_inputs is None:
             return None
-    drafted = drafter.draft(behind, starts, most, drawing, stops)
+    drafted = drafter.draft(behind, starts, most, sampling_inputs, stops)
     if drafted is None:
         return None
     finite, counts = drafted.finite.tolist(), drafted.counts
     lengths = [[*own[:count], False].index(False) for own, count in zip(finite, counts, strict=True)]
-    sick, width, several = None, max(lengths), lengths_of(tuple(lengths), inputs.device)
+    drafter_nonfinite, width, several = None, max(lengths), lengths_of(tuple(lengths), inputs.device)
     tokens = drafted.tokens[:, :width]
     if lengths != counts:
         columns = torch.arange(width)
         tokens = tokens.where(columns < several[:, None], 0)
-        sick = upload([length < count for length, count in zip(lengths, counts, strict=True)], inputs.device)
-    q = Law(ids=tokens) if drafted.probs is None else Law(drafted.probs[:, :width])
-    return Draft(tokens, several, q, drafter.resume(), sick, drafted.sure, lengths)
+        drafter_nonfinite = upload(
+            [length < count for length, count in zip(lengths, counts, strict=True)], inputs.device
+        )
+    q = Distribution(ids=tokens) if drafted.probs is None else Distribution(drafted.probs[:, :width])
+    return Draft(tokens, several, q, drafter.resume(), drafter_nonfinite, drafted.sure, lengths)

@@ -44,7 +44,7 @@ def _offers(sequence: Sequence, drafters: Mapping[str, Drafter], policy: Policy,
     """A round emits one more token than it drafts, so no draft is longer than what may be emitted, but for
     one."""
     offers = Offers(sequence, {})
-    if sequence.wary:
+    if sequence.skip_draft:
         return offers
     room = min(sequence.remaining, widest) - 1
     for name in sequence.drafters:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.constraint import masks_along
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.noise import NoiseKeys
-from foredraft.decode.past import Past
+from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
-from foredraft.model.runner import Drafted, Drawing, Resume, Stops
+from foredraft.model.runner import FusedDraft, Resume, SamplingInputs, StopThresholds
 
 __all__ = [
     "Draft",
@@ -59,9 +59,9 @@ class Draft:
 
     tokens: Tensor
     lengths: Tensor
-    q: Law
+    q: Distribution
     resume: Resume | None = None
-    sick: Tensor | None = None
+    drafter_nonfinite: Tensor | None = None
     sure: Tensor | None = None
     known: list[int] | None = None
 
@@ -82,7 +82,7 @@ class RoundInputs:
     vocabulary: int
     device: torch.device
     weighed: bool = True
-    past: Past | None = None
+    penalty_context: PenaltyContext | None = None
 
     @classmethod
     def of(
@@ -90,8 +90,17 @@ class RoundInputs:
         vocabulary: int, device: torch.device,
     ) -> RoundInputs:  # fmt: skip
         """No budgets: the policy was not asked, and everyone takes a plain step."""
-        weighed, past = budgets is not None, Past.of(sequences, device)
-        return cls(sequences, idle, budgets or [0] * len(sequences), table, vocabulary, device, weighed, past)
+        weighed, penalty_context = budgets is not None, PenaltyContext.of(sequences, device)
+        return cls(
+            sequences,
+            idle,
+            budgets or [0] * len(sequences),
+            table,
+            vocabulary,
+            device,
+            weighed,
+            penalty_context,
+        )
 
     def masks(self, drafted: Tensor) -> Tensor | None:
         """[B, K + 1, V] bool along every constrained row's draft of drafted [B, K], or None."""
@@ -128,7 +137,7 @@ class RoundInputs:
             ]
             attempt = upload(rows, self.device)
         position = start[:, None] + torch.arange(width, device=self.device)
-        return NoiseKeys(base, position, attempt, rounds, self.table.operators, self.coupled)
+        return NoiseKeys(base, position, attempt, rounds, self.table.vocab_ops, self.coupled)
 
 
 class Drafter(Protocol):
@@ -210,9 +219,9 @@ class Looper(Stepper, Protocol):
         tokens: list[list[int]],
         starts: list[int],
         most: list[int],
-        drawing: Drawing | None,
-        stops: Stops | None,
-    ) -> Drafted | None:
+        sampling_inputs: SamplingInputs | None,
+        stops: StopThresholds | None,
+    ) -> FusedDraft | None:
         """All steps of a round: row b reads tokens[b] from position starts[b] on, and draws most[b] of its
         own, or as far as it is not stopped. drawing: None for the likeliest. Gives None where it cannot."""
         ...
@@ -277,4 +286,4 @@ def lengths_of(several: tuple[int, ...], device: torch.device) -> Tensor:
 def no_draft(rows: int, device: torch.device) -> Draft:
     """K = 0: every row takes a plain step."""
     none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-    return Draft(none, torch.zeros(rows, dtype=torch.int64, device=device), Law(ids=none))
+    return Draft(none, torch.zeros(rows, dtype=torch.int64, device=device), Distribution(ids=none))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Drafted, Drawing, Forward, Runner, Stops
+from foredraft.model.runner import Forward, FusedDraft, Runner, SamplingInputs, StopThresholds
 
 __all__ = ["DraftPass", "ModelDrafter"]
 
@@ -49,14 +49,14 @@ class DraftPass:
         tokens: list[list[int]],
         starts: list[int],
         most: list[int],
-        drawing: Drawing | None = None,
-        stops: Stops | None = None,
-    ) -> Drafted | None:
+        sampling_inputs: SamplingInputs | None = None,
+        stops: StopThresholds | None = None,
+    ) -> FusedDraft | None:
         """All the steps of a draft in one call, as `Runner.draft`. None where they have to be taken one by
         one, as where states of theirs are used again."""
         if self.exact:
             return None
-        return self.runner.draft(cache, tokens, starts, most, drawing, stops, plan=self.plan)
+        return self.runner.draft(cache, tokens, starts, most, sampling_inputs, stops, plan=self.plan)
 
 
 @runtime_checkable

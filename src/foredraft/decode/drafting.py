@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft.decode.at_once import at_once
 from foredraft.decode.constraint import Walks, masks_along
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import (
     Draft,
     Drafter,
@@ -27,11 +28,10 @@ from foredraft.decode.draft import (
     lengths_of,
     no_draft,
 )
-from foredraft.decode.law import Law
 from foredraft.decode.merging import merged
 from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.policy import Policy
-from foredraft.decode.sampling import law_of
+from foredraft.decode.sampling import distribution_of
 from foredraft.decode.sequence import Sequence
 from foredraft.model.device import upload
 
@@ -72,7 +72,7 @@ def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
     tokens = upload(_padded(guesses), inputs.device, torch.int64)
-    return Draft(tokens, lengths_of(tuple(lengths), inputs.device), Law(ids=tokens), known=lengths)
+    return Draft(tokens, lengths_of(tuple(lengths), inputs.device), Distribution(ids=tokens), known=lengths)
 
 
 def _step_through(
@@ -96,7 +96,7 @@ def _step_through(
     wanted = columns < upload(budgets, device)[:, None]  # [B, K]
     nothing = torch.zeros(len(sequences), 0, dtype=torch.int64, device=device)
     drawn: list[Tensor] = []  # of each step: [B, 1],
-    laws: list[Law] = []
+    laws: list[Distribution] = []
     possible: list[Tensor] = []  # [B, 1]: there was a law to draw from, and the policy let it be drawn from,
     sound: list[Tensor] = []  # [B, 1]: and the logits were finite,
     going: list[Tensor] = []  # [B, 1]: and it goes on after this token
@@ -112,12 +112,14 @@ def _step_through(
         at = None if tokens.shape[1] == 1 else upload([c - 1 for c in counts], device)
         logits = drafter.step(tokens, starts, counts, idle, at)[:, None]  # [B, 1, V]
         masks = None if walks is None else walks.masks()
-        past = inputs.past and inputs.past.along(torch.cat([nothing, *drawn], 1), ahead=j)
-        q, finite = law_of(logits, inputs.table, masks, past, argmax=greedy)
+        penalty_context = inputs.penalty_context and inputs.penalty_context.along(
+            torch.cat([nothing, *drawn], 1), ahead=j
+        )
+        q, finite = distribution_of(logits, inputs.table, masks, penalty_context, argmax=greedy)
         draws = policy.draws(sequences, j, q, logits) if policy.looks else None
         on = None
         if stops is not None:
-            sure = inputs.table.operators.surest(logits[:, 0])
+            sure = inputs.table.vocab_ops.max_prob(logits[:, 0])
             survival = stops.survival(sure, survival)
             sures.append(sure.where(_still(wanted[:, j], going, j), -1.0)[:, None])
             draws, on = _both(draws, ~(survival < stops.keep[:, j])), survival >= stops.more[:, j]
@@ -152,10 +154,10 @@ def _step_through(
         going += possible[len(going) : len(drawn) - 1]
     reached = _reached(wanted, torch.cat(possible, 1), going)
     lengths = (reached & torch.cat(possible, 1)).sum(1)
-    sick = (reached & ~torch.cat(sound, 1)).any(1)
+    drafter_nonfinite = (reached & ~torch.cat(sound, 1)).any(1)
     drafted = torch.cat(drawn, 1).where(columns[: len(drawn)] < lengths[:, None], 0)
     told = torch.cat(sures, 1) if sures else None
-    return Draft(drafted, lengths, Law.along(laws), drafter.resume(), sick, told, known)
+    return Draft(drafted, lengths, Distribution.along(laws), drafter.resume(), drafter_nonfinite, told, known)
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -202,6 +204,6 @@ def _padded(rows: list[list[int]]) -> list[list[int]]:
     return [row + [0] * (width - len(row)) for row in rows]
 
 
-def _draw(q: Law, inputs: RoundInputs, column: int, noise: Noise) -> Tensor:
+def _draw(q: Distribution, inputs: RoundInputs, column: int, noise: Noise) -> Tensor:
     """[B, 1]"""
     return q.draw(lambda weights: noise.pick(weights, inputs.noise.column(column), DRAFT))

@@ -18,28 +18,28 @@ import torch
 
 from foredraft.decode.accept import Rollback, Verdict, accept
 from foredraft.decode.choices import choose, may_draft
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, Drafter, RoundInputs
 from foredraft.decode.drafting import propose
 from foredraft.decode.faults import cure, not_finite
-from foredraft.decode.law import Law
 from foredraft.decode.noise import Keys, Noise
-from foredraft.decode.operators import DEFINITION, Operators
 from foredraft.decode.policy import Policy
-from foredraft.decode.prompts import read_chunk
-from foredraft.decode.reading import Reading, read
+from foredraft.decode.prefill import prefill_chunk
+from foredraft.decode.round_results import RowResult, read
 from foredraft.decode.rows import Rows
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from foredraft.decode.stats import Round
 from foredraft.decode.target import Target
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
 from foredraft.model.runner import Forward
 
 __all__ = ["Engine"]
 
-Rule = Callable[[Draft, Law, Keys | None, Noise, list[bool], Rollback | None], Verdict]
+Rule = Callable[[Draft, Distribution, Keys | None, Noise, list[bool], Rollback | None], Verdict]
 
 
 class Engine:
@@ -60,14 +60,14 @@ class Engine:
         *,
         vocabulary: int,
         device: torch.device,
-        operators: Operators = DEFINITION,
+        vocab_ops: VocabOps = TORCH_VOCAB_OPS,
         noise: Noise | None = None,
         greedy_drafts: bool = False,
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
         self.drafters = dict(drafters)
         self.vocabulary, self.device = vocabulary, device
-        self.operators, self.noise = operators, noise or Noise()
+        self.vocab_ops, self.noise = vocab_ops, noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.accept: Rule = accept
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
@@ -86,7 +86,7 @@ class Engine:
         """End every sequence that has a row, because a pass over them broke off; rows may hold anything."""
         several = list(self.rows.sequences)
         for sequence in several:  # all, before one moves: drafters know a sequence by its row
-            sequence.proven = False
+            sequence.cache_finite = False
             for name in sequence.drafters:
                 self.drafters[name].leave(sequence)
             sequence.drafters = ()
@@ -115,11 +115,11 @@ class Engine:
         draft = propose(self.drafters, inputs, self.policy, self.noise, greedy=self.greedy_drafts)
         forward = self._verify(inputs, draft)
         assert forward.logits is not None
-        past = inputs.past and inputs.past.along(draft.tokens)
+        penalty_context = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
         masks = inputs.masks(draft.tokens)
-        p, finite = law_of(forward.logits, inputs.table, masks, past)
-        rollback = Rollback.of(inputs.table, p, forward.logits, masks, past)
-        keys = None if p.all_certain else inputs.noise.first(draft.tokens.shape[1] + 1)
+        p, finite = distribution_of(forward.logits, inputs.table, masks, penalty_context)
+        rollback = Rollback.of(inputs.table, p, forward.logits, masks, penalty_context)
+        keys = None if p.all_one_hot else inputs.noise.first(draft.tokens.shape[1] + 1)
         verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, rollback)
         judge = p if rollback is None else rollback.judge
         signal = self.policy.wants if inputs.weighed else None
@@ -132,7 +132,7 @@ class Engine:
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
-            self._table = ids, SamplingTable.of(params, self.device, ends, self.operators)
+            self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
         budgets = choose(sequences, idle, self.drafters, self.policy, self.target.max_queries)
         return RoundInputs.of(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
 
@@ -155,7 +155,7 @@ class Engine:
             taps=taps,
         )
 
-    def _commit(self, inputs: RoundInputs, readings: list[Reading], forward: Forward) -> list[Sequence]:
+    def _commit(self, inputs: RoundInputs, readings: list[RowResult], forward: Forward) -> list[Sequence]:
         """Tokens, cache length, constraint, drafter and policy of each row move together."""
         over: list[tuple[Sequence, Finish, str | None]] = []
         rows = zip(inputs.sequences, inputs.idle, inputs.budgets, readings, strict=True)
@@ -164,7 +164,7 @@ class Engine:
                 continue
             base, drafted_by = len(sequence.tokens) - 1, sequence.drafter if budget else None
             sequence.round_count += 1
-            sequence.wary, sequence.proven = reading.broken, not reading.broken
+            sequence.skip_draft, sequence.cache_finite = reading.broken, not reading.broken
             if reading.broken and reading.drafted == 0:
                 over.append((sequence, Finish.ERROR, not_finite(sequence)))
                 continue
@@ -190,7 +190,7 @@ class Engine:
                 drafter.rewind(sequence)
             if inputs.weighed:
                 self.policy.learn(sequence, outcome, reading.sure)
-            if reading.sick:
+            if reading.drafter_nonfinite:
                 cure(sequence, self.drafters, self.cache)
             if sequence.finish is not None:
                 over.append((sequence, sequence.finish, None))
@@ -198,7 +198,7 @@ class Engine:
             self._leave(sequence, finish, error)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
 
-    def _extend(self, sequence: Sequence, reading: Reading, drafter: str | None) -> Round:
+    def _extend(self, sequence: Sequence, reading: RowResult, drafter: str | None) -> Round:
         """Append what the round decided; tokens after the end of the text are in no figure."""
         whole = reading.accepted == reading.drafted > 0
         origins = [Origin.DRAFTER] * reading.accepted + [Origin.BONUS if whole else Origin.TARGET]
@@ -212,13 +212,13 @@ class Engine:
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
         """The next chunk of its prompt through the target, and its drafters."""
-        sound = read_chunk(
+        sound = prefill_chunk(
             sequence,
             self.target,
             self.cache,
             [self.drafters[name] for name in sequence.drafters],
             ahead=not self.policy.weighs,
-            operators=self.operators,
+            vocab_ops=self.vocab_ops,
         )
         if not sound:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
@@ -239,7 +239,7 @@ class Engine:
         if sequence.state is State.RUNNING:
             sequence.ended = time.perf_counter()
         if finish is Finish.ERROR:
-            sequence.proven = False
+            sequence.cache_finite = False
         if sequence.row >= 0:
             for name in sequence.drafters:
                 self.drafters[name].leave(sequence)

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foredraft.decode.operators import DEFINITION, Operators
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps
 from foredraft.model.device import upload
 
 __all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "ROLLBACK", "Keys", "Noise", "NoiseKeys", "seed_key"]
@@ -55,7 +55,7 @@ class Keys:
     """
 
     base: Tensor
-    operators: Operators
+    vocab_ops: VocabOps
 
     def bits(self, purpose: int) -> Tensor:
         """[B, T] int64"""
@@ -63,15 +63,15 @@ class Keys:
 
     def column(self, index: int) -> Keys:
         """The keys of one column, the same in every row, as T = 1."""
-        return _Part(self.base, self.operators, self, lambda x: x[:, index : index + 1])
+        return _Part(self.base, self.vocab_ops, self, lambda x: x[:, index : index + 1])
 
     def first(self, count: int) -> Keys:
         """The keys of the first `count` columns."""
-        return _Part(self.base, self.operators, self, lambda x: x[:, :count])
+        return _Part(self.base, self.vocab_ops, self, lambda x: x[:, :count])
 
     def columns(self, index: Tensor) -> Keys:
         """The keys at column `index` [B] of every row, as T = 1."""
-        return _Part(self.base, self.operators, self, lambda x: x.gather(1, index[:, None]))
+        return _Part(self.base, self.vocab_ops, self, lambda x: x.gather(1, index[:, None]))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class NoiseKeys(Keys):
     position: Tensor
     attempt: Tensor | None
     round: Tensor
-    operators: Operators = DEFINITION
+    vocab_ops: VocabOps = TORCH_VOCAB_OPS
     coupled: Seq[bool] = ()
     _hashed: dict[int, Tensor] = field(default_factory=dict, repr=False)  # purpose -> bits
 
@@ -104,7 +104,7 @@ class NoiseKeys(Keys):
     def _hash(self, purpose: int) -> Tensor:
         """The round is left out for `coupled`: its noise belongs to the position."""
         rounds = None if purpose == COUPLED else self.round
-        return self.operators.keys(self.base, rounds, self.position, self.attempt, purpose)
+        return self.vocab_ops.hash_keys(self.base, rounds, self.position, self.attempt, purpose)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Part(Keys):
     """Some of the positions: what is hashed, is hashed once, of the whole."""
 
     base: Tensor
-    operators: Operators
+    vocab_ops: VocabOps
     whole: Keys
     part: Callable[[Tensor], Tensor]
 
@@ -126,15 +126,15 @@ class Noise:
     raced: its picks are the exponential race by the bits of their keys, so a kernel may run it elsewhere.
     """
 
-    raced = True
+    uses_gumbel_argmax = True
 
     def coin(self, keys: Keys, purpose: int) -> Tensor:
         """Uniform in [0, 1) -> [B, T] float64."""
-        return keys.operators.units(keys.bits(purpose))
+        return keys.vocab_ops.uniform(keys.bits(purpose))
 
     def pick(self, weights: Tensor, keys: Keys, purpose: int) -> Tensor:
         """Draw token ids with the law of weights [B, T, V] (unnormalised) -> [B, T] int64.
 
         Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.
         """
-        return keys.operators.race(weights, keys.bits(purpose))
+        return keys.vocab_ops.gumbel_argmax(weights, keys.bits(purpose))

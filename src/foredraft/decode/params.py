@@ -62,7 +62,7 @@ class SamplingParams:
             drafter, the draft length and the load. None is "coupled" with a seed and "speculative" without.
             "bild" is *not lossless*: it lets the drafter's tokens stand unless they surprise the target.
         rollback: Under "bild", the surprise -log p, in nats, above which a drafted token is cut; None is 5.
-        speculation: "none", the name of a drafter that is loaded, "auto" (policy "auto": whichever pays), or
+        drafter: "none", the name of a drafter that is loaded, "auto" (policy "auto": whichever pays), or
             None for the default.
 
     Raises:
@@ -88,7 +88,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     acceptance: Literal["speculative", "coupled", "bild"] | None = None
     rollback: float | None = None
-    speculation: str | None = None
+    drafter: str | None = None
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
         """Refuses options that there are not, which the dataclass's own error names without a remedy."""
@@ -116,7 +116,7 @@ class SamplingParams:
                     " acceptance='bild', too, or leave it out"
                 )
         _within(
-            "speculation", self.speculation, self.speculation is None or isinstance(self.speculation, str),
+            "drafter", self.drafter, self.drafter is None or isinstance(self.drafter, str),
             "'none', the name of a drafter, or None",
         )  # fmt: skip
         object.__setattr__(self, "stop", _stops(self.stop))
@@ -155,7 +155,7 @@ class SamplingParams:
                 " lower the one or raise the other"
             )
 
-    def but(self, **options: Any) -> SamplingParams:
+    def replace(self, **options: Any) -> SamplingParams:
         """These with some options changed; as `dataclasses.replace`, with the refusals of the constructor.
 
         Of min_new_tokens and max_new_tokens the one that is not given makes way for the one that is.
@@ -189,7 +189,7 @@ class SamplingParams:
         temperature 0 leaves one token alone possible, and all others infinitely surprising."""
         if self.bound is None or not self.greedy:
             return self
-        return self.but(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        return self.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
 
     @property
     def penalised(self) -> bool:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from foredraft.decode.operators import Operators
-from foredraft.decode.past import Past
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.penalty_context import PenaltyContext
+from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scores import Score, score, scores_in
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.vocab_ops import VocabOps
 from foredraft.model.device import upload
 
 __all__ = ["score_chunk"]
@@ -24,22 +24,24 @@ COLUMNS = 32  # at a time: a whole chunk's logits over a large vocabulary would 
 
 
 def score_chunk(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, sequence: Sequence, start: int, operators: Operators
+    head: Callable[[Tensor], Tensor], hidden: Tensor, sequence: Sequence, start: int, vocab_ops: VocabOps
 ) -> list[Score] | None:
     """Scores of the tokens after those of a chunk that begins at `start`, hidden [1, n, D]; None where a
     logit is not finite."""
-    table = SamplingTable.of([sequence.params], hidden.device, operators=operators).of_prompt()
+    table = SamplingTable.of([sequence.params], hidden.device, vocab_ops=vocab_ops).of_prompt()
     top = sequence.params.prompt_logprobs or 0
     tokens = sequence.prompt[start + 1 : start + 1 + hidden.shape[1]]
     ahead = upload(tokens, hidden.device)  # [n]
     penalised = sequence.params.penalised
-    past = Past.of_prompt(sequence.prompt[: start + 1], ahead) if penalised else None
+    penalty_context = PenaltyContext.of_prompt(sequence.prompt[: start + 1], ahead) if penalised else None
     figures: list[Tensor] = []
     sound: list[Tensor] = []
     for first in range(0, len(tokens), COLUMNS):
         part = slice(first, first + COLUMNS)
         logits = head(hidden[:, part])
-        law, finite = law_of(logits, table, past=past and past.along(ahead[None], first))
+        law, finite = distribution_of(
+            logits, table, penalty_context=penalty_context and penalty_context.along(ahead[None], first)
+        )
         figures.append(score(logits, law, ahead[None, part], top)[0])
         sound.append(finite.all())
     read = torch.cat([torch.stack(sound).all().view(1).long(), *(x.view(-1) for x in figures)]).cpu().numpy()

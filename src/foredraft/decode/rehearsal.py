@@ -55,7 +55,7 @@ class Rehearsal:
             drafters,
             vocabulary=engine.vocabulary,
             device=engine.device,
-            operators=engine.operators,
+            vocab_ops=engine.vocab_ops,
             greedy_drafts=engine.greedy_drafts,
         )
         self.batch, self.longest, self.draws = batch, longest, draws

@@ -48,11 +48,11 @@ class Rows:
         row, last = sequence.row, self.sequences.pop()
         sequence.row = -1
         for cache in self.caches:
-            if not sequence.proven:
+            if not sequence.cache_finite:
                 cache.zero_row(row)
             if last is not sequence:
                 cache.copy_row(last.row, row, cache.lengths[last.row])
-                if not last.proven:
+                if not last.cache_finite:
                     cache.zero_row(last.row)
             cache.lengths[len(self.sequences)] = 0
         if last is not sequence:

@@ -18,14 +18,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from foredraft.decode.law import Law
-from foredraft.decode.operators import DEFINITION, Operators, running, total
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.past import Past
+from foredraft.decode.penalty_context import PenaltyContext
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, VocabOps, running, total
 from foredraft.model.device import upload
-from foredraft.model.runner import Drawing
+from foredraft.model.runner import SamplingInputs
 
-__all__ = ["SamplingTable", "law_of"]
+__all__ = ["SamplingTable", "distribution_of"]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class SamplingTable:
     bound: Tensor | None  # [B] float32: nats of surprise that `bild` lets stand, NaN in rows of other rules
     bounded: bool  # all rows have one
     judge: SamplingTable | None  # by what their surprise is told; None: by this
-    operators: Operators  # what makes laws of logits by these
+    vocab_ops: VocabOps  # what makes laws of logits by these
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class SamplingTable:
         params: Seq[SamplingParams],
         device: torch.device,
         ends: Seq[frozenset[int]] | None = None,
-        operators: Operators = DEFINITION,
+        vocab_ops: VocabOps = TORCH_VOCAB_OPS,
     ) -> SamplingTable:
         """ends: each row's end-of-text ids, which min_new_tokens bars."""
 
@@ -115,16 +115,18 @@ class SamplingTable:
             bounded=None not in bounds,
             judge=None
             if all(one is own for one, own in zip(judged, params, strict=True))
-            else cls.of(judged, device, ends, operators),
-            operators=operators,
+            else cls.of(judged, device, ends, vocab_ops),
+            vocab_ops=vocab_ops,
         )
 
-    def drawing(self, keys: Tensor) -> Drawing | None:
+    def sampling_inputs(self, keys: Tensor) -> SamplingInputs | None:
         """All that a draw from these laws needs, with the noise of K of them [B, K]; None where logits are
         edited or cut in other ways too, or where some rows, not all, are greedy."""
         if not self.plain or self.greedy is not None or self.typical_p is not None:
             return None
-        return Drawing(self.temperature, self.top_k, self.top_p, self.min_p, self.cut, keys.contiguous())
+        return SamplingInputs(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.cut, keys.contiguous()
+        )
 
     @property
     def plain(self) -> bool:
@@ -144,30 +146,32 @@ def _padded(rows: list[list[T]], value: T) -> list[list[T]]:
     return [row + [value] * (width - len(row)) for row in rows]
 
 
-def law_of(
+def distribution_of(
     logits: Tensor,
     table: SamplingTable,
     masks: Tensor | None = None,
-    past: Past | None = None,
+    penalty_context: PenaltyContext | None = None,
     *,
     argmax: bool = False,
-) -> tuple[Law, Tensor]:
+) -> tuple[Distribution, Tensor]:
     """logits [B, T, V] float32 -> the laws, and [B, T] bool: False where the logits are not finite.
 
     masks: [B, T, V] bool, True = allowed. past: needed where a row has a penalty or a min_new_tokens.
     argmax: one-hot laws in every row (a greedy drafter's). The logits are left as they are.
     """
-    logits = _edited(logits, table, masks, past)
+    logits = _edited(logits, table, masks, penalty_context)
     if argmax or table.all_greedy:
-        ids, finite = table.operators.best(logits)
-        return Law(ids=ids, operators=table.operators), finite
+        ids, finite = table.vocab_ops.argmax(logits)
+        return Distribution(ids=ids, vocab_ops=table.vocab_ops), finite
     probs, finite = _transformed(logits, table)
     if table.greedy is None:
-        return Law(probs, operators=table.operators), finite
-    return Law(probs, table.operators.best(logits)[0], table.greedy, table.operators), finite
+        return Distribution(probs, vocab_ops=table.vocab_ops), finite
+    return Distribution(probs, table.vocab_ops.argmax(logits)[0], table.greedy, table.vocab_ops), finite
 
 
-def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Past | None) -> Tensor:
+def _edited(
+    logits: Tensor, table: SamplingTable, masks: Tensor | None, penalty_context: PenaltyContext | None
+) -> Tensor:
     """Bias, masks and penalties. A row without one keeps every bit of its logits."""
     columns = logits.shape[1]
 
@@ -180,15 +184,15 @@ def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Pa
     if masks is not None:
         logits = logits.masked_fill(~masks, -math.inf)
     if table.least is not None:
-        assert table.ends is not None and past is not None
-        early = past.said(columns) < table.least[:, None]  # [B, T]
+        assert table.ends is not None and penalty_context is not None
+        early = penalty_context.said(columns) < table.least[:, None]  # [B, T]
         ends = over(table.ends)
         bars = early[..., None].expand_as(ends)
         logits = logits.scatter(2, ends, logits.gather(2, ends).masked_fill(bars, -math.inf))
     if table.penalties is not None:
-        assert past is not None
+        assert penalty_context is not None
         repetition, presence, frequency = table.penalties[..., None, None]  # [B, 1, 1] each
-        ids, counts, seen = past.tally(columns)
+        ids, counts, seen = penalty_context.token_counts(columns)
         x = logits.gather(2, over(ids))
         x = torch.where(seen, torch.where(x < 0, x * repetition, x / repetition), x)
         x = x - presence * (counts > 0) - frequency * counts
@@ -198,7 +202,7 @@ def _edited(logits: Tensor, table: SamplingTable, masks: Tensor | None, past: Pa
 
 def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """[B, T, V] -> probabilities after temperature and cuts, and whether all logits are finite."""
-    probs, finite = table.operators.law(logits, table)
+    probs, finite = table.vocab_ops.probs(logits, table)
     if table.typical_p is not None:
         probs = _typical(probs, table.typical_p[:, None, None])
     return probs, finite

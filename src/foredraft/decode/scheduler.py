@@ -70,7 +70,7 @@ class Scheduler:
         if state is State.WAITING:
             self.waiting.remove(sequence)
             return None
-        if state is State.RUNNING and sequence.proven and self.waiting:
+        if state is State.RUNNING and sequence.cache_finite and self.waiting:
             sibling = self.waiting[0]
             if sibling.group is not None and sibling.group == sequence.group:
                 self.waiting.popleft()

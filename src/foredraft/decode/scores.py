@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.model.device import bits
 
 __all__ = ["Score", "score", "scores_in"]
@@ -42,7 +42,7 @@ class Score:
     processed_top: list[tuple[int, float]]
 
 
-def score(logits: Tensor, p: Law, tokens: Tensor, top: int) -> Tensor:
+def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
     """logits [B, T, V] as the model gave them, p their laws, tokens [B, T] -> [B, T, 2 + 4 * top] int64;
     top: at most V."""
     own = logits.log_softmax(-1)

@@ -16,9 +16,9 @@ from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Round
-from foredraft.decode.tally import Tally
+from foredraft.decode.text_buffer import TextBuffer
+from foredraft.decode.token_counts import TokenCounts
 from foredraft.decode.trace import RoundTrace
-from foredraft.decode.transcript import Transcript
 
 __all__ = ["Finish", "Origin", "Sequence", "State"]
 
@@ -64,7 +64,7 @@ class Sequence:
     drafter: str | None = None
     constraint: Constraint | None = None
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
-    transcript: Transcript | None = None
+    text_buffer: TextBuffer | None = None
     traced: bool = False
     drafters: tuple[str, ...] = ()
     prompt_scores: list[Score | None] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
     origins: list[Origin] = field(default_factory=list)  # of the new ids
     scores: list[Score] = field(default_factory=list)  # of the new ids, where they are asked for
-    tally: Tally | None = None  # of what was said, where a penalty looks at it
+    token_counts: TokenCounts | None = None  # of what was said, where a penalty looks at it
     trace: list[RoundTrace] = field(default_factory=list)
     state: State = State.WAITING
     finish: Finish | None = None
@@ -81,8 +81,8 @@ class Sequence:
     rounds: list[Round] = field(default_factory=list)
     round_count: int = 0  # part of the noise key; never goes back
     attempts: dict[int, int] = field(default_factory=dict)  # position -> rollbacks of a ban that crossed it
-    proven: bool = False  # its cache rows hold finite values only: its last round showed it
-    wary: bool = False  # its last draft led to values that are not finite: the next step is plain
+    cache_finite: bool = False  # its cache rows hold finite values only: its last round showed it
+    skip_draft: bool = False  # its last draft led to values that are not finite: the next step is plain
     drafter_faults: int = 0  # rounds in which its drafter's logits were not finite
     policy_state: Any = None  # the policy's, opaque to everyone else
     started: float = 0.0  # seconds of a monotonic clock: its first round, and its end
@@ -93,7 +93,7 @@ class Sequence:
         if self.drafter is not None and not self.drafters:
             self.drafters = (self.drafter,)
         if self.params.penalised:
-            self.tally = Tally(self.prompt)
+            self.token_counts = TokenCounts(self.prompt)
 
     @property
     def key(self) -> int:
@@ -125,8 +125,8 @@ class Sequence:
             self.tokens.append(token)
             self.origins.append(origin)
             self.scores += scores[index : index + 1]
-            if self.tally is not None:
-                self.tally.count(token, 1)
+            if self.token_counts is not None:
+                self.token_counts.count(token, 1)
             if self.constraint is not None:
                 kept = self.constraint.advance(token)
                 if kept < len(self.tokens) - len(self.prompt):
@@ -143,7 +143,7 @@ class Sequence:
         ended = token in self.eos and not self.params.ignore_eos
         if self.params.stop:
             self.write_up(ended)
-            if self.transcript is not None and self.transcript.stopped_by is not None:
+            if self.text_buffer is not None and self.text_buffer.stopped_by is not None:
                 return Finish.STOP
         if ended:
             return Finish.EOS
@@ -151,19 +151,19 @@ class Sequence:
 
     def write_up(self, ended: bool = False) -> None:
         """Have the transcript read the tokens that it has not read; ended: the last one ends the text."""
-        if self.transcript is not None:
-            new = self.tokens[len(self.prompt) + len(self.transcript.tokens) :]
-            self.transcript.push(new, ended=ended)
+        if self.text_buffer is not None:
+            new = self.tokens[len(self.prompt) + len(self.text_buffer.tokens) :]
+            self.text_buffer.push(new, ended=ended)
 
     def _roll_back(self, kept: int) -> None:
         """Back to `kept` new tokens; the noise of every position crossed is never used again."""
         length = len(self.prompt) + kept
         for position in range(length, len(self.tokens)):
             self.attempts[position] = self.attempts.get(position, 0) + 1
-            if self.tally is not None:
-                self.tally.count(self.tokens[position], -1)
+            if self.token_counts is not None:
+                self.token_counts.count(self.tokens[position], -1)
         del self.tokens[length:]
         del self.origins[kept:]
         del self.scores[kept:]
-        if self.transcript is not None:
-            self.transcript.rewind(kept)
+        if self.text_buffer is not None:
+            self.text_buffer.rewind(kept)

@@ -16,7 +16,7 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Drafted, Drawing, Resume, Runner, Stops, next_chunk
+from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs, StopThresholds, next_chunk
 
 __all__ = ["DraftModel"]
 
@@ -82,12 +82,12 @@ class DraftModel:
         tokens: list[list[int]],
         starts: list[int],
         most: list[int],
-        drawing: Drawing | None,
-        stops: Stops | None = None,
-    ) -> Drafted | None:
+        sampling_inputs: SamplingInputs | None,
+        stops: StopThresholds | None = None,
+    ) -> FusedDraft | None:
         if self.vocabulary is not None:
             return None
-        drafted = self.draft_pass.at_once(self.cache, tokens, starts, most, drawing, stops)
+        drafted = self.draft_pass.at_once(self.cache, tokens, starts, most, sampling_inputs, stops)
         if drafted is not None:
             for row, (start, own, steps) in enumerate(zip(starts, tokens, drafted.steps, strict=True)):
                 if steps:

@@ -20,7 +20,7 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.skips import Skips
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import Drafted, Drawing, Resume, Runner, Stops
+from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs, StopThresholds
 
 __all__ = ["LayerSkip"]
 
@@ -67,10 +67,10 @@ class LayerSkip:
         tokens: list[list[int]],
         starts: list[int],
         most: list[int],
-        drawing: Drawing | None,
-        stops: Stops | None = None,
-    ) -> Drafted | None:
-        return self.draft_pass.at_once(self.cache, tokens, starts, most, drawing, stops)
+        sampling_inputs: SamplingInputs | None,
+        stops: StopThresholds | None = None,
+    ) -> FusedDraft | None:
+        return self.draft_pass.at_once(self.cache, tokens, starts, most, sampling_inputs, stops)
 
     def resume(self) -> Resume | None:
         if self.skips.exit is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.spelling import Spelling, characters
+from foredraft.drafters.byte_codec import ByteCodec, characters
 from foredraft.drafters.translation import Translation
 from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
@@ -76,7 +76,7 @@ class Retokenize:
         self.draft_pass = DraftPass(runner)
         self.positions = min(positions, runner.decoder.spec.max_positions)
         self.cache = runner.new_cache(rows, self.positions)
-        self._target, self._draft = Spelling(target), Spelling(draft)
+        self._target, self._draft = ByteCodec(target), ByteCodec(draft)
         self._rows: list[list[int]] = [[] for _ in range(rows)]  # the draft's tokens that each row holds
         self._free = list(range(rows))
         self._seats: dict[int, _Seat] = {}  # by the sequence's id
@@ -112,7 +112,7 @@ class Retokenize:
         seat = self._seats.pop(sequence.id, None)
         if seat is None:
             return
-        if seat.faults or not sequence.proven:
+        if seat.faults or not sequence.cache_finite:
             self._empty(seat.row)
         self._free.append(seat.row)
 

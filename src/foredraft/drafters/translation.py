@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.drafters.spelling import Spelling
+from foredraft.drafters.byte_codec import ByteCodec
 
 __all__ = ["Translation"]
 
@@ -39,7 +39,7 @@ class Translation:
     held: bytes at the text's end that are no whole character yet; they are in no token.
     """
 
-    def __init__(self, source: Spelling, reader: Spelling) -> None:
+    def __init__(self, source: ByteCodec, reader: ByteCodec) -> None:
         self._source, self._reader = source, reader
         self._shared = {
             id: reader.specials[content]

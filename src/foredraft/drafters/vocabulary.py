@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.spelling import Spelling
+from foredraft.drafters.byte_codec import ByteCodec
 from foredraft.model.device import upload
 from foredraft.model.tokenizer import Tokenizer
 
@@ -122,7 +122,7 @@ def _merge_alike(mine: dict[str, Any], theirs: dict[str, Any], spare: float) -> 
 
 def _mean_alike(target: Tokenizer, draft: Tokenizer, pieces: list[dict[str, int]], shared: set[str]) -> bool:
     """Of pieces spread over the vocabulary."""
-    spellings = Spelling(target), Spelling(draft)
+    spellings = ByteCodec(target), ByteCodec(draft)
     spread = sorted(shared)[:: math.ceil(len(shared) / SAMPLE)] if shared else []
     return all(spellings[0].of(pieces[0][piece]) == spellings[1].of(pieces[1][piece]) for piece in spread)
 

@@ -4,6 +4,6 @@ Contract: every kernel has a definition in PyTorch's operators elsewhere, which 
 not, and which the tests hold it to. Nothing here knows of models, drafts or laws.
 """
 
-from foredraft.kernels.loading import library
+from foredraft.kernels.compilation import library
 
 __all__ = ["library"]

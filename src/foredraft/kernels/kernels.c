@@ -1,5 +1,5 @@
 // The passes of a decoder on a CPU, for bfloat16 and float32 (passes.inc), and what is decided over a vocabulary
-// (rows.inc); stretches.inc puts both together.
+// (vocab.inc); fused.inc puts both together.
 //
 // Every sum is added in an order that depends on nothing but the position's own place: not on how many rows,
 // queries or keys share the pass, nor on the number of threads. So every shape gives a position the same bits.
@@ -190,7 +190,7 @@ typedef struct {
     float *sure;
 } Stops;
 
-int foredraft_surest(const float *x, int64_t rows, int64_t n, float *out, int threads);
+int foredraft_max_prob(const float *x, int64_t rows, int64_t n, float *out, int threads);
 static float survival(const Stops *stops, int64_t row, float sure, float before);
 
 static int draw(
@@ -206,7 +206,7 @@ typedef float Float32;
 #define WORD 1
 #define SUFFIX _float32
 #include "passes.inc"
-#include "stretches.inc"
+#include "fused.inc"
 #undef E
 #undef WORD
 #undef SUFFIX
@@ -216,9 +216,9 @@ typedef uint16_t BFloat16;
 #define WORD 2
 #define SUFFIX _bfloat16
 #include "passes.inc"
-#include "stretches.inc"
+#include "fused.inc"
 #undef E
 #undef WORD
 #undef SUFFIX
 
-#include "rows.inc"
+#include "vocab.inc"

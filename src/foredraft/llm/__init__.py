@@ -62,7 +62,7 @@ class LLM:
 
         `SamplingParams(...)` by itself knows nothing of the model. Raises RequestError as it does.
         """
-        return self.default_params.but(**options)
+        return self.default_params.replace(**options)
 
     def chat(
         self,
@@ -192,9 +192,9 @@ class LLM:
                 return None
             new, shown = slice(shown, settled), settled
             parts = None
-            if sequence.transcript is not None:
+            if sequence.text_buffer is not None:
                 sequence.write_up()
-                parts = sequence.transcript.release(settled)
+                parts = sequence.text_buffer.release(settled)
             return Piece(
                 text=None if parts is None else "".join(text for _, text in parts),
                 token_ids=sequence.new_ids[new],
@@ -232,17 +232,17 @@ class LLM:
 
     def _output(self, sequence: Sequence) -> Output:
         assert sequence.finish is not None
-        transcript, params = sequence.transcript, sequence.params
+        text_buffer, params = sequence.text_buffer, sequence.params
         lossless = self._is_lossless(params)
-        if transcript is not None:
+        if text_buffer is not None:
             sequence.write_up()
-            transcript.finish()
+            text_buffer.finish()
         return Output(
-            text=None if transcript is None else transcript.text,
+            text=None if text_buffer is None else text_buffer.text,
             token_ids=sequence.new_ids,
             origins=[str(origin) for origin in sequence.origins],
-            pieces=None if transcript is None else transcript.pieces,
-            stopped_by=None if transcript is None else transcript.stopped_by,
+            pieces=None if text_buffer is None else text_buffer.pieces,
+            stopped_by=None if text_buffer is None else text_buffer.stopped_by,
             logprobs=None if params.logprobs is None else list(sequence.scores),
             prompt_logprobs=None if params.prompt_logprobs is None else list(sequence.prompt_scores),
             trace=sequence.trace if sequence.traced else None,
@@ -257,7 +257,7 @@ class LLM:
         )
 
     def _is_lossless(self, params: SamplingParams) -> bool:
-        drafters = self._requests.drafters(params.speculation)
+        drafters = self._requests.drafters(params.drafter)
         if not drafters:
             return True  # whatever the rule, there is nothing that it could let stand
         return params.bound is None and all(self._lossless.get(name, True) for name in drafters)

@@ -14,7 +14,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
-from foredraft.decode.transcript import Transcript
+from foredraft.decode.text_buffer import TextBuffer
 from foredraft.errors import RequestError
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class Requests:
             raise RequestError(f"truncate is {truncate!r}; give 'left' or None")
         self._check(params, n)
         prompt = self.fitting(prompt, params.max_new_tokens, truncate)
-        drafters = self.drafters(params.speculation)
+        drafters = self.drafters(params.drafter)
         if params.max_new_tokens == 0:
             drafters = ()  # which need not read the prompt either
         seed = secrets.randbits(53) if params.seed is None else params.seed
@@ -103,7 +103,7 @@ class Requests:
                 eos,
                 drafters[0] if len(drafters) == 1 else None,
                 group=group,
-                transcript=self._transcript(prompt, params, show_special),
+                text_buffer=self._text_buffer(prompt, params, show_special),
                 traced=trace,
                 drafters=drafters,
                 prompt_scores=scores,
@@ -126,12 +126,14 @@ class Requests:
         if params.max_new_tokens == 0 and n > 1:
             raise RequestError(f"max_new_tokens is 0, so there is nothing to sample {n} times; give n=1")
 
-    def _transcript(self, prompt: list[int], params: SamplingParams, show_special: bool) -> Transcript | None:
+    def _text_buffer(
+        self, prompt: list[int], params: SamplingParams, show_special: bool
+    ) -> TextBuffer | None:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None
         ends = {tokenizer.special_id(stop): stop for stop in params.stop} if not show_special else {}
-        return Transcript(
+        return TextBuffer(
             lambda: tokenizer.detokenizer(after=prompt, skip_special=not show_special),
             params.stop,
             ends={token: stop for token, stop in ends.items() if token is not None},
@@ -158,9 +160,9 @@ class Requests:
             f" positions there is room for; {', or '.join(ways)}"
         )
 
-    def drafters(self, speculation: str | None) -> tuple[str, ...]:
+    def drafters(self, drafter: str | None) -> tuple[str, ...]:
         """All that may draft for a request: the policy chooses among several."""
-        name = speculation or self.default_drafter or "none"
+        name = drafter or self.default_drafter or "none"
         loaded, policy = self.engine.drafters, self.engine.policy
         if name == "none":
             return ()
@@ -170,14 +172,14 @@ class Requests:
         known = ", ".join(["none", *(["auto"] if policy.weighs else []), *fits])
         if name == "auto":
             raise RequestError(
-                f"speculation is 'auto', but policy {policy.name!r} cannot choose; load with policy='auto',"
+                f"drafter is 'auto', but policy {policy.name!r} cannot choose; load with policy='auto',"
                 f" or give one of {known}"
             )
         if name not in loaded:
-            raise RequestError(f"speculation names {name!r}, which is not loaded; give one of {known}")
+            raise RequestError(f"drafter names {name!r}, which is not loaded; give one of {known}")
         if name not in fits:
             raise RequestError(
-                f"speculation names {name!r}, which is never unsure, so that policy {policy.name!r} would not"
+                f"drafter names {name!r}, which is never unsure, so that policy {policy.name!r} would not"
                 f" be asked; give one of {known}, or load with another policy"
             )
         return (name,)

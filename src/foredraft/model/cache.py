@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.kernels import pages
+from foredraft.kernels import huge_pages
 from foredraft.model.spec import ModelSpec
 
 QUANTUM = 1024  # rows hold a multiple of this many positions: any attended length can be padded to its bucket
@@ -71,7 +71,7 @@ class KVCache:
         self.device, self.dtype = device, dtype
         self.blocked = blocked
         shape = (spec.layers, 2, rows, spec.kv_heads, self.stored, spec.head_dim)
-        self.memory = pages.zeros(shape, dtype, device)  # all of it, for the kernels
+        self.memory = huge_pages.zeros(shape, dtype, device)  # all of it, for the kernels
         self._keys, self._values = self.memory.unbind(1)  # [layers, R, H, P, D] each
         if blocked:
             word = 4 // dtype.itemsize

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.kernels.pages import Arena
+from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm

@@ -12,8 +12,8 @@ from math import sqrt
 
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import Calibration, Text
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.calibration import CalibrationTexts, Text
+from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["Agreement"]
 
@@ -33,7 +33,7 @@ class Agreement:
         told = zip(texts, rounds, strict=True)
         pairs = sorted(told, key=lambda pair: -pair[0].new)  # as a teacher has them
         ordered = tuple(text for text, _ in pairs)
-        teacher = Teacher(self.runner, Calibration(ordered, self.temperature), self.draft)
+        teacher = TeacherForced(self.runner, CalibrationTexts(ordered, self.temperature), self.draft)
         starts = teacher.rounds(self.plan, every_start=True).starts[self.draft - 1]  # [R, N]
         self.expected += map(float, starts.sum(1))
         self.taken += [taken for _, taken in pairs]

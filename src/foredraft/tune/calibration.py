@@ -19,7 +19,7 @@ from foredraft.errors import ConfigError, RequestError
 from foredraft.llm import LLM
 from foredraft.ngrams import repeated
 
-__all__ = ["Calibration", "Text", "calibrate", "hold_out", "new_tokens", "written"]
+__all__ = ["CalibrationTexts", "Text", "calibrate", "hold_out", "new_tokens", "written"]
 
 HELD_OUT = 4  # one prompt of so many is kept for the end
 FEWEST = 6  # but so many, or half: fewer tell no speed from chance (`Finalist.objection`)
@@ -41,7 +41,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class CalibrationTexts:
     texts: tuple[Text, ...]
     temperature: float
 
@@ -91,7 +91,7 @@ def calibrate(
     tokens: int,
     temperature: float,
     progress: Callable[[str, int, int], None],
-) -> Calibration:
+) -> CalibrationTexts:
     """Texts of `tokens` new tokens or more. Raises ConfigError where the prompts do not give so many."""
     texts: list[Text] = []
     done = 0
@@ -101,7 +101,7 @@ def calibrate(
         done += text.new
         progress("calibrate", min(done, tokens), tokens)
         if done >= tokens:
-            return Calibration(tuple(texts), temperature)
+            return CalibrationTexts(tuple(texts), temperature)
     raise ConfigError(
         f"tokens is {tokens}, but these prompts give {done} new ones that do not repeat themselves; give"
         " more prompts, or fewer tokens"
@@ -112,10 +112,10 @@ def _texts(llm: LLM, prompts: Sequence[list[int]], new: int, temperature: float)
     """In batches, so that no more are written than are wanted."""
     rows = llm.engine.cache.rows
     for sample in range(SAMPLES if temperature > 0 else 1):
-        params = SamplingParams(temperature=temperature, max_new_tokens=new, seed=sample, speculation="none")
+        params = SamplingParams(temperature=temperature, max_new_tokens=new, seed=sample, drafter="none")
         for first in range(0, len(prompts), rows):
             batch = list(prompts[first : first + rows])
-            each = [params.but(seed=sample * len(prompts) + first + index) for index in range(len(batch))]
+            each = [params.replace(seed=sample * len(prompts) + first + index) for index in range(len(batch))]
             for prompt, output in zip(batch, llm.generate(batch, each), strict=True):
                 if output.error is not None:
                     raise RequestError(f"a text for the search failed: {output.error}")

@@ -28,14 +28,14 @@ from foredraft.decode.draft_pass import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.costs import CostTable
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.tune.exits import ExitCosts, measure_exit_costs
+from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.progress import Progress, Steps, silent
-from foredraft.tune.rounds import Floats
 
 __all__ = ["PlanCosts", "measure_plan_costs"]
 
@@ -175,18 +175,18 @@ def _timed(
 
 def _draws(llm: LLM, context: int, longest: int, temperature: float) -> Callable[[], Draws]:
     """At this temperature, as the engine has them."""
-    device, operators = llm.engine.device, llm.engine.operators
-    table = SamplingTable.of([SamplingParams(temperature=temperature)], device, operators=operators)
+    device, vocab_ops = llm.engine.device, llm.engine.vocab_ops
+    table = SamplingTable.of([SamplingParams(temperature=temperature)], device, vocab_ops=vocab_ops)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.arange(context, context + longest, device=device)[None]  # [1, K]
 
     def draws() -> Draws:
-        keys = NoiseKeys(zero, places, None, zero, operators)
+        keys = NoiseKeys(zero, places, None, zero, vocab_ops)
 
         def draw(column: int, logits: Tensor) -> Tensor:
             pick = partial(noise.pick, keys=keys.column(column), purpose=DRAFT)
-            return law_of(logits, table)[0].draw(pick)
+            return distribution_of(logits, table)[0].draw(pick)
 
-        return Draws(None if table.all_greedy else table.drawing(keys.bits(DRAFT)), draw)
+        return Draws(None if table.all_greedy else table.sampling_inputs(keys.bits(DRAFT)), draw)
 
     return draws

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from foredraft.bench.drawing import INK, LINE, PAPER, legend, look, panels, style, svg
+from foredraft.bench.charts import INK, LINE, PAPER, legend, look, panels, style, svg
 from foredraft.bench.plots import Plot
 from foredraft.drafters.skips import Skips
 from foredraft.tune.records import Report, Trial

@@ -25,7 +25,7 @@ from torch import Tensor
 from foredraft.drafters.skips import Skips
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Resume
-from foredraft.tune.teacher import Block, Teacher
+from foredraft.tune.teacher_forced import Block, TeacherForced
 
 __all__ = ["clasp", "every_other", "greedy", "skips_of", "sub_layers_run"]
 
@@ -56,7 +56,7 @@ def sub_layers_run(layers: int, most: int) -> int:
 
 
 @torch.inference_mode()
-def greedy(teacher: Teacher, told: Told = _untold) -> list[int]:
+def greedy(teacher: TeacherForced, told: Told = _untold) -> list[int]:
     """All sub-layers, the one that changes least first."""
     sample = _Sample(teacher)
     layers = sample.layers
@@ -71,7 +71,7 @@ def greedy(teacher: Teacher, told: Told = _untold) -> list[int]:
 
 
 @torch.inference_mode()
-def clasp(teacher: Teacher, most: int, told: Told = _untold) -> list[tuple[int, ...]]:
+def clasp(teacher: TeacherForced, most: int, told: Told = _untold) -> list[tuple[int, ...]]:
     """For 0, 1, ..., `most` sub-layers: which to leave out."""
     sample = _Sample(teacher)
     target = sample.entering  # h_i
@@ -96,7 +96,7 @@ def clasp(teacher: Teacher, most: int, told: Told = _untold) -> list[tuple[int, 
 class _Sample:
     """One draft of each of the first texts, and passes over them from any layer to any other."""
 
-    def __init__(self, teacher: Teacher) -> None:
+    def __init__(self, teacher: TeacherForced) -> None:
         self.runner, self.cache = teacher.runner, teacher.cache
         self.layers = self.runner.decoder.spec.layers
         rows = max(1, min(len(teacher.texts), COLUMNS // teacher.longest))

@@ -14,23 +14,23 @@ import foredraft
 from foredraft import demo
 from foredraft.bench.machine import machine
 from foredraft.bench.timing import wrapped
-from foredraft.build.policies import longest_draft
-from foredraft.drafters.plans import model_hash, plan_place
+from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, RequestError
 from foredraft.llm import LLM
+from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import Calibration, calibrate, hold_out, new_tokens, written
+from foredraft.tune.calibration import CalibrationTexts, calibrate, hold_out, new_tokens, written
+from foredraft.tune.calibration_cache import CalibrationCache
 from foredraft.tune.costs import measure_plan_costs
-from foredraft.tune.keeping import check_kept, dtype_of, keep, kept_before, plan_file, replaced
-from foredraft.tune.kept import TextPlace
+from foredraft.tune.finals import finals
 from foredraft.tune.options import Options
+from foredraft.tune.plan_output import check_kept, dtype_of, keep, kept_before, plan_file, replaced
 from foredraft.tune.progress import Progress, silent
-from foredraft.tune.race import race
 from foredraft.tune.records import Finalist, Report
 from foredraft.tune.search import Deadline, Search, best_of
 from foredraft.tune.study import StudyPlace
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["tune"]
 
@@ -76,11 +76,11 @@ def tune(
     ids = [_fitting(llm, own, room, options, prompts, truncate) for own in llm.encode(list(prompts))]
     kept, held_out = hold_out(ids)
     with stages("calibrate"):
-        texts = TextPlace(folder, hash, llm, kept, options.tokens, options.temperature)
+        texts = CalibrationCache(folder, hash, llm, kept, options.tokens, options.temperature)
         calibration = texts.read_or(
             lambda: calibrate(llm, kept, options.tokens, options.temperature, progress)
         )
-        teacher = Teacher(runner, calibration, longest, deadline.check, progress)
+        teacher = TeacherForced(runner, calibration, longest, deadline.check, progress)
     with place.watched():
         with stages("costs"):
             context = int(median(text.start + text.new // 2 for text in calibration.texts))
@@ -98,7 +98,7 @@ def tune(
         try:
             with stages("decode"):
                 best = best_of(trials, options.finalists)
-                finalists = tuple(race(llm, best, held_out, options, progress))
+                finalists = tuple(finals(llm, best, held_out, options, progress))
         except KeyboardInterrupt:
             finished = False
     winner = _winner(finalists)
@@ -202,7 +202,7 @@ def _searched(search: Search, stages: _Stages, progress: Progress) -> bool:
     return True
 
 
-def _study_name(hash: str, llm: LLM, calibration: Calibration, longest: int) -> str:
+def _study_name(hash: str, llm: LLM, calibration: CalibrationTexts, longest: int) -> str:
     """Trials of one study are held against the same texts, by one model at one temperature; and against the
     same costs, so machines share it that are of a kind and run the passes alike."""
     draws = f"T={calibration.temperature:g} K={longest}"

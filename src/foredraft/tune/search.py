@@ -20,13 +20,13 @@ from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
+from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of, sub_layers_run
 from foredraft.tune.records import Trial
-from foredraft.tune.rounds import Floats
 from foredraft.tune.study import StudyPlace, make_sampler, optuna
-from foredraft.tune.teacher import Teacher
+from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["Deadline", "OutOfTime", "Search", "best_of", "warm_starts"]
 
@@ -63,7 +63,7 @@ class Deadline:
             raise OutOfTime
 
 
-def warm_starts(teacher: Teacher, progress: Progress = silent) -> dict[str, Skips]:
+def warm_starts(teacher: TeacherForced, progress: Progress = silent) -> dict[str, Skips]:
     """Different plans to begin with, by what they are; early exits come last."""
     layers = teacher.runner.decoder.spec.layers
     found = {"nothing": Skips()}
@@ -88,7 +88,7 @@ class Search:
         place: StudyPlace,
         name: str,
         options: Options,
-        teacher: Teacher,
+        teacher: TeacherForced,
         measure: Callable[[], PlanCosts],
         deadline: Deadline,
     ) -> None:
@@ -141,7 +141,7 @@ class Search:
         # whoever goes on must not propose again what was proposed at the beginning
         self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
         while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
-            predicted = self.place.trial(self.study, self._predicted, but=OutOfTime)
+            predicted = self.place.trial(self.study, self._predicted, ignored=OutOfTime)
             if predicted is not None:
                 done += 1
                 best = max(best, predicted)

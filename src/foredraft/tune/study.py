@@ -17,9 +17,9 @@ from typing import Any
 
 from foredraft.errors import ConfigError
 from foredraft.kernels.machine import cache_folder
-from foredraft.tune.flips import FlipSampler
-from foredraft.tune.keeping import check_kept
+from foredraft.tune.hill_climbing import FlipSampler
 from foredraft.tune.options import SamplerName
+from foredraft.tune.plan_output import check_kept
 from foredraft.tune.storage import GRACE, failure, heartbeat, hidden, open_storage, optuna, sqlalchemy
 
 __all__ = ["StudyPlace", "make_sampler", "optuna"]
@@ -65,9 +65,9 @@ class StudyPlace:
                 " command goes on with them, or begin anew with another"
             ) from error
 
-    def trial(self, study: Any, objective: Callable[[Any], float], but: type[Exception]) -> float | None:
-        """Begin a trial and end it. Its value; None where the objective raised `but`, or another process had
-        given it up: a machine that slept for a while has given no sign of life."""
+    def trial(self, study: Any, objective: Callable[[Any], float], ignored: type[Exception]) -> float | None:
+        """Begin a trial and end it. Its value; None where the objective raised `ignored`, or another process
+        had given it up: a machine that slept for a while has given no sign of life."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             warnings.filterwarnings("ignore", "Heartbeat of storage is supposed", UserWarning)
@@ -77,7 +77,10 @@ class StudyPlace:
         taken = optuna.exceptions.UpdateFinishedTrialError
         value = ended = None
         try:
-            with heartbeat.get_heartbeat_thread(trial._trial_id, self.storage), suppress(but, taken):
+            with (
+                heartbeat.get_heartbeat_thread(trial._trial_id, self.storage),
+                suppress(ignored, taken),
+            ):
                 value = objective(trial)
         finally:
             state = optuna.trial.TrialState.FAIL if value is None else None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.accept import Rollback, Verdict
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft
 from foredraft.decode.engine import Engine
-from foredraft.decode.law import Law
 from foredraft.decode.noise import RESIDUAL, Keys, Noise
 from foredraft.model.device import upload
 
@@ -29,7 +29,7 @@ def without_residual(engine: Engine) -> Iterator[None]:
 
     def defective(
         draft: Draft,
-        p: Law,
+        p: Distribution,
         keys: Keys | None,
         noise: Noise,
         is_coupled: list[bool],

@@ -30,7 +30,7 @@ def compare_tokens(
 
     def generate(name: str, batched: bool) -> list[Output]:
         nonlocal done
-        params = SamplingParams(temperature=0.0, max_new_tokens=tokens, speculation=name)
+        params = SamplingParams(temperature=0.0, max_new_tokens=tokens, drafter=name)
         outputs: list[Output] = []
         for group in [prompts] if batched else [[prompt] for prompt in prompts]:
             company = (

@@ -19,7 +19,7 @@ from foredraft.verify.cells import Cells
 from foredraft.verify.plain import PlainTarget
 from foredraft.verify.report import LawTest
 
-__all__ = ["POWER", "SIBLINGS", "WIDTHS", "Law", "Sampler", "choose_prompts", "run_test"]
+__all__ = ["POWER", "SIBLINGS", "WIDTHS", "Distribution", "Sampler", "choose_prompts", "run_test"]
 
 # Tokens told apart at each position. Every cell more costs samples: 3 positions make 7 cells here, and 1 + 3
 # * (1 + 3 * 4) = 40 with three tokens each, which would take 1.7 times the samples for the same distance.
@@ -31,7 +31,7 @@ PROBES = 16  # samples by which a prompt is known to have drafts kept and refuse
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class Distribution:
     """What one test is about: a prompt by its number, and how it is sampled."""
 
     number: int
@@ -46,7 +46,7 @@ class Sampler:
         self.llm = llm
         self._seeds: Iterator[int] = itertools.count(seed)
 
-    def draw(self, law: Law, count: int) -> Iterator[list[Output]]:
+    def draw(self, law: Distribution, count: int) -> Iterator[list[Output]]:
         """`count` samples, some at a time."""
         while count > 0:
             size = min(count, SIBLINGS)
@@ -58,7 +58,7 @@ class Sampler:
 def run_test(
     sampler: Sampler,
     plain: PlainTarget,
-    law: Law,
+    law: Distribution,
     *,
     level: float,
     samples: Callable[[int], int],
@@ -88,7 +88,7 @@ def run_test(
     total = Stats.merge(stats)
     return LawTest(
         prompt=law.number,
-        drafter=law.params.speculation or "none",
+        drafter=law.params.drafter or "none",
         acceptance=law.params.acceptance or "speculative",
         temperature=law.params.temperature,
         top_k=law.params.top_k,
@@ -121,15 +121,15 @@ def choose_prompts(
     nothing to bend. Of these, those where drafts are often kept and often refused, by a few samples that no
     test sees again: a wrong correction bends the law most where both happen.
     """
-    laws = [Law(i, prompt, params) for i, prompt in enumerate(prompts[:CANDIDATES])]
+    laws = [Distribution(i, prompt, params) for i, prompt in enumerate(prompts[:CANDIDATES])]
     entropies: dict[int, float] = {}
     for law in laws:
         entropies[law.number] = Cells.of(plain.chances(law.prompt, params), WIDTHS).entropy
         progress(len(entropies), len(laws))
     ranked = sorted(laws, key=lambda law: -entropies[law.number])
-    good: list[Law] = []
-    fair: list[Law] = []
-    poor: list[Law] = []
+    good: list[Distribution] = []
+    fair: list[Distribution] = []
+    poor: list[Distribution] = []
     for law in ranked:
         if len(good) == count:
             break

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.sampling import SamplingTable, law_of
+from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.errors import RequestError
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner, next_chunk
@@ -52,7 +52,7 @@ class PlainTarget:
 
         def after(prefix: tuple[int, ...]) -> Tensor:
             logits = self.logits(prompt, list(prefix))
-            law, finite = law_of(logits[None, None], SamplingTable.of([params], logits.device))
+            law, finite = distribution_of(logits[None, None], SamplingTable.of([params], logits.device))
             if not finite.item():
                 raise RequestError("the target's logits are not finite; there is no law to sample from")
             weights = law.weights(logits.shape[0])[0, 0].to("cpu", torch.float64)

@@ -19,7 +19,7 @@ from foredraft.model.device import dtype_name
 from foredraft.verify.chi_square import samples_for
 from foredraft.verify.defect import without_residual
 from foredraft.verify.identity import compare_tokens
-from foredraft.verify.joint import POWER, WIDTHS, Law, Sampler, choose_prompts, run_test
+from foredraft.verify.joint import POWER, WIDTHS, Distribution, Sampler, choose_prompts, run_test
 from foredraft.verify.options import RULES, Options
 from foredraft.verify.plain import PlainTarget
 from foredraft.verify.report import LawTest, Report
@@ -92,7 +92,7 @@ def _sampled_tests(
 ) -> list[LawTest]:
     """Each rule at each setting, on prompts that take turns, and each setting without a drafter."""
     rules = RULES if options.rule is None else (options.rule,)
-    first = SamplingParams(**SETTINGS[0], acceptance=rules[0], speculation=drafter)
+    first = SamplingParams(**SETTINGS[0], acceptance=rules[0], drafter=drafter)
     count = len(rules) * len(SETTINGS)
     chosen = choose_prompts(
         sampler, plain, prompts, first, count, lambda *at: progress("Choosing prompts", *at)
@@ -111,7 +111,7 @@ def _sampled_tests(
             return -(-samples_for(options.detect, cells - 1, level, POWER) // share)
 
         stage = f"Sampled law {number + 1} of {len(plans)}"
-        law = Law(prompt, prompts[prompt], SamplingParams(**setting, acceptance=rule, speculation=name))
+        law = Distribution(prompt, prompts[prompt], SamplingParams(**setting, acceptance=rule, drafter=name))
         tests.append(
             run_test(
                 sampler,

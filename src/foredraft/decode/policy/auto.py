@@ -24,7 +24,7 @@ from foredraft.decode.policy.stopping import Ends, ends, stops_of
 from foredraft.decode.policy.weighing import Weighing
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.model.runner import Stops
+from foredraft.model.runner import StopThresholds
 
 __all__ = ["Auto"]
 
@@ -50,7 +50,7 @@ class Auto(Alone):
         self.ledger = Ledger()
         self._shared: dict[tuple[Source, bool], Candidate] = {}
         self._batch = 1
-        self._stops: dict[tuple[object, ...], Stops] = {}  # until more is learned: of a batch,
+        self._stops: dict[tuple[object, ...], StopThresholds] = {}  # until more is learned: of a batch,
         self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
         # of each round that is not yet learned of: ms read before it (`Weighing.readings`), and its rows
         self._heard: list[tuple[tuple[float, float], list[Heard]]] = []
@@ -151,7 +151,7 @@ class Auto(Alone):
             self.ledger.rest(self._rested, plain)
             self._rested = 0
 
-    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops:
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> StopThresholds:
         drafting = [s if budget else None for s, budget in zip(sequences, budgets, strict=True)]
         who = tuple(None if s is None else _told_apart(s) for s in drafting)
         if (key := (who, max(budgets))) not in self._stops:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy.protocol import Alone
-from foredraft.decode.policy.thresholds import surest
+from foredraft.decode.policy.thresholds import max_prob
 from foredraft.decode.sequence import Sequence
 
 __all__ = ["Fallback"]
@@ -36,5 +36,5 @@ class Fallback(Alone):
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
 
-    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
-        return surest(q, logits) >= self.threshold
+    def draws(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
+        return max_prob(q, logits) >= self.threshold

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.model.runner import Stops
+from foredraft.model.runner import StopThresholds
 
 __all__ = ["PLAIN", "Alone", "Choice", "Offers", "Policy", "Signal", "Source"]
 
@@ -99,18 +99,24 @@ class Policy(Protocol):
         draft."""
         ...
 
-    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def draws(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         """Before a token is drawn for `position` of every draft: [B] bool, False = that place is left to the
         target. logits [B, 1, V] float32: the drafter's own. None = always."""
         ...
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def go_on(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         """After the token at `position` of every draft was drawn from q [B, 1, V] (and kept): [B] bool,
         True = draft another. logits [B, 1, V] float32: the drafter's own. None = always, which spares the
         read of it on the host."""
         ...
 
-    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops | None:
+    def stops(
+        self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device
+    ) -> StopThresholds | None:
         """Where a stepper's drafts of this round end before their budgets [B], by how sure it is; K of it is
         the largest of these. None = nowhere. It spares a call for every token, unlike `draws` and `go_on`;
         of a policy that has both, either ends a draft."""
@@ -148,13 +154,19 @@ class Alone:
             choices.append(Choice(name, budget))
         return choices
 
-    def draws(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def draws(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         return None
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor | None:
+    def go_on(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
         return None
 
-    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> Stops | None:
+    def stops(
+        self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device
+    ) -> StopThresholds | None:
         return None
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:

@@ -24,7 +24,7 @@ from foredraft.decode.policy.costs import CostTable
 from foredraft.decode.policy.reliability import EDGES
 from foredraft.decode.policy.survival import Record
 from foredraft.model.device import upload
-from foredraft.model.runner import Stops
+from foredraft.model.runner import StopThresholds
 
 __all__ = ["Ends", "ends", "stops_of"]
 
@@ -62,14 +62,14 @@ def ends(
     return Ends(record.reliability.chances(), keep, [*more, 0.0])
 
 
-def stops_of(rows: Seq[Ends | None], most: int, device: torch.device) -> Stops:
+def stops_of(rows: Seq[Ends | None], most: int, device: torch.device) -> StopThresholds:
     """Of a batch, whose longest draft has `most` tokens in this round; None: a row that does not draft."""
     nothing, bins = Ends.never(most), len(EDGES) + 1
     several = [nothing if row is None else row for row in rows]
     padded = [[*row.chances, *_cut(row.keep, most), *_cut(row.more, most)] for row in several]
     numbers = upload(padded, device, torch.float32)
     parts = numbers[:, :bins], numbers[:, bins : bins + most], numbers[:, bins + most :]
-    return Stops(_edges(device), *(x.contiguous() for x in parts))
+    return StopThresholds(_edges(device), *(x.contiguous() for x in parts))
 
 
 @cache

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foredraft.decode.law import Law
+from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy.protocol import Alone
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.model.device import upload
 
-__all__ = ["AdaptiveExit", "Confidence", "surest"]
+__all__ = ["AdaptiveExit", "Confidence", "max_prob"]
 
 
-def surest(q: Law, logits: Tensor) -> Tensor:
+def max_prob(q: Distribution, logits: Tensor) -> Tensor:
     """The likeliest token's probability [B], of logits [B, 1, V]; NaN where they are not finite. q: the law
     that was made of them."""
-    return q.operators.surest(logits[:, 0])
+    return q.vocab_ops.max_prob(logits[:, 0])
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Confidence(Alone):
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
-        return surest(q, logits) >= self.threshold
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
+        return max_prob(q, logits) >= self.threshold
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ class AdaptiveExit(Alone):
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
 
-    def go_on(self, sequences: Seq[Sequence], position: int, q: Law, logits: Tensor) -> Tensor:
-        return surest(q, logits) >= upload([s.policy_state.threshold for s in sequences], logits.device)
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
+        return max_prob(q, logits) >= upload([s.policy_state.threshold for s in sequences], logits.device)
 
     def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
         if outcome.drafted == 0:

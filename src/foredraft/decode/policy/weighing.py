@@ -127,7 +127,7 @@ class Weighing:
         for row in rows:
             name = self._best(row, reading)
             names.append(name)
-            reading += 0.0 if name is None else self._reading(row, name, pays=True)
+            reading += 0.0 if name is None else self._row_result(row, name, pays=True)
         if len(self.rows) == 1:
             budgets = [0 if names[0] is None else self._length(self.rows[0], names[0])[1]]
         else:
@@ -148,7 +148,7 @@ class Weighing:
         remaining = batch * row.sequence.remaining
         for name in row.most:
             rate, length = self._length(row, name)
-            own = self._reading(row, name, pays=True)
+            own = self._row_result(row, name, pays=True)
             if own:  # worth it for the rest of the text, and by more than chance
                 rate = remaining / (remaining / rate + batch * own) / SURE
                 alone = batch == 1 or _is_new(row, name)
@@ -208,19 +208,19 @@ class Weighing:
                 longest = self._length(row, name)[1] if choice.budget else 0
                 longest = longest or best_length(self.table, 1, self._prospect(row, name))[1]
                 choice = Choice(name, max(1, longest), self._reads(row, name))
-                reading += self._reading(row, name)
+                reading += self._row_result(row, name)
             turns.append(choice)
         return turns
 
     def _until(self, row: Offers, name: str, choice: Choice, reading: float) -> float:
         """Plain rounds until it is the turn of a drafter that was not chosen, as far as one can tell; without
         end if it may not read or could not pay. reading: ms that others read before it."""
-        left = self.candidate(row, name).left(choice, self._reading(row, name))
+        left = self.candidate(row, name).left(choice, self._row_result(row, name))
         return left if left > 0 else self._borne(row, name, reading)
 
     def _borne(self, row: Offers, name: str, reading: float) -> float:
         """Plain rounds until the ledger bears that a drafter is tried, however long that has waited."""
-        own = self._reading(row, name)
+        own = self._row_result(row, name)
         perfect = Prospect(name, (1.0,) * self._most(row, name))
         if not best_length(self.table, 1, perfect)[1] or not self._may_read(row, name, reading):
             return math.inf
@@ -235,7 +235,7 @@ class Weighing:
         """Whether it may read what it has not: if its drafts promise to save that again in the rest of the
         text (`pays`), and it is known well; else if the ledger allows it, as it will be when the text has all
         the tokens that were asked for. others: ms that other rows read in this round."""
-        reading = self._reading(row, name, pays=pays)
+        reading = self._row_result(row, name, pays=pays)
         if not reading or (pays and self.candidate(row, name).is_known):
             return True
         return self.ledger.may_read(_request(row).account, others + reading, self._whole(row), self.plain)
@@ -271,7 +271,7 @@ class Weighing:
         whole = len(self.rows) * self.table.reading(name, row.behind[name])
         return None if whole <= WHOLE * self.plain * row.sequence.remaining else late
 
-    def _reading(self, row: Offers, name: str, *, pays: bool = False) -> float:
+    def _row_result(self, row: Offers, name: str, *, pays: bool = False) -> float:
         """ms until it has read that."""
         reads = self._reads(row, name, pays=pays)
         return self.table.reading(name, row.behind.get(name, 0) if reads is None else reads)

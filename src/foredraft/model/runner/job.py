@@ -23,7 +23,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SamplingInputs:
     """How tokens are drawn from logits, a row of parameters each; None where nobody uses one."""
 
     temperature: Tensor  # [B] float32, as the others but for
@@ -35,7 +35,7 @@ class Drawing:
 
 
 @dataclass(frozen=True, slots=True)
-class Stops:
+class StopThresholds:
     """Where drafts end by how sure their model is, a row each. float32, and as kernels read them: one after
     the other.
 
@@ -63,7 +63,7 @@ class Stops:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class FusedDraft:
     """Tokens that a model gave itself, one after the other; zeros past a row's own number."""
 
     tokens: Tensor  # [B, K] int64

@@ -22,12 +22,12 @@ from foredraft.model.device import upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
-from foredraft.model.runner.gather import Gathering
 from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
-from foredraft.model.runner.job import Drafted, Drawing, Job, Resume, Stops
+from foredraft.model.runner.job import FusedDraft, Job, Resume, SamplingInputs, StopThresholds
 from foredraft.model.runner.native import NativePasses, stretch
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
+from foredraft.model.runner.ragged import Gathering
 from foredraft.model.runner.shapes import ANY, LOOSE, ExactShapes, find_shapes
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
@@ -209,11 +209,11 @@ class Runner:
         tokens: list[list[int]],
         starts: list[int],
         most: list[int],
-        drawing: Drawing | None = None,
-        stops: Stops | None = None,
+        sampling_inputs: SamplingInputs | None = None,
+        stops: StopThresholds | None = None,
         *,
         plan: Plan | None = None,
-    ) -> Drafted | None:
+    ) -> FusedDraft | None:
         """Row b reads tokens[b] from position starts[b] on, and then most[b] tokens of its own, one after the
         other, all in one call; rows with most[b] = 0 do nothing. drawing: None for the likeliest. stops:
         where a row ends before that.
@@ -236,7 +236,7 @@ class Runner:
             plan or self._full,
             self.decoder.spec.layers,
             [most[row] for row in active],
-            drawing,
+            sampling_inputs,
             stops,
             len(most),
         )

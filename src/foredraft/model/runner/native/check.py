@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import library, unavailable_because
+from foredraft.kernels.compilation import library, unavailable_because
 from foredraft.model.runner.native.linear import WORD, arrange, fits, suffix
 from foredraft.model.runner.native.passes import WIDEST_HEAD, CLayer, CModel, CPass, pass_over
 from foredraft.model.runner.probes import AttentionProbe, ProductProbe

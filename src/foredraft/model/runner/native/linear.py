@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import declare, library
-from foredraft.kernels.pages import Arena
+from foredraft.kernels.compilation import declare, library
+from foredraft.kernels.huge_pages import Arena
 
 __all__ = ["NativeLinear", "arrange", "fits", "suffix"]
 

@@ -16,12 +16,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from foredraft.kernels.loading import declare, library
+from foredraft.kernels.compilation import declare, library
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
-from foredraft.model.runner.job import Drafted, Drawing, Stops
+from foredraft.model.runner.job import FusedDraft, SamplingInputs, StopThresholds
 from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
 __all__ = ["Columns", "NativePasses"]
@@ -193,10 +193,10 @@ class NativePasses:
         plan: Plan,
         stop: int,
         most: Sequence[int],
-        drawing: Drawing | None,
-        stops: Stops | None,
+        sampling_inputs: SamplingInputs | None,
+        stops: StopThresholds | None,
         rows: int,
-    ) -> Drafted:
+    ) -> FusedDraft:
         """Tokens [N] of the columns, then most[g] tokens of each group g's own, one after the other. rows: of
         the batch, whose first the columns' first cache row is. drawing: None for the likeliest."""
         spec, groups, steps = self.decoder.spec, len(columns), max(most)
@@ -207,11 +207,11 @@ class NativePasses:
         room = self._space(len(tokens) * (self._room + spec.hidden_size))
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
         finite = torch.zeros(rows, steps, dtype=torch.bool)
-        probs = None if drawing is None else torch.zeros(rows, steps, spec.vocab_size)
+        probs = None if sampling_inputs is None else torch.zeros(rows, steps, spec.vocab_size)
         logits = torch.empty(groups, spec.vocab_size)
         how = CDrawing()
-        if drawing is not None:
-            how = CDrawing(*(_address(getattr(drawing, name)) for name in DRAWING))
+        if sampling_inputs is not None:
+            how = CDrawing(*(_address(getattr(sampling_inputs, name)) for name in DRAWING))
         counts, sure, end = array("q", bytes(16 * rows)), None, None
         if stops is not None:
             assert stops.keep.shape == (rows, steps)  # the kernel takes that for granted
@@ -230,7 +230,7 @@ class NativePasses:
             slots + 8 * groups,
             steps,
             ctypes.addressof(how),
-            None if drawing is None else drawing.keys.data_ptr(),
+            None if sampling_inputs is None else sampling_inputs.keys.data_ptr(),
             room.data_ptr(),
             logits.data_ptr(),
             drawn.data_ptr(),
@@ -240,7 +240,7 @@ class NativePasses:
             counts.buffer_info()[0],
             torch.get_num_threads(),
         )
-        return Drafted(drawn, finite, probs, counts[::2].tolist(), counts[1::2].tolist(), sure)
+        return FusedDraft(drawn, finite, probs, counts[::2].tolist(), counts[1::2].tolist(), sure)
 
     def _space(self, values: int) -> Tensor:
         """To work in during one call: kept, since the next needs about as much."""

@@ -1,0 +1,181 @@
+"""Transcript: the text of one sequence's new tokens, and where a stop string ends it.
+
+The text ends at the first token with which a stop string is complete: the earliest to be complete wins,
+and of those complete at once the one that began first. It may lie across tokens, in the middle of one, or
+inside an accepted run; ids, log-probabilities, usage and cache all end at that token, the text before the
+string (or after it, if asked for). A stop string is looked for in what the text would be if it ended now,
+so one that a detokeniser still holds back counts at once.
+
+Text that may be the beginning of a stop string is held back until it cannot be: as many characters as the
+automaton's state (Aho and Corasick 1975, "Efficient string matching") is deep.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from foredraft.model.tokenizer import Detokenizer
+
+__all__ = ["StopAutomaton", "TextBuffer"]
+
+
+@dataclass(slots=True)
+class _Node:
+    """A prefix of some stop string: what follows it, its longest suffix that is a prefix too, its length,
+    and the longest stop string that ends with it."""
+
+    next: dict[str, _Node] = field(default_factory=dict)
+    fallback: _Node | None = None
+    depth: int = 0
+    complete: str | None = None
+
+    @property
+    def open(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        node = self
+        while not node.next and node.fallback is not None:  # complete, but too early to count
+            node = node.fallback
+        return node.depth
+
+
+class StopAutomaton:
+    """Finds where any of some strings is complete, a character at a time."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.start = _Node()
+        for string in strings:
+            node = self.start
+            for character in string:
+                node = node.next.setdefault(character, _Node(depth=node.depth + 1))
+            node.complete = string
+        queue = deque([self.start])
+        while queue:
+            node = queue.popleft()
+            for character, child in node.next.items():
+                queue.append(child)
+                child.fallback = self.start if node is self.start else self.step(node.fallback, character)
+                child.complete = child.complete or child.fallback.complete
+
+    def step(self, node: _Node | None, character: str) -> _Node:
+        while node is not None:
+            if character in node.next:
+                return node.next[character]
+            node = node.fallback
+        return self.start
+
+
+class TextBuffer:
+    """Text as it grows, a token at a time.
+
+    detokenizer: makes a fresh one, at the sequence's beginning. stops: strings that end the text; `include`
+    leaves the string in it. ends: tokens that are stop strings by themselves, and show no text. least: a stop
+    string that is complete before so many tokens is text like any.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Callable[[], Detokenizer],
+        stops: Seq[str] = (),
+        *,
+        ends: Mapping[int, str] | None = None,
+        include: bool = False,
+        least: int = 0,
+    ) -> None:
+        self._fresh, self._stops, self._ends = detokenizer, tuple(stops), ends or {}
+        self._include, self._least = include, least
+        self._automaton = StopAutomaton(self._stops)
+        self._released = (0, 0)  # a token, and of its piece so many characters
+        self._start()
+
+    def _start(self) -> None:
+        self._detokenizer = self._fresh()
+        self._node = self._automaton.start
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []  # per token: the text that it made certain; they join to the text
+        self._holds: list[int] = []  # per token: characters at the end that may begin a stop string
+        self._length = 0  # characters of all pieces
+        self._early = 0  # what is complete within so many characters came too early to count
+        self._over = False
+        self.stopped_by: str | None = None
+
+    def push(self, tokens: list[int], *, ended: bool = False) -> int:
+        """Read tokens up to the one that completes a stop string; how many were read. ended: the last of them
+        ends the text by itself, and is no part of a stop string."""
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            self.pieces.append(self._detokenizer.push([token]))
+            if self._stops and not (ended and count == len(tokens)):
+                self._look(token)
+            self._holds.append(0 if self._over else self._node.open)
+            if self._over:
+                return count
+        return len(tokens)
+
+    def _look(self, token: int) -> None:
+        """Whether the token just read completes a stop string; if so, what follows it is cut off."""
+        begin, held = self._length, self._detokenizer.pending()
+        self._length += len(self.pieces[-1])
+        if len(self.tokens) < self._least:
+            self._early = self._length + len(held)
+        elif token in self._ends:
+            self._over, self.stopped_by = True, self._ends[token]
+            self.pieces[-1] += held + (self.stopped_by if self._include else "")
+            return
+        self._node, end = self._scan(self._node, self.pieces[-1], begin)
+        if end is None:
+            _, end = self._scan(self._node, held, self._length)
+            self.pieces[-1] += "" if end is None else held
+        if end is not None:
+            self._over = True
+            self.pieces = _trimmed(self.pieces, begin + len(self.pieces[-1]) - end)
+
+    def _scan(self, node: _Node, text: str, begin: int) -> tuple[_Node, int | None]:
+        """Walk the automaton over text that begins at `begin`; also where a stop string ends it all."""
+        for length, character in enumerate(text, start=begin + 1):
+            node = self._automaton.step(node, character)
+            if node.complete is not None and length > self._early:
+                self.stopped_by = node.complete
+                return node, length if self._include else length - len(node.complete)
+        return node, None
+
+    def finish(self) -> None:
+        """No token follows: what is held back is text."""
+        if not self._over and self.pieces:
+            self.pieces[-1] += self._detokenizer.flush()
+            self._holds[-1] = 0
+        self._over = True
+
+    def rewind(self, count: int) -> None:
+        """Only the first `count` tokens stay."""
+        kept = self.tokens[:count]
+        self._start()
+        self.push(kept)
+
+    def release(self, settled: int) -> list[tuple[int, str]]:
+        """What nothing can change any more of the text of the first `settled` tokens, and was not released
+        before: parts of it, each with the index of the token that completed it."""
+        index, offset = self._released
+        if settled <= index:
+            return []
+        pieces = [self.pieces[index][offset:], *self.pieces[index + 1 : settled]]
+        parts = _trimmed(pieces, self._holds[settled - 1])
+        at = next((i for i, part in enumerate(parts) if len(part) < len(pieces[i])), len(parts) - 1)
+        self._released = index + at, len(parts[at]) + (offset if at == 0 else 0)
+        return [(index + i, part) for i, part in enumerate(parts) if part]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def _trimmed(pieces: list[str], surplus: int) -> list[str]:
+    """Pieces less so many characters at the end of them all."""
+    trimmed: list[str] = []
+    for piece in reversed(pieces):
+        kept = max(0, len(piece) - surplus)
+        surplus -= len(piece) - kept
+        trimmed.append(piece[:kept])
+    return trimmed[::-1]

@@ -1,0 +1,148 @@
+"""Spelling: the bytes that a tokenizer's ids stand for, and ids for a given text, to the byte.
+
+Two tokenizers have nothing in common but the text. What an id adds to it is a string of bytes, in
+byte-level vocabularies often less than a character. Decoding hides that (a cut-off character reads U+FFFD)
+and encoding changes texts (a space in front, another Unicode form), so whoever carries a text from one
+tokenizer to another asks here and gets either the very bytes or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tokenizers
+
+from foredraft.model.tokenizer import Tokenizer
+
+__all__ = ["ByteCodec", "characters"]
+
+# What few tokenizers join with the letters behind it: a line break, and what hardly any text has.
+ANCHORS = ("\n", "\N{OBJECT REPLACEMENT CHARACTER}")
+
+
+class ByteCodec:
+    """prefix: the ids put before every text (BOS). pads: whether a text's first word gets a space in front.
+    specials: special tokens by their content. All ids are within the vocabulary of the tokenizer's model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        content = json.loads(tokenizer.inner.to_str())
+        within = range(tokenizer.vocabulary)
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in within]
+        self._tokenizer = tokenizer
+        # a copy of its own, to which the name of a special token, or of one beyond the model's, is text
+        self._literal = tokenizers.Tokenizer.from_str(json.dumps(content))
+        self._literal.encode_special_tokens = True
+        self._byte_level = _has_decoder(content.get("decoder"), "ByteLevel")
+        self._context = self.encode("a")
+        self._bytes: dict[int, bytes | None] = {}
+        self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
+        self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]
+        self.pads = self.join(self._context) == b" a"
+
+    def of(self, id: int) -> bytes | None:
+        """What the id adds to a text; None if it is no text: a special token, or an id without a token."""
+        if id not in self._bytes:
+            self._bytes[id] = self._look_up(id)
+        return self._bytes[id]
+
+    def join(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids, up to the first that is no text."""
+        parts: list[bytes] = []
+        for id in ids:
+            part = self.of(id)
+            if part is None:
+                break
+            parts.append(part)
+        return b"".join(parts)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokenizer's own encoding of a whole text, without its prefix."""
+        ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def spell(self, text: str) -> list[int]:
+        """Ids of a text that others precede. Their bytes are the text's, to the end or as far as this
+        tokenizer can write it."""
+        data = text.encode()
+        best: list[int] = []
+        reached = -1
+        for ids in self._attempts(text):
+            kept = self._agreeing(ids, data)
+            if (length := len(self.join(kept))) > reached:
+                best, reached = kept, length
+            if reached == len(data):
+                break
+        return best
+
+    def _attempts(self, text: str) -> Iterator[list[int]]:
+        """Some tokenizers put a space before whatever they are given: as it is, without its own first space,
+        behind something else."""
+        yield self.encode(text)
+        if text.startswith(" "):
+            yield self.encode(text[1:])
+        for anchor in ANCHORS:
+            ids = self.encode(anchor + text)
+            ends = (cut for cut in range(1, len(ids)) if self.join(ids[:cut]).endswith(anchor.encode()))
+            yield ids[next(ends, len(ids)) :]
+
+    def _agreeing(self, ids: list[int], data: bytes) -> list[int]:
+        """The leading ids whose bytes are those of `data`."""
+        place = 0
+        for count, id in enumerate(ids):
+            part = self.of(id)
+            if part is None or not data.startswith(part, place):
+                return ids[:count]
+            place += len(part)
+        return ids
+
+    def _look_up(self, id: int) -> bytes | None:
+        token = self._tokenizer.inner.id_to_token(id)
+        if token is None or id in self._tokenizer.special:
+            return None
+        if self._byte_level:
+            letters = [BYTE_OF.get(letter) for letter in token]
+            known = [letter for letter in letters if letter is not None]
+            return bytes(known) if len(known) == len(letters) else token.encode()
+        byte = self._tokenizer.byte(id)
+        if byte is not None:
+            return byte
+        before = self._tokenizer.text(self._context, skip_special=False)
+        after = self._tokenizer.text([*self._context, id], skip_special=False)
+        return after[len(before) :].encode() if after.startswith(before) else None
+
+
+def characters(data: bytes) -> str:
+    """The text of the whole characters that `data` begins with."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()
+
+
+def _before(ids: list[int], text: list[int]) -> list[int]:
+    """What an encoding has before the text's own ids."""
+    for at in range(len(ids) - len(text) + 1):
+        if ids[at : at + len(text)] == text:
+            return ids[:at]
+    return []
+
+
+def _has_decoder(decoder: dict[str, Any] | None, kind: str) -> bool:
+    if decoder is None:
+        return False
+    return decoder["type"] == kind or any(_has_decoder(d, kind) for d in decoder.get("decoders", ()))
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which a byte-level vocabulary writes bytes (Radford et al. 2019, GPT-2): printable
+    Latin-1 is itself, and the others follow from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_letters()

@@ -1,0 +1,149 @@
+"""Vocabulary operations in C for float32 rows on a CPU, and the noise that they draw with.
+
+Contract: the results are those of `decode.vocab_ops.TorchVocabOps`, except for how sums round. Every sum has
+one order, so a row's result is the same alone and in a batch, at any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.kernels.compilation import declare, library
+
+__all__ = ["KernelVocabOps", "Truncation"]
+
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+    "probs": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
+    "residual": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p),
+    "match_prefix": (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p),
+    "gumbel_argmax": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "max_prob": (c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "hash_keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
+    "uniform": (c_void_p, c_int64, c_void_p),
+}
+
+
+ALLOCATING = ("argmax", "probs", "gumbel_argmax", "max_prob")
+
+
+class Truncation(Protocol):
+    """How laws are made of logits, a row of parameters each; None where nobody uses one."""
+
+    @property
+    def temperature(self) -> Tensor: ...  # [B] float32, as the others but for
+    @property
+    def top_k(self) -> Tensor | None: ...  # [B] int64
+    @property
+    def top_k_most(self) -> int: ...
+    @property
+    def top_p(self) -> Tensor | None: ...
+    @property
+    def min_p(self) -> Tensor | None: ...
+    @property
+    def cut(self) -> Tensor | None: ...  # [B] bool: rows that top_p or min_p cuts
+
+
+class KernelVocabOps:
+    """`decode.vocab_ops.VocabOps` by the kernels, which must be there (`library`).
+
+    Raises MemoryError where a kernel gets no memory to work in.
+    """
+
+    _argmax: Callable[..., None]
+    _probs: Callable[..., None]
+    _residual: Callable[..., None]
+    _match_prefix: Callable[..., None]
+    _gumbel_argmax: Callable[..., None]
+    _max_prob: Callable[..., None]
+    _hash_keys: Callable[..., None]
+    _uniform: Callable[..., None]
+
+    def __init__(self) -> None:
+        kernels = library()
+        assert kernels is not None
+        for name in SIGNATURES:
+            setattr(self, f"_{name}", _function(kernels, name))
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = _rows(x)
+        shape, columns = x.shape[:-1], x.shape[-1]
+        ids, finite = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.bool)
+        outs = ids.data_ptr(), finite.data_ptr()
+        self._argmax(x.data_ptr(), ids.numel(), columns, *outs, torch.get_num_threads())
+        return ids, finite
+
+    def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
+        assert by.temperature.dtype == torch.float32  # what it lies as is what the kernel reads
+        x = _rows(x)
+        batch, columns, size = x.shape
+        probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
+        options = map(_address, (by.temperature, by.top_k, by.top_p, by.min_p, by.cut))
+        outs = probs.data_ptr(), finite.data_ptr()
+        self._probs(x.data_ptr(), *options, columns, batch * columns, size, *outs, torch.get_num_threads())
+        return probs, finite
+
+    def max_prob(self, x: Tensor) -> Tensor:
+        x = _rows(x)
+        out = x.new_empty(x.shape[:-1])
+        self._max_prob(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
+        p, q, where = _rows(p), q.contiguous(), where.contiguous()
+        out = p.new_empty(p.shape)
+        one_hot = q.dtype == torch.int64
+        distribution_of, id_of = (None, q.data_ptr()) if one_hot else (q.data_ptr(), None)
+        size = where.numel(), p.shape[-1]
+        self._residual(p.data_ptr(), distribution_of, id_of, where.data_ptr(), *size, out.data_ptr())
+        return out
+
+    def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        drafted, own, lengths = drafted.contiguous(), own.contiguous(), lengths.contiguous()
+        found, after = lengths.new_empty(lengths.shape), lengths.new_empty(lengths.shape)
+        outs = found.data_ptr(), after.data_ptr()
+        self._match_prefix(drafted.data_ptr(), own.data_ptr(), lengths.data_ptr(), *drafted.shape, *outs)
+        return found, after
+
+    def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
+        weights, keys = _rows(weights), keys.contiguous()
+        out = keys.new_empty(keys.shape)
+        size = keys.numel(), weights.shape[-1]
+        self._gumbel_argmax(
+            weights.data_ptr(), keys.data_ptr(), *size, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def hash_keys(
+        self, base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
+    ) -> Tensor:
+        fields = [None if x is None else x.contiguous() for x in (base, rounds, position, attempt)]
+        out = position.new_empty(position.shape)
+        self._hash_keys(*map(_address, fields), purpose, *position.shape, out.data_ptr())
+        return out
+
+    def uniform(self, keys: Tensor) -> Tensor:
+        keys = keys.contiguous()
+        out = keys.new_empty(keys.shape, dtype=torch.float64)
+        self._uniform(keys.data_ptr(), keys.numel(), out.data_ptr())
+        return out
+
+
+def _function(kernels: ctypes.CDLL, name: str) -> Any:
+    return declare(getattr(kernels, f"foredraft_{name}"), SIGNATURES[name], allocates=name in ALLOCATING)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """One after the other: they may lie apart or not, by what shared their pass."""
+    assert x.dtype == torch.float32 and x.device.type == "cpu"
+    return x.contiguous()
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

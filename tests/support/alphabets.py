@@ -1,0 +1,106 @@
+"""Tokenizers of every kind that a draft model may come with, made here: byte-level, SentencePiece's two
+spellings, WordPiece, and relatives of a given one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from foredraft.model.tokenizer import FILE, Tokenizer
+from tests.support.checkpoints import TEXT, tiny_tokenizer
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def byte_level(size: int = 384) -> tokenizers.Tokenizer:
+    return tiny_tokenizer(size)
+
+
+def sentencepiece(size: int = 420, *, metaspace: bool = False) -> tokenizers.Tokenizer:
+    """As Llama 2's: a space in front of every text, unknown characters as bytes. metaspace: as its newer files
+    write it, with a pre-tokenizer instead of a normalizer."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(SPACE)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 256, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    trained.train_from_iterator([TEXT.replace("🙂", "").replace("ß", "")], trainer)
+    model = json.loads(trained.to_str())["model"]
+    vocabulary = dict(model["vocab"])
+    for byte in range(256):
+        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+    merges = [(left, right) for left, right in model["merges"]]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    if metaspace:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+    else:
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """It lowers cases and has no way to write a line break."""
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400, special_tokens=["[UNK]", "[CLS]"], show_progress=False
+    )
+    made.train_from_iterator([TEXT], trainer)
+    return made
+
+
+def changed(inner: tokenizers.Tokenizer, change: Callable[[dict[str, Any]], Any]) -> tokenizers.Tokenizer:
+    """The tokenizer whose file is another's after a change."""
+    content = json.loads(inner.to_str())
+    change(content)
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def permuted(inner: tokenizers.Tokenizer, seed: int = 0) -> tuple[tokenizers.Tokenizer, list[int]]:
+    """The same tokens under other ids, and the new id of each old one."""
+    import random
+
+    size = inner.get_vocab_size()
+    new = list(range(size))
+    random.Random(seed).shuffle(new)
+
+    def change(content: dict[str, Any]) -> None:
+        content["model"]["vocab"] = {piece: new[id] for piece, id in content["model"]["vocab"].items()}
+        for token in content["added_tokens"]:
+            token["id"] = new[token["id"]]
+        content["added_tokens"].sort(key=lambda token: token["id"])
+        for special in (content["post_processor"] or {}).get("special_tokens", {}).values():
+            special["ids"] = [new[id] for id in special["ids"]]
+
+    return changed(inner, change), new
+
+
+def save(inner: tokenizers.Tokenizer, folder: Path) -> None:
+    inner.save(str(folder / FILE))
+
+
+KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte-level": byte_level,
+    "coarse byte-level": lambda: byte_level(600),
+    "sentencepiece": sentencepiece,
+    "metaspace": lambda: sentencepiece(480, metaspace=True),
+}
+
+
+def make(name: str) -> Tokenizer:
+    return Tokenizer(KINDS[name]())

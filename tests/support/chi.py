@@ -1,0 +1,44 @@
+"""Chi-square: samples against an exact law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from scipy.stats import chi2
+
+from tests.support.distributions import Distribution
+
+LEAST = 1e-4  # a true law is rejected once in ten thousand; seeds are fixed, so a test that passes stays so
+
+
+def p_value(samples: Iterable[Iterable[int]], law: Distribution) -> float:
+    """Cells are merged from the rarest on until each is expected at least five times. An impossible
+    sample is a p-value of zero."""
+    counts = Counter(tuple(sample) for sample in samples)
+    if not set(counts) <= set(law):
+        return 0.0
+    total = sum(counts.values())
+    cells = sorted(
+        ((chance * total, counts[output]) for output, chance in law.items()), key=lambda cell: cell[0]
+    )
+    merged: list[list[float]] = [[0.0, 0.0]]
+    for expected, seen in cells:
+        if merged[-1][0] >= 5:
+            merged.append([0.0, 0.0])
+        merged[-1][0] += expected
+        merged[-1][1] += seen
+    if len(merged) > 1 and merged[-1][0] < 5:
+        expected, seen = merged.pop()
+        merged[-1][0] += expected
+        merged[-1][1] += seen
+    if len(merged) == 1:
+        return 1.0
+    expected, seen = np.array(merged).T
+    return float(chi2.sf(((seen - expected) ** 2 / expected).sum(), len(merged) - 1))
+
+
+def assert_law(samples: Iterable[Iterable[int]], law: Distribution, name: str = "") -> None:
+    chance = p_value(list(samples), law)
+    assert chance > LEAST, f"{name}: p = {chance:.2e}"

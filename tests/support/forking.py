@@ -1,0 +1,203 @@
+"""Exact enumeration: the shipped round, with a noise that takes every branch.
+
+`ForkingNoise` has `decode.noise.Noise`'s two draws. Each replays a recorded path as far as that goes, takes
+the first branch beyond it, and notes the others with their exact probabilities; `outputs_of` runs whole
+generations until no path is left. The sum over all paths is the engine's exact output law.
+
+Many paths run side by side as rows of one batch, joining and leaving at any round; a row is known by its
+noise key, so a key that is not the row's own goes astray at once. A key that decides twice fails: noise
+must never be used again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.engine import Engine
+from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sequence import Finish, Sequence, State
+
+
+class Path:
+    """One row's choices: `prefix` is replayed, the rest is new. certain: nothing may depend on the noise, so
+    no branch is taken but the last, the least expected one. idle: purposes of rules that are not the row's own;
+    a batch mate may have them asked for, and nothing may depend on what they say."""
+
+    def __init__(self, prefix: list[int], one_hot: bool = False, idle: tuple[int, ...] = ()) -> None:
+        self.prefix, self.one_hot, self.idle = prefix, one_hot, idle
+        self.taken: list[int] = []
+        self.siblings: list[list[int]] = []
+        self.chance = 1.0
+        self.used: set[int] = set()
+
+    def choose(self, options: list[tuple[int, float]], key: int, purpose: int) -> int:
+        """One of the (value, probability) pairs, all of positive probability."""
+        assert options, "nothing to choose from"
+        if len(options) == 1:
+            return options[0][0]
+        if self.one_hot or purpose in self.idle:
+            return options[-1][0]
+        assert key not in self.used, "noise is used twice"
+        self.used.add(key)
+        depth = len(self.taken)
+        if depth < len(self.prefix):
+            index = self.prefix[depth]
+        else:
+            index = 0
+            self.siblings += [[*self.taken, other] for other in range(1, len(options))]
+        self.taken.append(index)
+        value, chance = options[index]
+        self.chance *= chance
+        return value
+
+
+class ForkingNoise:
+    uses_gumbel_argmax = False
+
+    def __init__(self) -> None:
+        self.paths: dict[int, Path] = {}
+        self.lengths: list[int] = []  # of this round's drafts: a coin for padding must not matter
+        self.real = Noise()
+
+    def coin(self, keys: NoiseKeys, purpose: int) -> Coin:
+        assert purpose == ACCEPT
+        return Coin(self, keys)
+
+    def pick(self, weights: Tensor, keys: NoiseKeys, purpose: int) -> Tensor:
+        assert purpose != ACCEPT
+        if purpose == COUPLED:  # a function of its key, and of no interest here
+            return self.real.pick(weights, keys, purpose)
+        drawn: list[list[int]] = []
+        bits = keys.bits(purpose).tolist()
+        for base, row, own in zip(keys.base.tolist(), weights.double().tolist(), bits, strict=True):
+            drawn.append([])
+            for at, key in zip(row, own, strict=True):
+                total = sum(w for w in at if w > 0)
+                options = [(token, w / total) for token, w in enumerate(at) if w > 0]
+                drawn[-1].append(self.paths[base].choose(options, key, purpose))
+        return torch.tensor(drawn, dtype=torch.int64).view(weights.shape[:2])
+
+
+@dataclass
+class Coin:
+    """A uniform number u that is known only by comparisons `u * q < p`."""
+
+    noise: ForkingNoise
+    keys: NoiseKeys
+    columns: slice = field(default_factory=lambda: slice(None))
+    q: Tensor | None = None
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Coin:
+        assert at[0] == slice(None)
+        return Coin(self.noise, self.keys, at[1])
+
+    def __mul__(self, q: Tensor) -> Coin:
+        assert self.q is None
+        return Coin(self.noise, self.keys, self.columns, q)
+
+    def __lt__(self, p: Tensor) -> Tensor:
+        assert self.q is not None
+        kept: list[list[int]] = []
+        for base, q_row, p_row, own, length in zip(
+            self.keys.base.tolist(),
+            self.q.double().tolist(),
+            p.double().tolist(),
+            self.keys.bits(ACCEPT)[:, self.columns].tolist(),
+            self.noise.lengths,
+            strict=True,
+        ):
+            kept.append([])
+            over = False
+            for column, (q, p_at, key) in enumerate(zip(q_row, p_row, own, strict=True)):
+                if over or column >= length:  # padding, and what comes after a rejection, must not matter
+                    kept[-1].append(1)
+                    continue
+                chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)
+                options = [(value, c) for value, c in ((1, chance), (0, 1 - chance)) if c > 0]
+                kept[-1].append(self.noise.paths[base].choose(options, key, ACCEPT))
+                over = not kept[-1][-1]
+        return torch.tensor(kept, dtype=torch.bool).view(p.shape)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, whose exact output law is wanted. alone: its paths share no prompt rows."""
+
+    name: str
+    params: SamplingParams
+    prompt: tuple[int, ...] = (0,)
+    drafter: str | None = None
+    drafters: tuple[str, ...] = ()
+    eos: frozenset[int] = frozenset()
+    constraint: Callable[[], Any] = lambda: None
+    alone: bool = False
+
+
+@dataclass
+class Found:
+    """A case's outputs with their probabilities, and what was seen on the way; rollbacks: how often, at most,
+    bans took one position back on one path."""
+
+    law: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    paths: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejections: int = 0
+    rollbacks: int = 0
+
+
+def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> list[Found]:
+    """Every case's output law under the engine, on `most` paths at most. Paths of all cases share its rows."""
+    noise = ForkingNoise()
+    engine = make(noise)
+    found = [Found() for _ in cases]
+    ids = itertools.count()
+    todo: list[tuple[int, list[int]]] = [(index, []) for index in range(len(cases))]
+    running: dict[int, tuple[int, Sequence]] = {}
+    while todo or running:
+        while todo and len(running) < engine.rows.capacity + 2:
+            index, prefix = todo.pop()
+            most -= 1
+            assert most, "more paths than it may take"
+            case, number = cases[index], next(ids)
+            sequence = Sequence(
+                number,
+                list(case.prompt),
+                case.params,
+                seed=number,
+                eos=case.eos,
+                drafter=case.drafter,
+                drafters=case.drafters,
+                constraint=case.constraint(),
+                group=None if case.alone else index,
+            )
+            idle = (ROLLBACK,) if case.params.bound is None else (ACCEPT, RESIDUAL)
+            noise.paths[sequence.key] = Path(prefix, one_hot=case.params.greedy, idle=idle)
+            running[number] = index, sequence
+            engine.submit(sequence)
+        engine.step()
+        for number, (index, sequence) in list(running.items()):
+            if sequence.state is not State.FINISHED:
+                continue
+            assert sequence.finish in (Finish.EOS, Finish.LENGTH), sequence.error
+            del running[number]
+            path = noise.paths.pop(sequence.key)
+            assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"
+            todo += [(index, prefix) for prefix in path.siblings]
+            case = found[index]
+            case.law[tuple(sequence.new_ids)] += path.chance
+            case.paths += 1
+            case.rollbacks = max(case.rollbacks, *sequence.attempts.values(), 0)
+            for turn in sequence.rounds:
+                case.drafted += turn.drafted
+                case.accepted += turn.accepted
+                case.rejections += turn.accepted < turn.drafted
+    return found

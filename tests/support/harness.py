@@ -1,0 +1,181 @@
+"""Engines over tabular models, with every invariant checked before and after each round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from foredraft.decode.draft import Draft, RoundInputs, as_latecomer
+from foredraft.decode.engine import Engine
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.sequence import Sequence, State
+from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.skips import Skips
+from foredraft.model.runner import Forward
+from tests.support.forking import ForkingNoise
+from tests.support.parts import (
+    ScriptedGuesser,
+    TappingStepper,
+    arbitrary,
+    draft_model,
+    layer_skip,
+    looping,
+    mapped,
+    retokenize,
+)
+from tests.support.tabular import Table, Tabular, TokenCache
+from tests.support.vocab_ops_choice import PRESENT
+
+CPU = torch.device("cpu")
+DRAFTERS = (
+    None,
+    "draft-model",
+    "looping",
+    "tapping",
+    "script",
+    "lookup",
+    "mapped",
+    "retokenize",
+    "layer-skip",
+    "early-exit",
+)
+
+
+class CheckedEngine(Engine):
+    """Looks at the caches around every round."""
+
+    def round(self) -> list[Sequence]:
+        self.check()
+        done = super().round()
+        self.check()
+        return done
+
+    def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
+        assert all(
+            length <= budget for length, budget in zip(draft.lengths.tolist(), inputs.budgets, strict=True)
+        )
+        for sequence, idle in zip(inputs.sequences, inputs.idle, strict=True):
+            assert idle or self.cache.lengths[sequence.row] == len(sequence.tokens) - 1, "a draft moves none"
+        if isinstance(self.noise, ForkingNoise):
+            self.noise.lengths = draft.lengths.tolist()
+        return super()._verify(inputs, draft)
+
+    def check(self) -> None:
+        rows = self.rows.sequences
+        assert len(rows) <= self.rows.capacity
+        for row, sequence in enumerate(rows):
+            assert sequence.row == row
+            if sequence.state is not State.RUNNING:
+                continue
+            length = len(sequence.tokens) - 1
+            assert self.cache.lengths[row] == length, "the last token is pending, and nothing else"
+            assert len(sequence.origins) == len(sequence.new_ids)
+            _check_row(self.cache, row, sequence.tokens[:length])
+            if sequence.constraint is not None:
+                assert sequence.constraint.length == len(sequence.new_ids)
+            for name in sequence.drafters:
+                drafter = self.drafters[name]
+                vocabulary = getattr(drafter, "vocabulary", None)
+                late = as_latecomer(drafter)
+                began = late.began(sequence) if late is not None else 0
+                for cache in drafter.caches:
+                    assert began + cache.lengths[row] <= length
+                    tokens = sequence.tokens[began : began + cache.lengths[row]]
+                    if vocabulary is not None:
+                        tokens = [vocabulary.draft_ids[token] for token in tokens]
+                    _check_row(cache, row, tokens)
+        retokenize = self.drafters["retokenize"]
+        assert isinstance(retokenize, Retokenize)
+        for row, tokens in enumerate(retokenize._rows):  # its rows are its own affair
+            _check_row(retokenize.cache, row, tokens)  # type: ignore[arg-type]
+        assert all(
+            cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows)
+        )
+        assert not self.target.poisoned, "the target read a position that nobody wrote"  # type: ignore[attr-defined]
+
+
+def _check_row(cache: TokenCache, row: int, tokens: list[int]) -> None:
+    assert (cache.data[:, row, : len(tokens)] == tokens).all(), "the cache holds the text"
+
+
+def make_engine(
+    target: Table | Tabular,
+    draft: Table | None = None,
+    policy: Policy | None = None,
+    *,
+    rows: int = 4,
+    positions: int = 64,
+    noise: Any = None,
+    greedy_drafts: bool = False,
+    forgetful: bool = False,
+    script: Callable[[Sequence, int], list[int]] | None = None,
+) -> CheckedEngine:
+    """An engine with one drafter of each kind: all that `DRAFTERS` names."""
+    model = target if isinstance(target, Tabular) else Tabular(target)
+    draft = draft or model.table
+    model.skipping = draft
+    cache = model.new_cache(rows, positions)
+    kinds = [
+        draft_model(draft, rows, positions),
+        looping(draft, rows, positions),
+        TappingStepper(model, cache, draft, forgetful=forgetful),
+        ScriptedGuesser(script or arbitrary(model.vocabulary)),
+        Lookup(2),
+        mapped(draft, rows, positions),
+        retokenize(draft, rows, positions),
+        layer_skip(model, cache, Skips(attention=(0,))),
+        layer_skip(model, cache, Skips(exit=1), "early-exit"),
+    ]
+    return CheckedEngine(
+        model,  # type: ignore[arg-type]
+        cache,  # type: ignore[arg-type]
+        policy or Fixed(3),
+        {kind.name: kind for kind in kinds},
+        vocabulary=model.vocabulary,
+        device=CPU,
+        vocab_ops=PRESENT,
+        noise=noise,
+        greedy_drafts=greedy_drafts,
+    )
+
+
+_ids = itertools.count()
+
+
+def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options: Any) -> Sequence:
+    """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
+    own = {
+        name: options.pop(name)
+        for name in ("seed", "sample", "eos", "constraint", "group", "drafters")
+        if name in options
+    }
+    seed = own.pop("seed", None)
+    params = SamplingParams(seed=seed, **options)
+    number = next(_ids)
+    return Sequence(number, list(prompt), params, number if seed is None else seed, drafter=drafter, **own)
+
+
+def run(engine: Engine, sequences: list[Sequence], steps: int = 5_000) -> list[list[int]]:
+    """All of them to their end, in `steps` at most; their new ids."""
+    for sequence in sequences:
+        engine.submit(sequence)
+    for _ in range(steps):
+        if engine.scheduler.idle:
+            break
+        engine.step()
+    assert all(sequence.state is State.FINISHED for sequence in sequences), "it never ends"
+    return [sequence.new_ids for sequence in sequences]
+
+
+def rounds_until_done(engine: Engine) -> int:
+    count = 0
+    while not engine.scheduler.idle:
+        engine.step()
+        count += 1
+        assert count < 5_000
+    return count

@@ -1,0 +1,494 @@
+"""Drafters, constraints and policies that put the protocols to the test. None is meant to be fast or useful."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from foredraft.decode.distribution import Distribution
+from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers, Signal
+from foredraft.decode.policy.ledger import Ledger
+from foredraft.decode.policy.reliability import EDGES
+from foredraft.decode.policy.stopping import Ends, stops_of
+from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Round
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.retokenize import Retokenize
+from foredraft.drafters.skips import Skips
+from foredraft.drafters.vocabulary import VocabularyMap
+from foredraft.model.runner import Resume, StopThresholds
+from foredraft.model.tokenizer import Tokenizer
+from tests.support.tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
+
+# --- drafters ---------------------------------------------------------------------------------------
+
+
+def draft_model(table: Table, rows: int, positions: int) -> DraftModel:
+    """The shipped draft model, over a tabular one."""
+    return DraftModel(Tabular(table), rows, positions)  # type: ignore[arg-type]
+
+
+def looping(table: Table, rows: int, positions: int) -> DraftModel:
+    """The same, but that a draft is one call."""
+    model = DraftModel(Tabular(table, loops=True), rows, positions)  # type: ignore[arg-type]
+    model.name = "looping"
+    return model
+
+
+def mapped(table: Table, rows: int, positions: int) -> DraftModel:
+    """The same behind other ids: each is one further on, the target's last is lacking, and the first is extra."""
+    size = table.vocabulary
+    pairs = [(id, id + 1) for id in range(size - 1)]
+    vocabulary = VocabularyMap(pairs, (size, size), 0, torch.device("cpu"))
+    model = DraftModel(Tabular(table), rows, positions, vocabulary)  # type: ignore[arg-type]
+    model.name = "mapped"
+    return model
+
+
+def retokenize(table: Table, rows: int, positions: int) -> Retokenize:
+    """The shipped one, over a tabular model and two tokenizers of a few letters that cut a text differently."""
+    model = Tabular(table)
+    model.decoder.device = torch.device("cpu")
+    size = table.vocabulary
+    target = letters(size, ["ab", "ca", "abc", "bb"], special=size - 1)
+    draft = letters(size, ["bc", "ba", "aa", "bca"], special=0)
+    return Retokenize(model, rows, 4 * positions, target, draft)  # type: ignore[arg-type]
+
+
+def letters(size: int, merged: list[str], special: int) -> Tokenizer:
+    """`size` tokens: one special, the letters a to c as far as they go, and merged ones."""
+    pieces = [*"abc"[: size - 1], *merged][: size - 1]
+    pieces.insert(special, "<s>")
+    vocabulary = {piece: id for id, piece in enumerate(pieces)}
+    merges = [(piece[:-1], piece[-1]) for piece in pieces if piece in merged]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.add_special_tokens(["<s>"])
+    return Tokenizer(inner)
+
+
+class StepByStep:
+    """A draft pass that is this function, and takes no steps at once."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self.step(*args, **more)
+
+    def at_once(self, *args: Any) -> None:
+        return None
+
+
+def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "layer-skip") -> LayerSkip:
+    """The shipped one, over the target itself."""
+    drafter = LayerSkip(target, cache, skips)  # type: ignore[arg-type]
+    drafter.name = name
+    return drafter
+
+
+class TappingStepper:
+    """Drafts from the target's own lower level, and from an adapter that reads its tapped states.
+
+    It runs the lower level for the pending and the drafted tokens, hands their states on for the verifying
+    pass to resume from, and keeps the tapped states of committed positions in its own cache rows. Every
+    committed position must be handed to it exactly once and in order: `observe` asserts it.
+    forgetful: it hands on fewer states than it has, sometimes none.
+    """
+
+    name = "tapping"
+    taps: tuple[int, ...] = (DEPTH,)
+    max_length: int | None = None
+
+    def __init__(
+        self, target: Tabular, target_cache: TokenCache, table: Table, *, forgetful: bool = False
+    ) -> None:
+        self.target, self.target_cache = target, target_cache
+        self.adapter = Tabular(table)
+        self.cache = self.adapter.new_cache(target_cache.rows, target_cache.positions)
+        self.caches: tuple[Any, ...] = (self.cache,)
+        self.forgetful = forgetful
+        self.joined: set[int] = set()
+        self.observed = 0
+        self._states: list[Tensor] = []  # of this round's steps, [B, 1, WIDTH] each
+        self._known: list[int] = []
+
+    def length(self, sequence: Sequence) -> int:
+        return self.cache.lengths[sequence.row]
+
+    def read(self, sequence: Sequence, start: int, stop: int) -> None:
+        assert self.cache.lengths[sequence.row] >= stop, "it is never behind: the taps feed it"
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor
+    ) -> Tensor:
+        assert tokens.shape[1] == 1
+        assert counts == [1] * len(counts)
+        if not self._states:
+            self._known = [0] * len(starts)
+        states = self.target.lower(self.target_cache, tokens, starts, idle, counts)
+        self._states.append(states)
+        self._known = [known + (not dummy) for known, dummy in zip(self._known, idle, strict=True)]
+        forward = self.adapter.forward(self.cache, tokens, starts, idle=idle, counts=counts)
+        assert forward.logits is not None
+        return forward.logits[:, 0]
+
+    def resume(self) -> Resume | None:
+        known = self._known
+        if self.forgetful:
+            known = [random.Random(f"{k} {b} {self.observed}").randint(0, k) for b, k in enumerate(known)]
+        unknown = torch.full_like(self._states[0], float("nan"))  # nobody may look at it
+        hidden = torch.cat([*self._states, unknown], 1)  # the last token drafted was never read
+        assert hidden.shape[2] == WIDTH
+        self._states = []
+        return Resume(DEPTH, hidden, known)
+
+    def join(self, sequence: Sequence) -> None:
+        assert sequence.id not in self.joined
+        self.joined.add(sequence.id)
+        assert self.length(sequence) == len(sequence.prompt) - 1, "the whole prompt was observed, or copied"
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        row, seen = sequence.row, states[DEPTH]
+        assert self.cache.lengths[row] == start, "committed positions come once and in order"
+        stop = start + len(seen)
+        assert seen[:, 0].tolist() == sequence.tokens[start:stop]
+        assert not seen[:, 3].any()
+        self.cache.data[:, row, start:stop] = seen[:, 0].numpy()
+        self.cache.lengths[row] = stop
+        self.observed += len(seen)
+
+    def rewind(self, sequence: Sequence) -> None:
+        row = sequence.row
+        self.cache.lengths[row] = min(self.cache.lengths[row], len(sequence.tokens) - 1)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.joined.discard(sequence.id)
+
+
+class ScriptedGuesser:
+    """Proposes what a function of the text says, whatever that is, and is as sure of it as the text decides."""
+
+    taps: tuple[int, ...] = ()
+    max_length: int | None = None
+    caches: tuple[Any, ...] = ()
+
+    def __init__(self, script: Callable[[Sequence, int], list[int]], name: str = "script") -> None:
+        self.script, self.name = script, name
+        self.lengths: dict[int, int] = {}
+
+    def join(self, sequence: Sequence) -> None:
+        self.lengths[sequence.id] = len(sequence.tokens)
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        for sequence, _ in requests:
+            assert self.lengths.get(sequence.id) == len(sequence.tokens), "every commit is told"
+        return [self.script(sequence, budget) for sequence, budget in requests]
+
+    def has(self, sequence: Sequence, most: int) -> tuple[int, float]:
+        (guess,) = self.propose([(sequence, most)])
+        return min(most, len(guess)), random.Random(f"sure {sequence.tokens}").choice((0.2, 0.6, 0.9))
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        raise AssertionError("it tapped nothing")
+
+    def rewind(self, sequence: Sequence) -> None:
+        self.lengths[sequence.id] = len(sequence.tokens)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.lengths.pop(sequence.id, None)
+
+
+def arbitrary(vocabulary: int) -> Callable[[Sequence, int], list[int]]:
+    """Any tokens, more than asked for, fewer or none: a function of the text alone."""
+
+    def script(sequence: Sequence, budget: int) -> list[int]:
+        dice = random.Random(str(sequence.tokens))
+        return [dice.randrange(vocabulary) for _ in range(dice.choice([0, 1, budget, budget + 2]))]
+
+    return script
+
+
+def foreseeing(
+    outputs: Mapping[int, list[int]], right: int, vocabulary: int
+) -> Callable[[Sequence, int], list[int]]:
+    """Knows each request's output (by id): its next `right` tokens, then wrong ones."""
+
+    def script(sequence: Sequence, budget: int) -> list[int]:
+        output = outputs[sequence.id]
+        done = len(sequence.tokens) - len(sequence.prompt)
+        guess = output[done : done + min(right, budget)]
+        while len(guess) < budget:
+            place = done + len(guess)
+            truth = output[place] if place < len(output) else 0
+            guess.append((truth + 1) % vocabulary)
+        return guess
+
+    return script
+
+
+# --- constraints ------------------------------------------------------------------------------------
+
+
+class NoRepeat:
+    """Never the same token twice in a row."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> Tensor | None:
+        if not self.tokens:
+            return None
+        allowed = torch.ones(self.vocabulary, dtype=torch.bool)
+        allowed[self.tokens[-1]] = False
+        return allowed
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        return len(self.tokens)
+
+    def rewind(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+    def roll_back(self, length: int) -> None:
+        raise AssertionError("it asks for no rollback")
+
+    def settled(self) -> int:
+        return len(self.tokens)
+
+
+class LateBan:
+    """Bans a run of tokens, and finds out only at its last one: all of the run is taken back, and its first
+    token barred there."""
+
+    def __init__(self, vocabulary: int, run: tuple[int, ...]) -> None:
+        self.vocabulary, self.run = vocabulary, run
+        self.tokens: list[int] = []
+        self.barred: dict[tuple[int, ...], set[int]] = {}  # text -> tokens that may not follow it
+        self.rollbacks = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> Tensor | None:
+        barred = self.barred.get(tuple(self.tokens))
+        if not barred:
+            return None
+        return torch.tensor([token not in barred for token in range(self.vocabulary)])
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        if tuple(self.tokens[-len(self.run) :]) == self.run:
+            return len(self.tokens) - len(self.run)
+        return len(self.tokens)
+
+    def rewind(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+    def roll_back(self, length: int) -> None:
+        first = self.tokens[length]
+        self.rewind(length)
+        self.barred.setdefault(tuple(self.tokens), set()).add(first)
+        self.rollbacks += 1
+
+    def settled(self) -> int:
+        for n in range(min(len(self.run) - 1, len(self.tokens)), 0, -1):
+            if tuple(self.tokens[-n:]) == self.run[:n]:
+                return len(self.tokens) - n
+        return len(self.tokens)
+
+
+# --- policies ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StopUnsure(Alone):
+    """Stops drafting after a position whose law had no token above `least`: from q alone, not from the draw."""
+
+    max_draft: int
+    least: float = 0.5
+    name: str = "stop-unsure"
+    looks = True
+
+    def budget(self, sequence: Sequence) -> int:
+        return self.max_draft
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
+        if q.probs is None:
+            assert q.ids is not None
+            return q.ids[:, 0] % 2 == position % 2
+        return q.probs[:, 0].amax(-1) > self.least
+
+
+@dataclass(frozen=True)
+class RandomBudgets(Alone):
+    """Any budget from 0 to `max_draft`: a function of the text and the round, so that it can be repeated."""
+
+    max_draft: int
+    name: str = "random"
+    looks = False
+
+    def budget(self, sequence: Sequence) -> int:
+        return random.Random(f"{sequence.tokens} {sequence.round_count}").randint(0, self.max_draft)
+
+
+class Fickle(Alone):
+    """Drafts again if the last law but one of its draft was a sure one, and takes a plain step otherwise.
+
+    What it saw depends on drafted tokens that were rejected: their noise, used again, would be biased.
+    """
+
+    name = "fickle"
+    looks = True
+
+    def __init__(self, max_draft: int, least: float = 0.6) -> None:
+        self.max_draft, self.least = max_draft, least
+
+    def start(self) -> list[bool]:
+        return [True]
+
+    def budget(self, sequence: Sequence) -> int:
+        drafts = self.max_draft if sequence.policy_state[0] else 0
+        sequence.policy_state[0] = True
+        return drafts
+
+    def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> None:
+        if q.probs is None or position != self.max_draft - 2:
+            return
+        for sequence, top in zip(sequences, q.probs[:, 0].amax(-1).tolist(), strict=True):
+            # only what it is told whatever the others do: a whole draft, of a row that is not idle
+            if sequence.remaining > self.max_draft and top < 1:
+                sequence.policy_state[0] = top > self.least
+
+
+class Whims(Alone):
+    """Any drafter and any budget, in or out of proportion, begun anywhere, and stops anywhere: by all that a
+    policy may see, which is the text, the laws and the logits of the draft, and how sure the target was."""
+
+    name = "whims"
+    looks = True
+
+    def __init__(self, max_draft: int, seed: int, wants: Signal | None = None, weighs: bool = False) -> None:
+        self.max_draft, self.seed, self.wants, self.weighs = max_draft, seed, wants, weighs
+
+    def start(self) -> list[float]:
+        return [0.5]
+
+    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+        choices = []
+        for row in rows:
+            sequence = row.sequence
+            sure = round(sequence.policy_state[0], 3)
+            dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count} {sure}")
+            name, budget = dice.choice([None, *row.most]), dice.randint(0, self.max_draft)
+            choices.append(Choice(name, budget, dice.choice([None, 0, 1, 2, 9])))
+        return choices
+
+    def draws(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
+        if random.Random(f"{self.seed} draws {position}").random() < 0.5:
+            return None
+        rows = logits[:, 0].softmax(-1).tolist()
+        dice = [random.Random(f"{self.seed} draws {[round(x, 3) for x in row]}").random() for row in rows]
+        return torch.tensor(dice) < 0.7
+
+    def go_on(
+        self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
+    ) -> Tensor | None:
+        if random.Random(f"{self.seed} {position}").random() < 0.3:
+            return None
+        seen = q.weights(logits.shape[-1])[:, 0] + logits[:, 0].softmax(-1)
+        draws = [
+            random.Random(f"{self.seed} {position} {[round(x, 3) for x in row]}").random()
+            for row in seen.tolist()
+        ]
+        return torch.tensor(draws) < 0.6
+
+    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+        sequence.policy_state[0] = 0.5 if sure is None else sure
+
+
+class Halts(Alone):
+    """Stops anywhere by how sure the drafter is: chances and thresholds are dice's, by the text and the round."""
+
+    name = "halts"
+
+    def __init__(self, max_draft: int, seed: int = 0) -> None:
+        self.max_draft, self.seed = max_draft, seed
+
+    def budget(self, sequence: Sequence) -> int:
+        return self.max_draft
+
+    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> StopThresholds:
+        most = max(budgets)
+        rows = [
+            self._ends(s, budget) if budget else None for s, budget in zip(sequences, budgets, strict=True)
+        ]
+        return stops_of(rows, most, device)
+
+    def _ends(self, sequence: Sequence, most: int) -> Ends:
+        dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count}")
+        chances = [dice.choice((0.3, 0.6, 0.9, 1.0)) for _ in range(len(EDGES) + 1)]
+        keep, more = ([dice.choice((0.0, 0.2, 0.5, 0.7)) for _ in range(most)] for _ in range(2))
+        return Ends(chances, keep, more)
+
+
+class Apart(dict[tuple[str, bool], Any]):
+    """What is known of all requests, to each of them alone."""
+
+    def __contains__(self, kind: object) -> bool:
+        return False
+
+
+class Unmoved(Ledger):
+    """No request gains for another."""
+
+    gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
+
+
+def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
+    """The cost model, for which drafts cost little, so that it makes them; it hears of one request alone."""
+    table = CostTable({1: {1: 1.0, 8: 1.1}}, {name: {1: (0.05, 0.02)} for name in drafters})
+    policy = Auto(max_draft, table)
+    policy._shared, policy.ledger = Apart(), Unmoved()
+    return policy
+
+
+__all__ = [
+    "Apart",
+    "Fickle",
+    "Halts",
+    "LateBan",
+    "NoRepeat",
+    "RandomBudgets",
+    "ScriptedGuesser",
+    "StepByStep",
+    "StopUnsure",
+    "TappingStepper",
+    "Unmoved",
+    "Whims",
+    "arbitrary",
+    "draft_model",
+    "foreseeing",
+    "layer_skip",
+    "mapped",
+    "retokenize",
+    "solitary",
+]

@@ -1,0 +1,85 @@
+"""Who decides over a vocabulary is each model's own choice, whatever else the process has loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import SamplingParams, kernels
+from foredraft.decode import sampling
+from foredraft.decode.vocab_ops import TorchVocabOps
+from foredraft.kernels.vocab import KernelVocabOps
+from tests.support import checkpoints
+from tests.support.planting import Mutant
+from tests.support.vocab_ops_choice import METHODS
+
+REQUESTS = (
+    SamplingParams(temperature=0, max_new_tokens=8, prompt_logprobs=1),
+    SamplingParams(top_k=20, top_p=0.9, max_new_tokens=8),
+    SamplingParams(seed=5, max_new_tokens=8),
+    SamplingParams(acceptance="bild", rollback=2.0, max_new_tokens=8),
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+
+
+def load(pair: Path, **options: Any) -> foredraft.LLM:
+    return foredraft.load(
+        pair / "big",
+        **{"draft": pair / "small", "device": "cpu", "policy": "auto", "max_length": 128} | options,
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
+    """How often each kind was asked."""
+    counted: Counter[type] = Counter()
+
+    def counting(kind: type, name: str) -> Any:
+        run = getattr(kind, name)
+
+        def count(*given: Any) -> Any:
+            counted[kind] += 1
+            return run(*given)
+
+        return count
+
+    for kind in (TorchVocabOps, KernelVocabOps):
+        for name in METHODS:
+            monkeypatch.setattr(kind, name, counting(kind, name))
+    return counted
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_two_models_of_one_process_each_go_by_their_own(pair: Path, calls: Counter[type]) -> None:
+    serving, without = load(pair, kernels=True), load(pair, kernels=False)
+    for params in REQUESTS:
+        for llm, mine, others in (
+            (serving, KernelVocabOps, TorchVocabOps),
+            (without, TorchVocabOps, KernelVocabOps),
+        ):
+            calls.clear()
+            llm.generate([[5, 9, 5, 9, 7], [3, 4]], params)
+            assert calls[mine] > 0, params
+            assert calls[others] == 0, params
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_a_choice_that_is_not_carried_along_is_seen(
+    pair: Path, calls: Counter[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit = (
+        sampling.SamplingTable.of.__func__,
+        "vocab_ops=vocab_ops,",
+        "vocab_ops=TORCH_VOCAB_OPS,",
+    )
+    Mutant("", (edit,), lambda: None).plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_two_models_of_one_process_each_go_by_their_own(pair, calls)

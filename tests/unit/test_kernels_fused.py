@@ -1,0 +1,267 @@
+"""A draft in one call: against the same a step at a time, and planted defects."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft import kernels
+from foredraft.decode.noise import DRAFT, NoiseKeys
+from foredraft.decode.noise import Noise as Races
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sampling import SamplingTable, distribution_of
+from foredraft.kernels.vocab import KernelVocabOps
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Decoder, Plan
+from foredraft.model.runner import FusedDraft, Runner, StopThresholds
+from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint
+from tests.support.compiling import plant
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+
+DTYPES = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+READ = [[5, 9], [11], [7, 8, 30], [2], [13]]  # what each row has to read first
+STARTS = [10, 0, 3, 17, 9]
+MOST = [4, 1, 6, 0, 3]
+PARAMS = (
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(temperature=1.3, top_k=5),
+    SamplingParams(min_p=0.05),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.5, min_p=0.2),
+)
+
+
+@functools.cache
+def decoder(family: str, dtype: torch.dtype) -> Decoder:
+    windowed = {"sliding_window": 12} if family == "gemma2" else {}
+    folder = save_checkpoint(Path(tempfile.mkdtemp()), family, num_key_value_heads=2, **windowed)
+    return load_decoder(folder, dtype=dtype, native=True)
+
+
+def noise(rows: int = len(READ)) -> NoiseKeys:
+    return NoiseKeys(
+        torch.arange(rows) * 77,
+        torch.arange(max(MOST)).expand(rows, -1),
+        None,
+        torch.arange(rows),
+        KernelVocabOps(),
+    )
+
+
+def filled(runner: Runner) -> KVCache:
+    """Every row has read 20 tokens."""
+    cache = runner.new_cache(len(READ), 64)
+    tokens = torch.randint(3, 97, (len(READ), 20), generator=torch.Generator().manual_seed(1))
+    runner.forward(cache, tokens, [0] * len(READ))
+    return cache
+
+
+def at_once(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = None) -> FusedDraft:
+    table = SamplingTable.of(PARAMS, CPU)
+    sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
+    drafted = runner.draft(cache, READ, STARTS, MOST, sampling_inputs, plan=plan)
+    assert drafted is not None
+    return drafted
+
+
+def by_steps(
+    runner: Runner, cache: KVCache, row: int, sampled: bool, plan: Plan | None = None
+) -> tuple[list[int], list[Tensor]]:
+    """Of one row: its tokens and their laws."""
+    params = PARAMS[row] if sampled else SamplingParams(temperature=0)
+    table, own, start = SamplingTable.of([params], CPU, vocab_ops=KernelVocabOps()), READ[row], STARTS[row]
+    tokens, laws = [], []
+    for step in range(MOST[row]):
+        logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
+        assert logits is not None
+        law, finite = distribution_of(logits[:, -1:], table)
+        assert finite.all()
+        keys = noise().column(step)
+        token = law.draw(lambda w: Races().pick(w.expand(len(READ), -1, -1), keys, DRAFT)[row : row + 1])  # noqa: B023
+        tokens.append(int(token))
+        laws.append(torch.zeros(0) if law.probs is None else law.probs[0, 0])
+        start, own = start + len(own), [tokens[-1]]
+    return tokens, laws
+
+
+def same(family: str, dtype: torch.dtype, sampled: bool, plan: Plan | None = None) -> None:
+    runner = Runner(decoder(family, dtype))
+    cache, other = filled(runner), filled(runner)
+    drafted = at_once(runner, cache, sampled, plan)
+    for row, count in enumerate(MOST):
+        tokens, laws = by_steps(runner, other, row, sampled, plan)
+        assert drafted.tokens[row].tolist() == tokens + [0] * (max(MOST) - count)
+        assert drafted.finite[row, :count].all()
+        for step, law in enumerate(laws):
+            assert not sampled or (drafted.probs is not None and torch.equal(drafted.probs[row, step], law))
+    assert torch.equal(cache.memory, other.memory)  # and nobody else's position was written
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_same_as_by_steps(family: str, dtype: torch.dtype, sampled: bool) -> None:
+    same(family, dtype, sampled)
+
+
+def test_a_plan_skips() -> None:
+    full = Plan.full(decoder("llama", torch.float32).spec.layers)
+    same("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
+
+
+def stops(seed: int) -> StopThresholds:
+    """Of every row's own."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def some(columns: int, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(len(READ), columns, generator=dice)
+
+    edges = torch.tensor([0.011, 0.012, 0.013, 0.02, 0.05, 0.3])
+    most = max(MOST)
+    return StopThresholds(edges, some(len(edges) + 1, 0.4, 1.0), some(most, 0.0, 0.5), some(most, 0.0, 0.6))
+
+
+def stopping(sampled: bool, seeds: int = 12) -> None:
+    """The draft of before, cut where the definition says so, by what the tensors' own softmax gives."""
+    runner = Runner(decoder("llama", torch.float32))
+    table = SamplingTable.of(PARAMS, CPU)
+    sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
+    whole, other = at_once(runner, filled(runner), sampled), filled(runner)
+    sures = [
+        [own.softmax(-1).amax() for own in by_logits(runner, other, row, whole)] for row in range(len(MOST))
+    ]
+    counts, steps = [], []
+    for seed in range(seeds):
+        ends = stops(seed)
+        drafted = runner.draft(filled(runner), READ, STARTS, MOST, sampling_inputs, ends)
+        assert drafted is not None and drafted.sure is not None
+        for row, most in enumerate(MOST):
+            survival, drawn, taken = torch.ones(len(MOST)), 0, 0
+            while drawn < most:
+                assert drafted.sure[row, taken] == pytest.approx(sures[row][taken].item(), rel=1e-5)
+                survival = ends.survival(sures[row][taken].expand(len(MOST)), survival)
+                taken += 1
+                if survival[row] < ends.keep[row, drawn]:
+                    break
+                drawn += 1
+                if not survival[row] >= ends.more[row, drawn - 1]:
+                    break
+            counts.append((drawn, most))
+            steps.append(taken)
+            assert (drafted.counts[row], drafted.steps[row]) == (drawn, taken)
+            assert (drafted.sure[row, taken:] == -1).all()
+            assert torch.equal(drafted.tokens[row, :drawn], whole.tokens[row, :drawn])
+            if drafted.probs is not None and whole.probs is not None:
+                assert torch.equal(drafted.probs[row, :drawn], whole.probs[row, :drawn])
+    assert any(taken > drawn > 0 for (drawn, _), taken in zip(counts, steps, strict=True)), "a place left"
+    assert any(taken == drawn < most for (drawn, most), taken in zip(counts, steps, strict=True)), "no step"
+    assert any(drawn == most > 2 for drawn, most in counts), "nothing"
+
+
+def by_logits(runner: Runner, cache: KVCache, row: int, whole: FusedDraft) -> list[Tensor]:
+    """Of each step of a row's draft, a step at a time."""
+    own, start, found = READ[row], STARTS[row], []
+    for step in range(MOST[row]):
+        logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row).logits
+        assert logits is not None
+        found.append(logits[0, -1])
+        start, own = start + len(own), [int(whole.tokens[row, step])]
+    return found
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_it_stops_where_the_tensors_would(sampled: bool) -> None:
+    stopping(sampled)
+
+
+def test_stops_that_never_stop_change_nothing() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    none = torch.zeros(len(MOST), max(MOST))
+    never = StopThresholds(torch.tensor([0.5]), torch.ones(len(MOST), 2), none, none.clone())
+    drafted = runner.draft(filled(runner), READ, STARTS, MOST, None, never)
+    whole = at_once(runner, filled(runner), False)
+    assert drafted is not None
+    assert torch.equal(drafted.tokens, whole.tokens)
+    assert drafted.counts == whole.counts == MOST
+
+
+def test_what_is_not_finite_ends_a_draft_that_may_stop() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache, none = filled(runner), torch.zeros(len(MOST), max(MOST))
+    cache.memory[0, 1, 2, 0, 1] = float("nan")
+    never = StopThresholds(torch.tensor([0.5]), torch.ones(len(MOST), 2), none + 2, none)
+    drafted = runner.draft(cache, READ, STARTS, MOST, None, never)
+    assert drafted is not None and drafted.sure is not None
+    assert drafted.counts == [0, 0, 1, 0, 0], "it is drawn, so that it is seen"
+    assert not drafted.finite[2, 0]
+    assert drafted.sure[2, 0].isnan()
+
+
+@pytest.mark.parametrize("size", [3, 97, 5000, 40000])
+def test_how_sure_a_row_is(size: int) -> None:
+    x = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * torch.arange(1, 7)[:, None]
+    found = KernelVocabOps().max_prob(x)
+    assert found is not None
+    assert torch.allclose(found, x.softmax(-1).amax(-1), rtol=1e-5, atol=0)
+    assert all(
+        torch.equal(KernelVocabOps().max_prob(x[row : row + 1]), found[row : row + 1]) for row in range(6)
+    )
+    x[1, size // 2], x[2, 0], x[3] = float("nan"), float("inf"), float("-inf")
+    broken = KernelVocabOps().max_prob(x)
+    assert broken is not None
+    assert broken.isnan().tolist() == [False, True, True, True, False, False]
+
+
+def test_what_is_not_finite_is_seen() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache = filled(runner)
+    cache.memory[0, 1, 2, 0, 1] = float("nan")
+    for sampled in (False, True):
+        drafted = at_once(runner, cache, sampled)
+        assert not drafted.finite[2].any()
+        assert all(drafted.finite[row, :count].all() for row, count in enumerate(MOST) if row != 2)
+
+
+def test_a_draft_past_the_cache_is_refused() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache = runner.new_cache(1, 64)
+    with pytest.raises(ValueError, match="64 positions"):
+        runner.draft(cache, [[1]], [cache.scratch - 1], [3])
+
+
+def check_all() -> None:
+    test_the_same_as_by_steps("gemma2", torch.float32, True)
+    test_a_plan_skips()
+    stopping(True)
+
+
+DEFECTS = {
+    "the first column of several read": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
+    "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
+    "a row draws on past its number": ("step + 1 >= most[who[g]] ||", "step + 1 >= steps ||"),
+    "cache rows mixed up": ("row[left] = row[g];", "row[left] = left;"),
+    "the parameters of the group, not the row": ("draw(how, at, logits", "draw(how, g, logits"),
+    "noise of the step before": ("keys ? keys + cell : NULL", "keys ? keys + cell - (step > 0) : NULL"),
+    "survival of the group's place, not of the group": ("*chance = survives + who[g];", "*chance = survives + g;"),
+    "the threshold of the step after": ("*chance < stops->keep[cell]", "*chance < stops->keep[cell + (step + 1 < steps)]"),
+    "one threshold for the other": ("(*chance >= stops->more[cell])", "(*chance >= stops->keep[cell])"),
+    "the curve of another row": ("survival(stops, at, stops", "survival(stops, 0, stops"),
+    "what came before forgotten": ("survival(stops, at, stops->sure[cell], *chance)", "survival(stops, at, stops->sure[cell], 1)"),
+    "a dropped place counted": ("if (*chance < stops->keep[cell]) continue;", "if (*chance < stops->keep[cell]) { counts[at] = step + 1; continue; }"),
+    "the skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, *DEFECTS[name])
+    with pytest.raises(AssertionError):
+        check_all()

@@ -1,0 +1,467 @@
+"""`load`: names to objects by the tables, room within memory, and refusals that name the remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import foredraft
+from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
+from foredraft.drafters.lookup import Lookup
+from foredraft.loading import DRAFTERS, POLICIES
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_bytes
+from tests.support import alphabets, checkpoints
+
+SOURCE = Path(__file__).parents[2] / "src"
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    checkpoints.save_checkpoint(folder / "big", tokenizer=True, seed=1)
+    checkpoints.save_checkpoint(folder / "small", tokenizer=True, seed=2, num_hidden_layers=1)
+    checkpoints.save_checkpoint(
+        folder / "foreign", tokenizer=True, seed=3, num_hidden_layers=1, vocab_size=300
+    )
+    checkpoints.save_checkpoint(
+        folder / "long", tokenizer=True, seed=1, num_hidden_layers=1, max_position_embeddings=131072
+    )
+    return folder
+
+
+def load(models: Path, name: str = "big", **options: object) -> foredraft.LLM:
+    return foredraft.load(models / name, **{"device": "cpu", "policy": "fixed", **options})  # type: ignore[arg-type]
+
+
+def set_room(monkeypatch: pytest.MonkeyPatch, caches: int, *folders: Path) -> None:
+    """Free memory that leaves so many bytes to the caches beside these models' weights."""
+    cpu = torch.device("cpu")
+    weights = sum(weight_bytes(ModelSpec.from_folder(folder), cpu, torch.float32) for folder in folders)
+    monkeypatch.setattr(loading.capacity, "free_memory", lambda device: weights + 2 * caches)
+
+
+class Echo(Lookup):
+    """A drafter of a test's own."""
+
+    name = "echo"
+
+
+def test_a_new_drafter_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[kinds.Parts] = []
+
+    def make(parts: kinds.Parts) -> Echo:
+        seen.append(parts)
+        return Echo()
+
+    monkeypatch.setitem(DRAFTERS, "echo", kinds.DrafterKind("what was said", make, lossless=False))
+    llm = load(models, drafter="echo", max_batch=2, max_length=64)
+    [output] = llm.generate("a b a b a b", GREEDY)
+    assert output.stats.drafted > 0
+    assert not output.lossless
+    assert llm.generate("a b a b", SamplingParams(drafter="lookup", max_new_tokens=2))[0].lossless
+    [parts] = seen
+    assert (parts.rows, parts.positions, parts.draft) == (2, 64, None)
+    assert parts.target is llm.engine.target
+
+
+def test_a_new_policy_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make(longest: int) -> object:
+        made.append(longest)
+        return POLICIES["fixed"].make(longest)
+
+    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as can be", make, max_draft=7))  # type: ignore[arg-type]
+    load(models, policy="bold"), load(models, policy="bold", max_draft=2)
+    assert made == [7, 2]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
+    kind = DRAFTERS[name]
+    draft = models / ("foreign" if kind.retokenizes else "small") if kind.needs_draft else None
+    plan = "exit:1" if kind.needs_plan else None
+    llm = load(models, drafter=name, draft=draft, plan=plan, policy="auto")
+    assert llm.default_drafter == (None if name == "none" else name)
+    assert all(drafter.name == key for key, drafter in llm.engine.drafters.items())
+    stepper = hasattr(llm.engine.drafters.get(name), "step")
+    assert stepper == DRAFTERS[name].stepper
+
+
+@pytest.mark.parametrize("value", ["3", 2.5, True, 0, math.nan])
+@pytest.mark.parametrize("option", ["max_draft", "max_batch", "max_length"])
+def test_a_count_is_a_whole_number(models: Path, option: str, value: object) -> None:
+    instead = ", or drafter='none'" if option == "max_draft" else ""
+    message = f"{option} is {value!r}; give a whole number, 1 or more{instead}"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        load(models, **{option: value})
+
+
+@pytest.mark.parametrize("wrong", ["threshold=0.5", [("threshold", 0.5)], [], ""])
+def test_the_numbers_of_a_policy_are_a_table(models: Path, wrong: object) -> None:
+    with pytest.raises(ConfigError, match="policy_options is .*; give a table, such as {'threshold': 0.6}"):
+        load(models, draft=models / "small", policy="confidence", policy_options=wrong)
+
+
+def test_a_list_is_no_name(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy is \['fixed'\]; give one of auto, fixed"):
+        load(models, policy=["fixed"])
+
+
+def test_who_asks_the_drafter_says_so() -> None:
+    """A request is refused by what the policy is, `load` by what the table says of it."""
+    for kind in POLICIES.values():
+        assert kind.make(3).looks == kind.confident
+
+
+def test_every_policy_can_grow_to_its_longest_draft() -> None:
+    """The heuristic one starts at 5 and would stay there if that were its longest."""
+    from foredraft.decode.stats import Round
+
+    lengths = {}
+    for name, kind in POLICIES.items():
+        policy = kind.make(kind.max_draft)
+        assert policy.name == name
+        if kind.weighs:
+            continue  # its length follows costs
+        sequence = SimpleNamespace(policy_state=policy.start(), tokens=[], prompt=[])
+        budgets = []
+        for _ in range(9):
+            budgets.append(policy.budget(sequence))  # type: ignore[arg-type]
+            policy.learn(sequence, Round(budgets[-1], budgets[-1], budgets[-1] + 1), 1.0)  # type: ignore[arg-type]
+        lengths[name] = budgets[0], budgets[-1]
+    assert lengths == {
+        "fixed": (5, 5),
+        "heuristic": (5, 10),
+        "confidence": (10, 10),
+        "adaptive-exit": (12, 12),
+        "target-confidence": (5, 5),
+        "fallback": (10, 10),
+    }
+
+
+def test_the_default_draft_fits_the_verifying_pass(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    kind = kinds.PolicyKind("", lambda n: made.append(n) or POLICIES["fixed"].make(n), max_draft=10**6)  # type: ignore[func-returns-value]
+    monkeypatch.setitem(POLICIES, "endless", kind)
+    llm = load(models, policy="endless")
+    assert made == [llm.engine.target.max_queries - 1]
+    with pytest.raises(ConfigError, match="max_draft is 1000000; this model's verifying pass takes"):
+        load(models, policy="endless", max_draft=10**6)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "none"])
+def test_a_draft_that_is_not_the_default_drafter(models: Path, drafter: str) -> None:
+    """It is loaded: a request may name it."""
+    llm = load(models, draft=models / "small", drafter=drafter)
+    [output] = llm.generate("a b c", GREEDY)
+    assert llm.default_drafter == (None if drafter == "none" else drafter)
+    [named] = llm.generate("a b c", SamplingParams(temperature=0, max_new_tokens=8, drafter="draft-model"))
+    assert named.stats.drafted > 0
+    assert drafter != "none" or output.stats.drafted == 0
+
+
+def test_the_drafts_tokenizer_decides_who_drafts(models: Path, tmp_path: Path) -> None:
+    llm = load(models, draft=models / "foreign")
+    assert llm.default_drafter == "retokenize"
+    assert set(llm.engine.drafters) == {"lookup", "retokenize"}
+    assert llm.generate("a b c", GREEDY)[0].stats.drafted > 0
+    # of other ids and another size, but of one tokenizer
+    relative = checkpoints.save_checkpoint(tmp_path / "relative", vocab_size=400)
+    alphabets.save(alphabets.permuted(checkpoints.tiny_tokenizer())[0], relative)
+    llm = load(models, draft=relative)
+    assert llm.default_drafter == "draft-model"
+    assert set(llm.engine.drafters) == {"lookup", "draft-model"}
+    assert llm.engine.drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
+    same = load(models, draft=models / "small").engine.drafters["draft-model"]
+    assert same.vocabulary is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafter", "told"),
+    [
+        ("foreign", "draft-model", "has another tokenizer than the target .*big; give drafter='retokenize'"),
+        ("small", "retokenize", "has the tokenizer of the target .*big; give drafter='draft-model'"),
+    ],
+)
+def test_the_wrong_kind_of_drafter_is_told_the_right_one(
+    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, drafter: str, told: str
+) -> None:
+    monkeypatch.setattr(loading, "load_decoder", None)  # before anything large is read
+    with pytest.raises(
+        ConfigError, match=f"drafter is '{drafter}', but the draft model .*{draft} {told}"
+    ) as said:
+        load(models, draft=models / draft, drafter=drafter)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("without", [["big"], ["draft"], ["big", "draft"]])
+def test_a_folder_without_a_tokenizer(models: Path, tmp_path: Path, without: list[str]) -> None:
+    """Vocabularies of one size are taken for one; those of two need their files."""
+    for size in (384, 400):
+        folders = {"big": tmp_path / f"big{size}", "draft": tmp_path / f"draft{size}"}
+        checkpoints.save_checkpoint(folders["big"], tokenizer=True)
+        checkpoints.save_checkpoint(folders["draft"], tokenizer=True, vocab_size=size)
+        for name in without:
+            (folders[name] / "tokenizer.json").unlink()
+        if size == 384:
+            llm = foredraft.load(folders["big"], draft=folders["draft"], device="cpu", policy="fixed")
+            assert llm.default_drafter == "draft-model"
+            assert llm.generate([5, 6, 7], GREEDY)[0].token_ids
+            continue
+        with pytest.raises(ConfigError) as told:
+            foredraft.load(folders["big"], draft=folders["draft"], device="cpu", policy="fixed")
+        for part in (str(folders["big"]), "384", str(folders["draft"]), "400"):
+            assert part in str(told.value)
+        assert str(told.value).endswith(f"put the tokenizer.json that is missing into {folders[without[0]]}")
+
+
+def test_a_retokenizing_draft_has_room_for_its_own_tokens(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the positions, and they count as memory."""
+    llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
+    drafter = llm.engine.drafters["retokenize"]
+    assert drafter.cache.positions == drafter.positions == 1400  # type: ignore[attr-defined]
+    assert drafter.cache.rows == 2  # type: ignore[attr-defined]
+    spec = llm.spec
+    row = 2 * spec.kv_heads * spec.head_dim * 4
+    both = (
+        spec.layers * 2048 + 1 * 2048
+    ) * row  # stored positions, by 1024 and with room to write past the end
+    for budget, fits in ((2 * both, True), (2 * both - 1, False)):
+        set_room(monkeypatch, budget, models / "big", models / "foreign")
+        if fits:
+            load(models, draft=models / "foreign", max_length=700, max_batch=2)
+        else:
+            with pytest.raises(ConfigError, match="2 sequences of 700 positions need"):
+                load(models, draft=models / "foreign", max_length=700, max_batch=2)
+
+
+def test_a_draft_that_was_made_for_less_takes_no_more_memory(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache ends where its drafts do: on, the target decodes alone, to the same text."""
+    short = checkpoints.save_checkpoint(
+        tmp_path / "short", tokenizer=True, seed=2, num_hidden_layers=1, max_position_embeddings=40
+    )
+    foreign = checkpoints.save_checkpoint(
+        tmp_path / "foreign",
+        tokenizer=True,
+        vocab_size=300,
+        num_hidden_layers=1,
+        max_position_embeddings=40,
+    )
+    params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+    prompts = ["a b c", "the target checks", "a" * 30, "b" * 70]
+    plain = load(models, max_length=1500).generate(prompts, params)
+    for draft, name in ((short, "draft-model"), (foreign, "retokenize")):
+        llm = load(models, draft=draft, max_length=1500, max_batch=2)
+        assert llm.engine.drafters[name].cache.positions == 40  # type: ignore[attr-defined]
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+        assert [output.stats.drafted > 0 for output in outputs] == [True, True, True, False]
+        row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
+        both = (llm.spec.layers * 2048 + 1024) * row
+        for budget, fits in ((2 * both, True), (2 * both - 1, False)):
+            set_room(monkeypatch, budget, models / "big", draft)
+            with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):
+                load(models, draft=draft, max_length=1500, max_batch=2)
+        monkeypatch.undo()
+
+
+def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_sampling is 'greedy', but no model drafts"):
+        load(models, drafter="lookup", draft_sampling="greedy")
+    with pytest.raises(ConfigError, match="'greedy', but the draft model .*foreign has another tokenizer"):
+        load(models, draft=models / "foreign", draft_sampling="greedy")
+    load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")  # a request may name it
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "told"),
+    [
+        ("cpu:3", 0, "there is one CPU; give 'cpu'"),
+        ("cpu:0", 0, "there is one CPU; give 'cpu'"),
+        ("cuda", 0, "sees no CUDA device; give 'cpu'"),
+        ("cuda:9", 2, "sees only cuda:0, cuda:1; give one of these"),
+        ("cuda:256", 2, "sees only cuda:0, cuda:1; give one of these"),  # PyTorch counts modulo 256
+        *((name, 2, "give 'cpu', 'cuda' or 'cuda:N'") for name in ("meta", "mps", "xpu", "gpu", "", "CPU")),
+        *(
+            (name, 2, "give 'cpu', 'cuda' or 'cuda:N'")
+            for name in ("cuda:", "cuda:-1", "cuda:1.5", "cuda:0:1")
+        ),
+    ],
+)
+def test_a_device_that_is_not_there(
+    models: Path, monkeypatch: pytest.MonkeyPatch, device: str, count: int, told: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=f"device is '{device}'.*{told}"):
+        load(models, device=device)
+
+
+LONG_ROW = 2 * 4 * 16 * 4  # bytes of a position in the cache of "long": k and v, heads, width, float32
+
+
+@pytest.mark.parametrize(
+    ("rows_at_once", "options", "rows", "positions"),
+    [
+        (100, {}, 8, 131072),  # enough for all that seldom pays to exceed
+        (4.5, {}, 8, 65536),  # positions give way to rows,
+        (0.06, {}, 1, 4096),  # but only down to what a conversation takes,
+        (0.01, {}, 1, 512),  # or to what fits at all
+        (2, {"max_length": 131072}, 2, 131072),  # what was asked for stays
+        (1, {"max_batch": 4}, 4, 16384),
+        (100, {"needs": (1, 200)}, 1, 200),
+        (100, {"needs": (5000, 200)}, 8, 200),
+        (4, {"needs": (8, 131072)}, 4, 131072),  # all must fit; the others wait
+        (0.3, {"needs": (8, 10**6)}, 1, 32768),
+        (100, {"needs": (1, 200), "max_length": 300, "max_batch": 2}, 2, 300),
+    ],
+)
+def test_room_within_memory(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows_at_once: float,
+    options: dict[str, object],
+    rows: int,
+    positions: int,
+) -> None:
+    """rows_at_once: of the model's whole length, as memory has room for."""
+    row = (131072 + 1024) * LONG_ROW
+    set_room(monkeypatch, int(rows_at_once * row), models / "long")
+    made = SimpleNamespace()
+    new_cache = loading.Runner.new_cache
+
+    def noted(self: loading.Runner, count: int, length: int) -> object:
+        made.rows, made.positions = count, length
+        return new_cache(self, 1, 64)  # the figures are enough
+
+    monkeypatch.setattr(loading.Runner, "new_cache", noted)
+    if "needs" in options:
+        needed = options["needs"]
+        options = options | {"needs": lambda *_: needed}
+    llm = load(models, "long", **options)
+    assert (made.rows, made.positions, llm.max_length) == (rows, positions, positions)
+
+
+def test_what_cannot_fit_is_refused_with_the_figures(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading.capacity, "free_memory", lambda device: 2**20)
+    with pytest.raises(ConfigError, match=r"1 sequences of 131072 positions need \d+ MiB.*0 MiB may be used"):
+        load(models, "long", max_length=131072)
+
+
+def test_the_tables_do_not_wait_for_torch() -> None:
+    code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(SOURCE)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
+
+
+def test_a_revision_of_nothing_is_refused(models: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_revision is 'v1', but no hub id is given that has it"):
+        load(models, draft_revision="v1")
+    with pytest.raises(ConfigError, match="^revision is 'v1', but no hub id is given"):
+        foredraft.load(revision="v1")
+    with pytest.raises(ConfigError, match="is a local folder, which has no revision 'v1'"):
+        load(models, draft=models / "small", draft_revision="v1")
+
+
+def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
+    """Too large, or without the model's own end; a model padded beyond its tokenizer is none such."""
+    small, padded, endless = tmp_path / "small", tmp_path / "padded", tmp_path / "endless"
+    for folder, keys in (
+        (small, {"vocab_size": 383}),
+        (padded, {"vocab_size": 512}),
+        (endless, {"vocab_size": 512, "eos_token_id": [2, 500]}),
+    ):
+        checkpoints.save_checkpoint(folder, seed=1, **keys)  # type: ignore[arg-type]
+        shutil.copy(models / "big/tokenizer.json", folder)
+    for folder, told in (
+        (small, "has ids up to 383, but the model's vocabulary is 383"),
+        (endless, "has no token 500, which is the model's eos_token_id"),
+    ):
+        for options in ({}, {"draft": folder}):
+            with pytest.raises(CheckpointError) as caught:
+                foredraft.load(models / "big" if options else folder, device="cpu", **options)
+            line = str(caught.value)
+            assert line.startswith(
+                f"{folder}/tokenizer.json is not the tokenizer of {folder}/config.json: it"
+            )
+            assert told in line and "\n" not in line
+    spoilt = checkpoints.save_checkpoint(tmp_path / "spoilt", tokenizer=True)
+    (spoilt / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {"384": {"content": "<tool>"}}})
+    )
+    with pytest.raises(CheckpointError, match="has no added token '<tool>' with the id 384"):
+        foredraft.load(spoilt, device="cpu")
+    llm = foredraft.load(padded, device="cpu", max_length=64)
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode([5, 500, 6]) == llm.tokenizer.decode([5, 6])  # no token, no text
+
+
+@pytest.fixture(scope="module")
+def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose tokenizers have added tokens behind the models' last ids, special ones and plain ones.
+
+    As Gemma 3's text models have, and fine-tunes of Llama 2 with a padding token. `model` and `draft` share a
+    tokenizer, `relative` has the tokens elsewhere and its own where the others have text, `foreign` another.
+    """
+    folder = tmp_path_factory.mktemp("beyond")
+    for name, inner, layers in (
+        ("model", checkpoints.tiny_tokenizer(), 3),
+        ("draft", checkpoints.tiny_tokenizer(), 1),
+        ("relative", alphabets.permuted(checkpoints.tiny_tokenizer())[0], 1),
+        ("foreign", alphabets.sentencepiece(), 1),
+    ):
+        size = inner.get_vocab_size()
+        inner.add_special_tokens(["<image>", "<pad2>"] if name == "relative" else ["<pad2>", "<image>"])
+        inner.add_tokens(["<plain>", "the text"] if name == "foreign" else ["<plain>"])
+        checkpoints.save_checkpoint(
+            folder / name, vocab_size=size, num_hidden_layers=layers, eos_token_id=None
+        )
+        alphabets.save(inner, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("draft", [None, "draft", "relative", "foreign"])
+def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | None) -> None:
+    """Text goes in and out, and drafts; a prompt that has such a token is refused by it."""
+    options = {} if draft is None else {"draft": beyond / draft}
+    llm = foredraft.load(beyond / "model", device="cpu", max_length=256, policy="fixed", **options)  # type: ignore[arg-type]
+    plain = foredraft.load(beyond / "model", device="cpu", max_length=256)
+    prompts = ["the text checks <plai", "a <imag", "the text", "<s>the target</s>"]
+    params = SamplingParams(temperature=0, max_new_tokens=40)
+    outputs = llm.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain.generate(prompts, params)]
+    assert all((output.stats.drafted > 0) is (draft is not None) for output in outputs)
+    for prompt, id in (("a <pad2>", 384), ("a <image>", 385), ("a <plain>", 386)):
+        with pytest.raises(RequestError, match=f"token id {id} is outside the model's vocabulary of 384"):
+            llm.generate(prompt, params)
+
+
+def test_a_draft_reads_no_token_beyond_its_ids(beyond: Path, tmp_path: Path) -> None:
+    """What the target has an id for and says."""
+    target = checkpoints.save_checkpoint(tmp_path / "target", vocab_size=400, eos_token_id=None)
+    shutil.copy(beyond / "model/tokenizer.json", target)
+    prompts = ["a <pad2> b", "<image><plain> the text", "<pad2>"]
+    params = SamplingParams(temperature=0, max_new_tokens=30)
+    plain = foredraft.load(target, device="cpu", max_length=256).generate(prompts, params)
+    for draft in ("draft", "relative", "foreign"):
+        llm = foredraft.load(target, draft=beyond / draft, device="cpu", max_length=256, policy="fixed")
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+        assert all(output.error is None and output.stats.drafted > 0 for output in outputs)

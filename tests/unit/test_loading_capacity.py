@@ -1,0 +1,289 @@
+"""What is free, what the weights take, and refusals before anything large is read."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foredraft
+from foredraft import ConfigError, loading
+from foredraft.cli.error_text import spelled_as_options
+from foredraft.loading import device as devices
+from foredraft.loading import memory
+from foredraft.model import weights
+from foredraft.model.decoder import Decoder
+from foredraft.model.runner.native import unserved_because
+from foredraft.model.runner.packed import packs
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import load_decoder, weight_bytes
+from tests.support import checkpoints
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GIB = 2**30
+
+
+# --- what is free --------------------------------------------------------------------------------------
+
+
+def machine(root: Path, cgroup: str, mountinfo: str, files: dict[str, str], available: int = 100) -> None:
+    """A /proc and control groups, so many GiB available on the machine; files: by path, in GiB."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    (root / "proc/self/mountinfo").write_text(mountinfo)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+MOUNT1 = f"35 31 0:32 {{}} /{V1} rw,relatime - cgroup cgroup rw,memory\n"
+MOUNT2 = f"31 23 0:28 {{}} /{V2} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
+OTHERS = (
+    "22 1 0:5 / / rw,relatime shared:1 - ext4 /dev/vda1 rw\n36 31 0:33 / /x rw - cgroup cgroup rw,devices\n"
+)
+
+
+def v1(limit: int, usage: int, files: int, at: str = V1) -> dict[str, str]:
+    stat = f"cache 9\ntotal_cache 9\ntotal_inactive_file {files * GIB}\ntotal_active_file {GIB}\n"
+    return {
+        f"{at}/memory.limit_in_bytes": f"{limit * GIB}\n",
+        f"{at}/memory.usage_in_bytes": f"{usage * GIB}\n",
+        f"{at}/memory.stat": stat,
+    }
+
+
+def v2(limit: int | None, usage: int, files: int, at: str = V2) -> dict[str, str]:
+    return {
+        f"{at}/memory.max": "max\n" if limit is None else f"{limit * GIB}\n",
+        f"{at}/memory.current": f"{usage * GIB}\n",
+        f"{at}/memory.stat": f"anon 1\ninactive_file {files * GIB}\nactive_file {GIB}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files", "free"),
+    [
+        ("0::/\n", "", {}, 100),  # no groups: the machine's own
+        ("0::/\n", MOUNT2.format("/"), v2(16, 6, 2), 16 - 6 + 2 + 1),  # a container with its own namespace
+        ("0::/\n", MOUNT2.format("/"), v2(None, 6, 2), 100),
+        ("0::/\n", MOUNT2.format("/"), v2(16, 20, 0), 0),  # a limit that came later
+        ("0::/\n", MOUNT2.format("/"), v2(500, 6, 2), 100),  # more than the machine has
+        ("0::/a/b\n", MOUNT2.format("/"), v2(30, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 17),
+        ("0::/a/b\n", MOUNT2.format("/"), v2(None, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 17),
+        ("0::/a/b\n", MOUNT2.format("/"), v2(10, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 11),
+        ("0::/d/c1\n", MOUNT2.format("/d/c1"), v2(16, 6, 2), 13),  # mounted at the group itself
+        ("4:memory:/\n0::/\n", MOUNT1.format("/"), v1(16, 6, 2), 13),
+        ("4:cpu,memory:/a\n", MOUNT1.format("/"), v1(12, 6, 2, f"{V1}/a"), 9),
+        ("4:memory:/docker/f00\n", MOUNT1.format("/docker/f00"), v1(16, 6, 2), 13),
+        ("4:memory:/docker/f00\n", MOUNT1.format("/"), v1(16, 6, 2), 13),  # its own folder cannot be seen
+        ("4:memory:/\n", MOUNT1.format("/"), v1(8 * 2**30 - 1, 6, 2), 100),  # version 1's "no limit"
+        ("4:memory:/\n0::/\n", MOUNT1.format("/") + MOUNT2.format("/"), v1(16, 6, 2) | v2(16, 9, 2), 10),
+    ],
+)
+def test_a_group_of_processes_may_have_less_than_the_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str,
+    mounts: str,
+    files: dict[str, str],
+    free: int,
+) -> None:
+    machine(tmp_path, cgroup, OTHERS + mounts, files)
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    assert memory.free_memory(CPU) == free * GIB
+
+
+def test_without_proc_half_of_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    assert memory.free_memory(CPU) == half > 0
+
+
+def test_what_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("memory_reserved", 7), ("memory_allocated", 3), ("mem_get_info", (10, 99))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.free_memory(CUDA) == 14
+
+
+# --- what the weights take -----------------------------------------------------------------------------
+
+
+def held(decoder: Decoder) -> int:
+    """Bytes of the distinct tensors of a decoder; of a product on a copy, those of the weight itself."""
+    sizes: dict[int, int] = {}
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            key = id(part) if part.is_mkldnn else part.untyped_storage().data_ptr()
+            sizes.setdefault(key, part.numel() * decoder.dtype.itemsize)
+        elif part is not None:
+            rows, *columns = part.shape if hasattr(part, "shape") else part.weight.shape
+            key = (
+                id(part.weight) if part.weight.is_mkldnn else part.weight.data_ptr()
+            )  # arranged ones share a region
+            sizes[key] = math.prod([rows, *columns]) * decoder.dtype.itemsize
+            if getattr(part, "bias", None) is not None:
+                sizes[id(part.bias)] = rows * decoder.dtype.itemsize
+
+    for part in (decoder.embedding, decoder.norm, decoder.output):
+        add(part)
+    for layer in decoder.layers:
+        for weights_of in (layer.attention, layer.mlp):
+            for name in weights_of.__dataclass_fields__:
+                add(getattr(weights_of, name))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama", "llama-gqa-tied", "llama-biases", "qwen3-tied", "gemma2", "gemma3"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["packed", "plain", "native"])
+def test_the_weights_are_counted_before_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, layout: str
+) -> None:
+    folder = checkpoints.save_variant(tmp_path, variant)
+    spec, native = ModelSpec.from_folder(folder), layout == "native"
+    if layout != "packed":
+        monkeypatch.setattr(weights, "packs", lambda device, dtype: False)
+        monkeypatch.setattr("foredraft.model.runner.packed.packs", lambda device, dtype: False)
+    if not (
+        packs(CPU, dtype) if layout == "packed" else not native or unserved_because(spec, CPU, dtype) is None
+    ):
+        pytest.skip(f"products are not {layout} here")
+    decoder = load_decoder(folder, CPU, dtype, native=native)
+    monkeypatch.setattr(weights, "_open", None)  # no file is opened
+    counted = weight_bytes(spec, CPU, dtype, native=native)
+    assert counted == held(decoder)
+    other = weight_bytes(spec, CPU, dtype, native=True)  # a copy cannot be the embedding too
+    tied = spec.tied and layout == "plain"
+    assert other - counted == tied * spec.vocab_size * spec.hidden_size * dtype.itemsize
+
+
+# --- refusals ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = checkpoints.save_pair(tmp_path_factory.mktemp("models"))
+    checkpoints.save_checkpoint(folder / "half", tokenizer=True, dtype=torch.bfloat16, num_hidden_layers=1)
+    return folder
+
+
+def free(monkeypatch: pytest.MonkeyPatch, **each: int) -> None:
+    monkeypatch.setattr(loading.capacity, "free_memory", lambda device: each[device.type])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in each)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(loading, "load_decoder", None)  # before anything large is read
+    monkeypatch.setattr(weights, "_open", None)
+
+
+def size(folder: Path, dtype: torch.dtype) -> int:
+    spec = ModelSpec.from_folder(folder)
+    return weight_bytes(spec, CPU, dtype, native=unserved_because(spec, CPU, dtype) is None)
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big, small = (size(models / name, torch.float32) for name in ("big", "small"))
+    for room, options, told in (
+        (big - 1, {}, ["in float32, but 0.001 GiB are free on cpu; give dtype='bfloat16'"]),
+        (1000, {}, ["0.000 GiB are free on cpu; give a smaller model"]),
+        (1000, {"dtype": "bfloat16"}, ["in bfloat16", "give a smaller model"]),
+        (
+            big + small - 1,
+            {"draft": models / "small"},
+            [
+                f"need {big / GIB:.3f} GiB in float32, those of the draft {small / GIB:.3f} GiB in float32",
+                "; give dtype='bfloat16', or leave the draft out",
+            ],
+        ),
+        (
+            big,
+            {"draft": models / "half"},
+            ["those of the draft 0.000 GiB in bfloat16", "leave the draft out"],
+        ),
+    ):
+        free(monkeypatch, cpu=room)
+        with pytest.raises(ConfigError) as error:
+            foredraft.load(models / "big", device="cpu", **options)  # type: ignore[arg-type]
+        assert all(part in str(error.value) for part in told), error.value
+        assert "\n" not in str(error.value)
+    assert "give --dtype bfloat16" in spelled_as_options("0 GiB are free; give dtype='bfloat16'")
+
+
+def test_another_device_is_named_where_it_has_the_room(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
+        free(monkeypatch, **{here: 1000, there: GIB})
+        with pytest.raises(ConfigError, match=f"are free on {here}; give device='{there}'$"):
+            foredraft.load(models / "big", device=here)
+
+
+def test_caches_have_what_the_weights_leave(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, cpu=size(models / "big", torch.float32) + 1000)
+    with pytest.raises(
+        ConfigError, match="0 MiB may be used beside the weights; lower max_batch or max_length"
+    ):
+        foredraft.load(models / "big", device="cpu")
+
+
+# --- what a device computes in -------------------------------------------------------------------------
+
+
+def test_every_dtype_that_works_is_taken() -> None:
+    for dtype in loading.DTYPES.values():
+        devices.check_dtype(CPU, dtype)
+
+
+@pytest.mark.parametrize(
+    ("operator", "defect", "told"),
+    [
+        ("linear", RuntimeError("\"addmm\" not implemented for 'Half'\nmore"), '("addmm" not implemented'),
+        ("rms_norm", NotImplementedError("no kernel image"), "(no kernel image)"),
+        ("silu", None, "computes wrong values"),
+    ],
+)
+def test_a_dtype_that_the_device_cannot_do(
+    models: Path, monkeypatch: pytest.MonkeyPatch, operator: str, defect: Exception | None, told: str
+) -> None:
+    plain = getattr(torch.nn.functional, operator)
+
+    def broken(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if x.dtype != torch.float16:
+            return plain(x, *rest)
+        if defect is not None:
+            raise defect
+        return plain(x, *rest) * 2
+
+    monkeypatch.setattr(torch.nn.functional, operator, broken)
+    monkeypatch.setattr(loading, "load_decoder", None)
+    with pytest.raises(ConfigError) as error:
+        foredraft.load(models / "big", device="cpu", dtype="float16")
+    line = str(error.value)
+    assert line.startswith("dtype is 'float16', ") and told in line and "\n" not in line
+    assert line.endswith("; give dtype='float32' or 'bfloat16'")
+
+
+@pytest.mark.parametrize(("capability", "warned"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_emulated_bfloat16_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with caplog.at_level(logging.WARNING):
+        devices._warn_of_emulation(CUDA, torch.bfloat16)
+    assert ("Tesla T4 (compute capability 7.5) emulates bfloat16" in caplog.text) == warned
+    caplog.clear()
+    devices._warn_of_emulation(CUDA, torch.float16)
+    assert not caplog.text

@@ -1,0 +1,182 @@
+"""`load` with a plan: given in every way or found, refused by name, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import ConfigError, SamplingParams
+from foredraft.bench.costs import measure_costs
+from foredraft.bench.records import DraftCost
+from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash, plan_place, write_plan
+from foredraft.drafters.skips import Skips
+from tests.support import checkpoints
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+NO_PLAN = "no plan for this model; make one with `foredraft tune`, or give plan="
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    checkpoints.save_checkpoint(folder / "big", tokenizer=True, seed=1)
+    checkpoints.save_checkpoint(folder / "small", tokenizer=True, seed=2, num_hidden_layers=1)
+    checkpoints.save_checkpoint(folder / "foreign", tokenizer=True, vocab_size=300, num_hidden_layers=1)
+    return folder
+
+
+@pytest.fixture
+def plan(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanFile:
+    """Of the big model, kept nowhere yet."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return PlanFile(
+        model="big", model_hash=model_hash(models / "big"), layers=3, skip_attention=(1,), skip_mlp=(2,),
+        device="cpu", dtype="float32", max_draft=3, alpha=0.8, c=0.5, tau=2.5, speedup=1.25, predicted=1.3,
+        date="2026-11-21", foredraft="0.1.0",
+    )  # fmt: skip
+
+
+def load(models: Path, **options: Any) -> foredraft.LLM:
+    given = {"device": "cpu", "max_batch": 2, "max_length": 96, "policy": "fixed", **options}
+    return foredraft.load(models / "big", **given)
+
+
+def self_draft(llm: foredraft.LLM) -> Any:
+    return llm.engine.drafters["layer-skip"]
+
+
+def test_a_plan_is_given_in_any_form(models: Path, plan: PlanFile, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    want = load(models).generate("a b c", GREEDY)[0].token_ids
+    for given in (file, str(file), plan, plan.skips, "skip:attn=1/mlp=2"):
+        llm = load(models, plan=given)
+        assert self_draft(llm).skips == Skips((1,), (2,))
+        assert llm.default_drafter == "layer-skip", "who gives a plan wants it used"
+        [output] = llm.generate("a b c", GREEDY)
+        assert output.token_ids == want and output.stats.drafted > 0 and output.lossless
+        policy: Any = llm.engine.policy
+        assert policy.max_draft == (5 if given == plan.skips or given == str(plan.skips) else 3)
+    assert self_draft(load(models, plan="exit:2")).skips == Skips(exit=2)
+
+
+def test_it_drafts_on_the_targets_own_cache(models: Path) -> None:
+    llm = load(models, plan="skip:attn=1")
+    assert (
+        self_draft(llm).caches == (llm.engine.cache,)
+        and self_draft(llm).draft_pass.runner is llm.engine.target
+    )
+    assert llm.engine.rows.caches == [llm.engine.cache]
+
+
+def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
+    with pytest.raises(ConfigError, match=NO_PLAN):
+        load(models, drafter="layer-skip")
+    assert set(load(models).engine.drafters) == {"lookup"}
+    keep_plan(plan)
+    llm = load(models, drafter="layer-skip")
+    policy: Any = llm.engine.policy
+    assert (self_draft(llm).skips, policy.max_draft) == (plan.skips, 3)
+    assert load(models, drafter="layer-skip", max_draft=7).engine.policy.max_draft == 7  # type: ignore[attr-defined]
+    assert load(models, drafter="layer-skip", policy="heuristic").engine.policy.max_draft == 3  # type: ignore[attr-defined]
+    assert self_draft(load(models, drafter="layer-skip", plan="exit:1")).skips == Skips(exit=1)
+    # a request may name it, whoever drafts by default
+    llm = load(models, draft=models / "small")
+    assert llm.default_drafter == "draft-model" and llm.engine.policy.max_draft == 5  # type: ignore[attr-defined]
+    names = ("none", "lookup", "draft-model", "layer-skip")
+    outputs = llm.generate(["a b c"] * 4, [replace(GREEDY, drafter=name) for name in names])
+    assert len({tuple(output.token_ids) for output in outputs}) == 1
+    assert outputs[3].stats.drafted > 0
+
+
+def test_a_plan_that_does_not_fit_is_refused(models: Path, plan: PlanFile, tmp_path: Path) -> None:
+    other = replace(plan, model="another", model_hash="0" * 64)
+    write_plan(other, tmp_path / "other.json")
+    (tmp_path / "text.json").write_text("exit 1")
+    for given, told in (
+        (
+            tmp_path / "other.json",
+            "plan is one of 'another', which is another model than .*big; make one with",
+        ),
+        (other, "plan is one of 'another'"),
+        (tmp_path / "none.json", "plan is '.*none.json', which cannot be read"),
+        (tmp_path / "text.json", "plan is '.*text.json', which is not JSON"),
+        ("exit:3", "plan exits before layer 3; give 1 to 2, for the model has 3 layers"),
+        ("skip:mlp=3", "plan skips the mlp of layer 3; give 0 to 2"),
+        ("skip:mlp", "plan is 'skip:mlp'; give exit:LAYER, or skip:"),
+        (replace(plan, layers=7), "plan is one of a model of 7 layers, and this one has 3; make one with"),
+        (replace(plan, layers=9, skip_mlp=(8,)), "plan skips the mlp of layer 8; give 0 to 2"),
+    ):
+        with pytest.raises(ConfigError, match=told) as refused:
+            load(models, plan=given)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_broken_plan_that_nobody_asked_for_is_left_out(
+    models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_plan(plan)
+    place = plan_place(plan.model_hash)
+    assert place is not None
+    place.write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        assert set(load(models).engine.drafters) == {"lookup"}
+    assert "whose format is None" in caplog.text
+    with pytest.raises(ConfigError, match="whose format is None"):
+        load(models, drafter="layer-skip")
+
+
+def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
+    models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, where somebody wants it; text is the same by any."""
+    elsewhere = replace(plan, device="cuda")
+    keep_plan(elsewhere)
+    for given, doubted in (
+        ({"plan": elsewhere}, True),
+        ({"drafter": "layer-skip"}, True),
+        ({}, False),
+        ({"plan": plan}, False),
+        ({"plan": plan, "dtype": "bfloat16"}, True),
+        ({"plan": "skip:attn=1", "dtype": "bfloat16"}, False),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(models, **given)
+        told = [one.getMessage() for one in caplog.records if "was measured on" in one.getMessage()]
+        assert len(told) == doubted, given
+        assert not told or "and serves on cpu in " in told[0]
+
+
+def test_greedy_drafts_are_a_self_drafts_too(models: Path) -> None:
+    llm = load(models, plan="skip:attn=1", draft_sampling="greedy")
+    assert llm.generate("a b c", replace(GREEDY, temperature=1.0))[0].stats.drafted > 0
+    assert load(models, plan="exit:1", draft=models / "foreign", draft_sampling="greedy").engine.greedy_drafts
+
+
+def test_a_draft_step_costs_what_its_plan_leaves_in(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts the sub-layers that run, and one for embedding and head."""
+    now = 0.0
+    for given, c in (("exit:1", 3 / 7), ("skip:attn=0-2", 4 / 7), ("skip:none", 1.0)):
+        llm = load(models, plan=given, kernels=False)  # which would take the steps at once
+        runner: Any = llm.engine.target
+        forward, seen = runner.forward, set()
+
+        def timed(*some: Any, plan: Any = None, forward: Any = forward, seen: Any = seen, **more: Any) -> Any:
+            nonlocal now
+            now += 7 if plan is None else 1 + sum((*plan.attention, *plan.mlp))
+            seen.add((plan is not None, more.get("exact", True)))
+            return forward(*some, plan=plan, **more)
+
+        monkeypatch.setattr(runner, "forward", timed)
+        monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+        costs = measure_costs(llm, 1, 20, 3, repeats=2)
+        own = costs.drafting["layer-skip"]
+        assert (own.first, own.further) == pytest.approx((c, c))
+        assert costs.drafting["lookup"] == DraftCost(0.0, 0.0)
+        assert seen == {(False, True), (True, given.startswith("exit"))}

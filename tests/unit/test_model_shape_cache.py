@@ -1,0 +1,240 @@
+"""The self-check's findings are kept: found again, never believed blindly, never an error.
+
+Seen to fail on: a key without the threads, the dtype or the code; a file taken whatever its key says; shapes
+that the check could not have found; a fallback kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foredraft
+from foredraft import loading
+from foredraft.kernels import machine
+from foredraft.model.decoder import Decoder
+from foredraft.model.runner import ExactShapes, cached_shapes, probe_shapes, shape_cache
+from foredraft.model.runner.shapes import FALLBACK
+from foredraft.model.weights import load_decoder
+from tests.support.checkpoints import save_checkpoint
+
+CPU = torch.device("cpu")
+FOUND = ExactShapes((1, 2, 8, 64), row_low=4, row_high=64, length_quantum=256, row_step=4, apart=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def outline(tmp_path: Path) -> Decoder:
+    return load_decoder(save_checkpoint(tmp_path / "model"), "meta")
+
+
+class Probe:
+    def __init__(self, finds: ExactShapes = FOUND) -> None:
+        self.finds, self.calls = finds, 0
+
+    def __call__(self, outline: Decoder, device: torch.device) -> ExactShapes:
+        self.calls += 1
+        return self.finds
+
+
+def asked(outline: Decoder, finds: ExactShapes = FOUND) -> tuple[ExactShapes, int]:
+    """What came out, and how often it was probed for."""
+    probe = Probe(finds)
+    return cached_shapes(outline, CPU, probe), probe.calls
+
+
+def only_file(folder: Path) -> Path:
+    [path] = folder.rglob("*.*")
+    return path
+
+
+def test_found_once_and_remembered(outline: Decoder, folder: Path) -> None:
+    assert asked(outline) == (FOUND, 1)
+    other = replace(FOUND, apart=False)
+    assert asked(outline, other) == (FOUND, 0)
+    assert only_file(folder).suffix == ".json"  # nothing is left beside it
+
+
+def test_what_probing_finds_survives(outline: Decoder, folder: Path) -> None:
+    found = cached_shapes(outline, CPU, probe_shapes)
+    assert asked(outline) == (found, 0)
+
+
+def change_threads(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    return outline
+
+
+def change_torch(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    return outline
+
+
+def change_capability(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SSE")
+    return outline
+
+
+def change_environment(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    return outline
+
+
+def change_packing(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(shape_cache, "packs", lambda *_: None)
+    return outline
+
+
+def change_code(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(shape_cache, "CODE", (shape_cache,))
+    return outline
+
+
+def change_dtype(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(outline, "dtype", torch.bfloat16)
+    return outline
+
+
+def change_shape(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
+    monkeypatch.setattr(outline, "spec", replace(outline.spec, intermediate_size=128))
+    return outline
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_threads,
+        change_torch,
+        change_capability,
+        change_environment,
+        change_packing,
+        change_code,
+        change_dtype,
+        change_shape,
+    ],
+)
+def test_other_circumstances_are_probed_anew(
+    change: Callable[[pytest.MonkeyPatch, Decoder], Decoder],
+    outline: Decoder,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked(outline)
+    other = replace(FOUND, apart=False)
+    assert asked(change(monkeypatch, outline), other) == (other, 1)
+    assert len(list(folder.rglob("*.json"))) == 2
+
+
+def broken(text: str) -> Iterator[str]:
+    yield ""
+    yield "{"
+    yield "[]"
+    yield "\x00\xff"
+    yield '"word"'
+    kept = json.loads(text)
+    yield json.dumps({"key": kept["key"]})
+    yield json.dumps({"shapes": kept["shapes"]})
+    yield json.dumps(kept | {"key": kept["key"] | {"threads": 99}})
+    for change in (
+        {"query_buckets": []},
+        {"query_buckets": None},
+        {"query_buckets": [1, 7]},
+        {"query_buckets": [8, 1]},
+        {"row_low": 0},
+        {"row_low": 16},
+        {"row_high": 10**9},
+        {"row_step": 3},
+        {"length_quantum": 1},
+        {"length_quantum": "256"},
+        {"row_low": 4.0},
+        {"apart": 1},
+        {"found": False},
+        {"more": 1},
+    ):
+        yield json.dumps(kept | {"shapes": kept["shapes"] | change})
+
+
+def test_a_broken_or_foreign_file_is_probed_over(outline: Decoder, folder: Path) -> None:
+    asked(outline)
+    path = only_file(folder)
+    whole = path.read_text()
+    for text in broken(whole):
+        path.write_text(text)
+        assert asked(outline)[1] == 1, text
+        assert path.read_text() == whole
+    path.write_bytes(b"\xff\xfe\x00")
+    assert asked(outline)[1] == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    outline: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
+    assert asked(outline) == (FOUND, 1)
+    asked_for = tmp_path / "taken"
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(asked_for))
+    asked(outline)
+    path = only_file(asked_for)
+    path.unlink()
+    (path / "folder").mkdir(parents=True)  # where the file should go
+    assert asked(outline) == (FOUND, 1)
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+def test_what_found_nothing_is_tried_again(outline: Decoder, folder: Path) -> None:
+    assert asked(outline, FALLBACK) == (FALLBACK, 1)
+    assert asked(outline, FALLBACK) == (FALLBACK, 1)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FOREDRAFT_CACHE": "/a"}, "/a"),
+        ({"FOREDRAFT_CACHE": "/a", "XDG_CACHE_HOME": "/x"}, "/a"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/foredraft"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/foredraft"),
+        ({"HOME": "/h"}, "/h/.cache/foredraft"),
+        ({"FOREDRAFT_CACHE": ""}, None),
+    ],
+    ids=str,
+)
+def test_where_it_is_kept(
+    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FOREDRAFT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert machine.cache_folder() == (None if expected is None else Path(expected))
+
+
+def test_loading_probes_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And confirms on the layers each time."""
+    from foredraft.model.runner import shapes
+
+    probes: list[Any] = []
+    confirmed: list[Any] = []
+    confirm = shapes._confirmed
+    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
+    monkeypatch.setattr(shapes, "_confirmed", lambda *a: confirmed.append(a) or confirm(*a))
+    model = save_checkpoint(tmp_path / "model")
+    found = [
+        foredraft.load(model, device="cpu", max_batch=1, max_length=512).engine.target.shapes
+        for _ in range(2)
+    ]
+    assert found[0] == found[1]
+    assert (len(probes), len(confirmed)) == (1, 2)
