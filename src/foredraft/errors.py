@@ -1,27 +1,101 @@
-"""The one exception tree.
+"""The exception tree of the package.
 
     ForedraftError
-    ├── ConfigError       an option of `load` or of the command line is wrong
-    ├── CheckpointError   a folder is not a checkpoint, or one that cannot be run exactly
-    └── RequestError      one request is wrong or failed; others go on
+    ├── ConfigError       an option of `load` or of the command line is wrong; also a ValueError
+    ├── CheckpointError   a folder is not a checkpoint, or its model cannot be run exactly
+    └── RequestError      one request is wrong or failed while it ran; also a ValueError
 
-A message is one line that names the offending value and the remedy.
+An error holds the option, its value, the problem and the remedy in fields of their own. `str(error)` joins
+them into one line with the names of the Python API; the command line spells the same fields as flags.
 """
 
-__all__ = ["CheckpointError", "ConfigError", "ForedraftError", "RequestError"]
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+__all__ = ["NO_VALUE", "CheckpointError", "ConfigError", "ForedraftError", "Option", "RequestError", "Text"]
+
+
+class _NoValue:
+    def __repr__(self) -> str:
+        return "NO_VALUE"
+
+
+NO_VALUE: Final = _NoValue()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option that a message mentions, with the value to give or without one.
+
+    `Option("max_batch")` reads "max_batch" in Python and "--max-batch" on the command line;
+    `Option("dtype", "bfloat16")` reads "dtype='bfloat16'" and "--dtype bfloat16".
+    """
+
+    name: str
+    value: Any = NO_VALUE
+
+
+Text: TypeAlias = str | tuple[str | Option, ...]
+
+
+def python_spelling(option: Option) -> str:
+    """Return the option as the Python API spells it."""
+    return option.name if option.value is NO_VALUE else f"{option.name}={option.value!r}"
 
 
 class ForedraftError(Exception):
-    """Base of every error that a user of this package can cause or must handle."""
+    """Base of every error that a user of this package can cause or must handle.
+
+    Args:
+        problem: What is wrong; it follows the option and its value where these are given.
+        option: The option at fault, as the Python API names it.
+        value: The value that it has.
+        remedy: What to do instead.
+
+    Example:
+        >>> print(ConfigError(option="max_draft", value=0, remedy="give a whole number, 1 or more"))
+        max_draft is 0; give a whole number, 1 or more
+    """
+
+    def __init__(
+        self, problem: Text = "", *, option: str | None = None, value: Any = NO_VALUE, remedy: Text = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem, self.option, self.value, self.remedy = problem, option, value, remedy
+
+    def describe(self, spelling: Callable[[Option], str] = python_spelling) -> str:
+        """Return the error as one line, with every option spelled by `spelling`."""
+        subject = ""
+        if self.option is not None:
+            subject = spelling(Option(self.option))
+            if self.value is not NO_VALUE:
+                subject += f" is {self.value!r}"
+        problem, remedy = _join(self.problem, spelling), _join(self.remedy, spelling)
+        if subject and problem:  # "max_draft is 99, but ..." or "logit_bias names token 7"
+            subject += " " if self.value is NO_VALUE else ", "
+        line = subject + problem
+        return f"{line}; {remedy}" if remedy else line
+
+    def __str__(self) -> str:
+        return self.describe()
 
 
-class ConfigError(ForedraftError):
+def _join(text: Text, spelling: Callable[[Option], str]) -> str:
+    if isinstance(text, str):
+        return text
+    return "".join(part if isinstance(part, str) else spelling(part) for part in text)
+
+
+class ConfigError(ForedraftError, ValueError):
     """An option has a value that cannot be honoured."""
 
 
 class CheckpointError(ForedraftError):
-    """A model folder is missing, broken, or needs mathematics that is not supported."""
+    """A model folder is missing or broken, or needs mathematics that is not supported."""
 
 
-class RequestError(ForedraftError):
-    """A request cannot be served, or failed while it was."""
+class RequestError(ForedraftError, ValueError):
+    """A request cannot be served, or it failed while it ran."""
