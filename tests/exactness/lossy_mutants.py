@@ -157,7 +157,7 @@ MUTANTS = [
             (
                 drafting._step_through,
                 "policy.draws(sequences, j, q, logits)",
-                "policy.draws(sequences, j, q, q.weights(3).log())",
+                "policy.draws(sequences, j, q, q.dense(3).log())",
             ),
         ),
         fallback_law,

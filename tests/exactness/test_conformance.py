@@ -57,7 +57,7 @@ def draft(engine: CheckedEngine, sequence: Sequence) -> Draft:
 def same(one: Draft, other: Draft) -> None:
     assert one.lengths.tolist() == other.lengths.tolist()
     assert one.tokens.tolist() == other.tokens.tolist()
-    torch.testing.assert_close(one.q.weights(V), other.q.weights(V), rtol=0, atol=0)
+    torch.testing.assert_close(one.q.dense(V), other.q.dense(V), rtol=0, atol=0)
     assert (one.resume is None) == (other.resume is None)
     if one.resume is not None and other.resume is not None:
         assert one.resume.known == other.resume.known
@@ -145,7 +145,7 @@ def test_the_draft_models_law_is_its_own_table() -> None:
         for j in range(GAMMA):
             context = sequence.tokens + made.tokens[0, :j].tolist()
             want = torch.tensor(DRAFT.after(context)).softmax(0)
-            torch.testing.assert_close(made.q.weights(V)[0, j], want)
+            torch.testing.assert_close(made.q.dense(V)[0, j], want)
         engine.drafters["draft-model"].rewind(sequence)
 
 

@@ -165,8 +165,8 @@ def test_a_row_has_the_same_law_alone_and_among_others(options: dict[str, Any], 
     device = torch.device("cuda")
     logits = torch.randn(3, 6, vocabulary, generator=torch.Generator().manual_seed(0)).to(device) * 3
     one, all_ = (SamplingTable.of([SamplingParams(**options)] * rows, device) for rows in (1, 3))
-    together = distribution_of(logits, all_)[0].weights(vocabulary)
+    together = distribution_of(logits, all_)[0].dense(vocabulary)
     for row in range(3):
         for column in range(6):
-            alone = distribution_of(logits[row : row + 1, column : column + 1], one)[0].weights(vocabulary)
+            alone = distribution_of(logits[row : row + 1, column : column + 1], one)[0].dense(vocabulary)
             assert torch.equal(alone[0, 0], together[row, column])

@@ -92,7 +92,7 @@ class Witness(Alone):
     def _note(
         self, several: list[Asked | None], where: str, position: int, q: Distribution, logits: Tensor
     ) -> None:
-        shown = zip(logits[:, 0].tolist(), q.weights(V)[:, 0].tolist(), strict=True)
+        shown = zip(logits[:, 0].tolist(), q.dense(V)[:, 0].tolist(), strict=True)
         for asked, pair in zip(several, shown, strict=True):
             if asked is not None and position == len(getattr(asked, where)):
                 getattr(asked, where).append(pair)

@@ -414,7 +414,7 @@ class Whims(Alone):
     ) -> Tensor | None:
         if random.Random(f"{self.seed} {position}").random() < 0.3:
             return None
-        seen = q.weights(logits.shape[-1])[:, 0] + logits[:, 0].softmax(-1)
+        seen = q.dense(logits.shape[-1])[:, 0] + logits[:, 0].softmax(-1)
         draws = [
             random.Random(f"{self.seed} {position} {[round(x, 3) for x in row]}").random()
             for row in seen.tolist()

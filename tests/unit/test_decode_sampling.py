@@ -95,7 +95,7 @@ def test_a_law_is_the_definition(params: dict[str, Any]) -> None:
     x = logits(1, 20, V)
     law, finite = distribution_of(x, table(params))
     assert finite.all()
-    weights = law.weights(V)
+    weights = law.dense(V)
     assert weights.dtype == torch.float32
     for t in range(20):
         want = laws.transformed(x[0, t].tolist(), SamplingParams(**params))
@@ -109,7 +109,7 @@ def test_masks_come_before_every_cut() -> None:
     x, masks = logits(1, 20, V), torch.rand(1, 20, V, generator=torch.Generator().manual_seed(1)) < 0.6
     masks[..., 2] = True
     for params in PARAMS:
-        weights = distribution_of(x, table(params), masks)[0].weights(V)
+        weights = distribution_of(x, table(params), masks)[0].dense(V)
         for t in range(20):
             want = laws.transformed(x[0, t].tolist(), SamplingParams(**params), masks[0, t].tolist())
             assert weights[0, t].tolist() == pytest.approx(want, abs=2e-6)
@@ -121,7 +121,7 @@ def test_what_was_said_and_drafted_counts() -> None:
     penalty_context = PenaltyContext.of(texts, CPU)
     assert penalty_context is not None
     x, own = logits(len(PAST), 5, V, seed=7), table(*PAST)
-    together = distribution_of(x, own, penalty_context=penalty_context.along(drafted))[0].weights(V)
+    together = distribution_of(x, own, penalty_context=penalty_context.along(drafted))[0].dense(V)
     for row, (text, params) in enumerate(zip(texts, PAST, strict=True)):
         for t in range(5):
             new = [*text.new_ids, *drafted[row, :t].tolist()]
@@ -130,7 +130,7 @@ def test_what_was_said_and_drafted_counts() -> None:
     for t in range(5):
         step = distribution_of(
             x[:, t : t + 1], own, penalty_context=penalty_context.along(drafted[:, :t], ahead=t)
-        )[0].weights(V)
+        )[0].dense(V)
         assert torch.equal(step[:, 0], together[:, t]), "bit for bit, or the draft is judged by another law"
 
 
@@ -142,7 +142,7 @@ def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> Non
     def law(rows: slice) -> torch.Tensor:
         penalty_context = PenaltyContext.of(texts[rows], CPU)
         along = None if penalty_context is None else penalty_context.along(drafted[rows])
-        return distribution_of(x[rows], table(*params[rows]), penalty_context=along)[0].weights(V)
+        return distribution_of(x[rows], table(*params[rows]), penalty_context=along)[0].dense(V)
 
     together = law(slice(None))
     for row in range(len(params)):
@@ -205,7 +205,7 @@ def test_a_law_is_that_of_transformers(params: dict[str, Any]) -> None:
         warpers.append(TypicalLogitsWarper(p.typical_p))
     x = logits(1, 50, V, seed=3)  # no ties: transformers drops some at a top-p cut
     want = warpers(torch.zeros(50, 1, dtype=torch.int64), x[0].clone()).softmax(-1)
-    torch.testing.assert_close(distribution_of(x, table(params))[0].weights(V)[0], want, atol=2e-6, rtol=0)
+    torch.testing.assert_close(distribution_of(x, table(params))[0].dense(V)[0], want, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.4])
@@ -223,15 +223,15 @@ def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     )
     for row, text in enumerate(texts):
         want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text.tokens]), x[row].clone())
-        torch.testing.assert_close(got[0].weights(V)[row], want.softmax(-1), atol=2e-6, rtol=0)
+        torch.testing.assert_close(got[0].dense(V)[row], want.softmax(-1), atol=2e-6, rtol=0)
 
 
 def test_ties_at_a_cut_are_kept() -> None:
     x = torch.tensor([[[1.0, 3.0, 2.0, 2.0, 0.0, 2.0, -1.0]]])
     for params in ({"top_k": 2}, {"top_p": 0.6}):
-        weights = distribution_of(x, table(params))[0].weights(V)[0, 0]
+        weights = distribution_of(x, table(params))[0].dense(V)[0, 0]
         assert (weights > 0).tolist() == [False, True, True, True, False, True, False], params
-    weights = distribution_of(x, table({"typical_p": 0.2}))[0].weights(V)[
+    weights = distribution_of(x, table({"typical_p": 0.2}))[0].dense(V)[
         0, 0
     ]  # the three 2.0 are the most typical
     assert (weights > 0).tolist() == [False, False, True, True, False, True, False]
@@ -248,9 +248,9 @@ def test_greedy_ties_go_to_the_smallest_id() -> None:
 
 def test_mixed_rows_are_each_their_own() -> None:
     x = logits(len(PARAMS), 4, V)
-    together = distribution_of(x, table(*PARAMS))[0].weights(V)
+    together = distribution_of(x, table(*PARAMS))[0].dense(V)
     for row, params in enumerate(PARAMS):
-        alone = distribution_of(x[row : row + 1], table(params))[0].weights(V)
+        alone = distribution_of(x[row : row + 1], table(params))[0].dense(V)
         assert torch.equal(together[row : row + 1], alone), params
 
 
@@ -258,9 +258,9 @@ def test_mixed_rows_are_each_their_own() -> None:
 def test_a_rows_bits_do_not_depend_on_its_batch(params: list[dict[str, Any]], seed: int) -> None:
     """Seeded text must not depend on the load."""
     x = logits(len(params), 3, 33, seed=seed)
-    together = distribution_of(x, table(*params))[0].weights(33)
+    together = distribution_of(x, table(*params))[0].dense(33)
     for row, own in enumerate(params):
-        alone = distribution_of(x[row : row + 1], table(own))[0].weights(33)
+        alone = distribution_of(x[row : row + 1], table(own))[0].dense(33)
         assert torch.equal(together[row : row + 1], alone)
 
 
@@ -271,17 +271,17 @@ def test_no_temperature_is_too_extreme(temperature: float) -> None:
     want = [0.0, 1.0, 0.0, 0.0] if temperature < 1 else [0.5, 0.5, 0.0, 0.0]
     law, finite = distribution_of(x, table({"temperature": temperature}), masks)
     assert finite.all()
-    assert law.weights(4)[0, 0].tolist() == pytest.approx(want)
+    assert law.dense(4)[0, 0].tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-45, 1e-9])
 def test_a_tiny_top_p_keeps_the_first(top_p: float) -> None:
-    weights = distribution_of(logits(1, 5, V), table({"top_p": top_p}))[0].weights(V)
+    weights = distribution_of(logits(1, 5, V), table({"top_p": top_p}))[0].dense(V)
     assert torch.equal(weights.amax(-1), torch.ones(1, 5))
 
 
 def test_huge_logits_do_not_overflow() -> None:
-    weights = distribution_of(torch.tensor([[[3e38, -3e38, 3e38]]]), table({"temperature": 0.1}))[0].weights(
+    weights = distribution_of(torch.tensor([[[3e38, -3e38, 3e38]]]), table({"temperature": 0.1}))[0].dense(
         3
     )
     assert weights[0, 0].tolist() == [0.5, 0.0, 0.5]
@@ -291,11 +291,11 @@ def test_huge_logits_do_not_overflow() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_broken_row_harms_no_other(params: dict[str, Any], bad: float) -> None:
     x = logits(3, 2, V)
-    want = distribution_of(x, table(*[params] * 3))[0].weights(V)
+    want = distribution_of(x, table(*[params] * 3))[0].dense(V)
     x[1, 1, 4] = bad
     law, finite = distribution_of(x, table(*[params] * 3))
     assert finite.tolist() == [[True, True], [True, False], [True, True]]
-    weights = law.weights(V)
+    weights = law.dense(V)
     assert torch.equal(weights[[0, 2]], want[[0, 2]])
     assert torch.equal(weights[1, 0], want[1, 0])
     all_bad = torch.full((1, 1, V), math.nan)
@@ -312,17 +312,17 @@ def test_a_law_mixes_its_two_representations() -> None:
     law = Distribution(probs, torch.tensor([[0], [2]]), torch.tensor([False, True]))
     assert law.at(torch.tensor([[1], [2]])).tolist() == [[pytest.approx(0.3)], [1.0]]
     assert law.at(torch.tensor([[1], [0]]))[1].tolist() == [0.0]
-    assert law.weights(3)[1].tolist() == [[0.0, 0.0, 1.0]]
-    assert law.position(torch.tensor([0, 0])).weights(3).shape == (2, 1, 3)
+    assert law.dense(3)[1].tolist() == [[0.0, 0.0, 1.0]]
+    assert law.position(torch.tensor([0, 0])).dense(3).shape == (2, 1, 3)
 
 
 def test_a_residual_is_p_less_q_or_p() -> None:
     p = Distribution(torch.tensor([[[0.5, 0.2, 0.3]], [[0.5, 0.2, 0.3]], [[0.5, 0.5, 0.0]]]))
     q = Distribution(torch.tensor([[[0.1, 0.6, 0.3]], [[0.1, 0.6, 0.3]], [[0.5, 0.5, 0.0]]]))
-    left = p.minus(q, torch.tensor([True, False, True])).weights(3)
+    left = p.minus(q, torch.tensor([True, False, True])).dense(3)
     assert left[0, 0].tolist() == [pytest.approx(0.4), 0.0, 0.0]
-    assert torch.equal(left[1], p.weights(3)[1])
-    assert torch.equal(left[2], p.weights(3)[2]), "a zero residual falls back to p"
+    assert torch.equal(left[1], p.dense(3)[1])
+    assert torch.equal(left[2], p.dense(3)[2]), "a zero residual falls back to p"
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40}, {}], ids=str)

@@ -133,7 +133,7 @@ def test_the_law_is_over_the_ids_that_both_have() -> None:
     assert columns[0, [0, 2, 3, 4]].tolist() == [2.0, 1.0, 0.5, -1.0]
     for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.6, temperature=3e38)):
         law, finite = distribution_of(columns[:, None], SamplingTable.of([params], CPU))
-        q = law.weights(7)[0, 0]
+        q = law.dense(7)[0, 0]
         assert finite.all()
         assert q[[1, 5, 6]].tolist() == [0, 0, 0], "what the draft lacks is never drafted"
         if params.top_k == 0 and params.top_p == 1:

@@ -426,7 +426,7 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
         ),
         Mutant(
             "the law's log-probabilities are the model's",
-            ((scores.score, "p.weights(logits.shape[-1]).log()", "own"),),
+            ((scores.score, "p.dense(logits.shape[-1]).log()", "own"),),
             lambda: test_log_probabilities_are_the_targets(llm, "none", sampled),
         ),
         Mutant(

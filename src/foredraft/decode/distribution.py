@@ -1,14 +1,13 @@
-"""Law: the next-token distributions p and q, exactly as the acceptance rules see them.
+"""Distribution: the next-token distributions p and q, exactly as the acceptance rules see them.
 
-A law holds one categorical distribution per (row, position). Two representations, one meaning:
+A `Distribution` holds one categorical distribution per (row, position). Two representations, one meaning:
 
 - *dense*: float32 probabilities over the vocabulary, after every sampling transform;
-- *certain*: the id of the only possible token. Greedy decoding (temperature 0) and deterministic
-  drafters are one-hot laws; an id is all there is to know about one, so none is ever spelled out
-  over the vocabulary. That is a representation, not another rule: every operation below means the
-  same for both, and a batch may mix them row by row.
+- *one-hot*: the id of the only possible token. Greedy decoding (temperature 0) and deterministic drafters are
+  one-hot. An id is all there is to know, so it is never expanded over the vocabulary. Every operation below
+  means the same for both representations, and a batch may mix them row by row.
 
-Arithmetic is float32 (products with a coin float64); no epsilon, no clamp of a probability.
+Arithmetic is float32 (products with a coin are float64): no epsilon, no clamp of a probability.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ __all__ = ["Distribution"]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distributions of `B` rows at `T` positions.
+    """Distributions of B rows at T positions.
 
-    probs:   [B, T, V] float32, or None when every row is certain.
-    ids:     [B, T] int64, or None when no row is certain.
-    certain: [B] bool: rows that `ids` speaks for; None when `probs` or `ids` alone speaks for all.
-    operators: what computes with it.
+    Attributes:
+        probs: [B, T, V] float32; None where every row is one-hot.
+        ids: [B, T] int64, the tokens of one-hot rows; None where no row is.
+        one_hot: [B] bool, rows for which `ids` holds; None where `probs` or `ids` alone holds for all rows.
+        vocab_ops: Computes with it.
     """
 
     probs: Tensor | None = None
@@ -44,30 +44,58 @@ class Distribution:
         assert (self.one_hot is not None) == (self.probs is not None and self.ids is not None)
 
     @classmethod
-    def along(cls, laws: Sequence[Distribution]) -> Distribution:
-        """Laws of successive positions, of one representation -> one law."""
-        first = laws[0]
+    def along(cls, steps: Sequence[Distribution]) -> Distribution:
+        """Join the distributions of successive positions, all of one representation."""
+        first = steps[0]
         probs = (
             None
             if first.probs is None
-            else torch.cat([law.probs for law in laws if law.probs is not None], 1)
+            else torch.cat([step.probs for step in steps if step.probs is not None], 1)
         )
-        ids = None if first.ids is None else torch.cat([law.ids for law in laws if law.ids is not None], 1)
+        ids = (
+            None if first.ids is None else torch.cat([step.ids for step in steps if step.ids is not None], 1)
+        )
         return cls(probs, ids, first.one_hot)
+
+    @classmethod
+    def combine(
+        cls, parts: Sequence[tuple[Tensor, Distribution]], tokens: Tensor, vocabulary: int
+    ) -> Distribution:
+        """Return one distribution of rows that come from several, padded to the shape of tokens [B, K].
+
+        Args:
+            parts: Distributions, each with the rows that it holds for, [B] bool.
+            tokens: Drafted tokens; their shape is the result's.
+            vocabulary: Size V.
+        """
+        ids = torch.zeros_like(tokens)
+        one_hot = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+        any_dense = any(q.probs is not None for _, q in parts)
+        probs = torch.zeros(*tokens.shape, vocabulary, device=tokens.device) if any_dense else None
+        for own, q in parts:
+            k = q.columns
+            if q.ids is not None:
+                ids[:, :k] = q.ids.where(own[:, None], ids[:, :k])
+            if q.probs is not None:
+                assert probs is not None
+                probs[:, :k] = q.probs.where(own[:, None, None], probs[:, :k])
+                mixed = torch.zeros_like(one_hot) if q.one_hot is None else q.one_hot
+                one_hot = mixed.where(own, one_hot)
+        return cls(ids=ids) if probs is None else cls(probs, ids, one_hot)
 
     @property
     def columns(self) -> int:
-        """T"""
-        spoken = self.ids if self.probs is None else self.probs
-        assert spoken is not None
-        return spoken.shape[1]
+        """Return T."""
+        held = self.ids if self.probs is None else self.probs
+        assert held is not None
+        return held.shape[1]
 
     @property
     def all_one_hot(self) -> bool:
         return self.probs is None
 
     def at(self, tokens: Tensor) -> Tensor:
-        """Probability of `tokens` [B, K], K <= T, each under its own position's law -> [B, K]."""
+        """Return the probability of tokens [B, K], K <= T, each at its own position -> [B, K]."""
         k = tokens.shape[1]
         dense = None if self.probs is None else self.probs[:, :k].gather(2, tokens[..., None])[..., 0]
         if self.ids is None:
@@ -77,7 +105,7 @@ class Distribution:
         return hot if dense is None else torch.where(self._one_hot_rows[:, None], hot, dense)
 
     def position(self, index: Tensor) -> Distribution:
-        """The law at position `index` [B] of every row -> Law with T = 1."""
+        """Return the distribution at position `index` [B] of every row, with T = 1."""
         if self.columns == 1:
             return self
         probs = ids = None
@@ -89,21 +117,23 @@ class Distribution:
         return Distribution(probs, ids, self.one_hot, self.vocab_ops)
 
     def rows(self, index: Tensor) -> Distribution:
-        """Of some rows [R]."""
-        one, two, three = (None if x is None else x[index] for x in (self.probs, self.ids, self.one_hot))
-        return Distribution(one, two, three, self.vocab_ops)
+        """Return the rows `index` [R]."""
+        probs, ids, one_hot = (None if x is None else x[index] for x in (self.probs, self.ids, self.one_hot))
+        return Distribution(probs, ids, one_hot, self.vocab_ops)
 
     def draw(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """One token per row and position -> [B, T] int64; `pick` draws from [B, T, V]. Certain rows need no
-        noise."""
+        """Draw one token per row and position -> [B, T] int64; `pick` draws from [B, T, V].
+
+        One-hot rows need no noise.
+        """
         if self.probs is None:
             assert self.ids is not None
             return self.ids
         drawn = pick(self.probs)
         return drawn if self.ids is None else torch.where(self._one_hot_rows[:, None], self.ids, drawn)
 
-    def weights(self, vocabulary: int) -> Tensor:
-        """Spelled out over the vocabulary -> [B, T, V] float32."""
+    def dense(self, vocabulary: int) -> Tensor:
+        """Return the probabilities of all rows over the vocabulary -> [B, T, V] float32."""
         if self.ids is None:
             assert self.probs is not None
             return self.probs
@@ -111,19 +141,18 @@ class Distribution:
         return hot if self.probs is None else torch.where(self._one_hot_rows[:, None, None], hot, self.probs)
 
     def minus(self, q: Distribution, where: Tensor) -> Distribution:
-        """The residual norm(max(p - q, 0)), unnormalised, in rows where `where` [B]; p elsewhere.
+        """Return the residual norm(max(p - q, 0)), unnormalised, in rows where `where` [B]; p elsewhere.
 
-        A residual that is zero everywhere (p == q up to rounding) falls back to p: there is nothing
-        left to correct. A certain p needs no arithmetic: wherever its token was not drafted, its
-        token is the whole residual.
+        A residual that is zero everywhere (p == q up to rounding) falls back to p: there is nothing left to
+        correct. A one-hot p needs no arithmetic: where its token was not drafted, it is the whole residual.
         """
         if self.probs is None:
             return self
         vocabulary = self.probs.shape[2]
-        p, taken = self.weights(vocabulary), q.ids if q.probs is None else q.weights(vocabulary)
-        assert taken is not None
-        left = self.vocab_ops.residual(p, taken, where[:, None])
-        return Distribution(left, self.ids, self.one_hot, self.vocab_ops)
+        p, drafted = self.dense(vocabulary), q.ids if q.probs is None else q.dense(vocabulary)
+        assert drafted is not None
+        residual = self.vocab_ops.residual(p, drafted, where[:, None])
+        return Distribution(residual, self.ids, self.one_hot, self.vocab_ops)
 
     @property
     def _one_hot_rows(self) -> Tensor:

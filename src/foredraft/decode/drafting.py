@@ -1,209 +1,270 @@
 """Drafting: each row's draft of a round, and the one draft loop.
 
-The loop transforms a stepper's logits, draws, keeps q and asks the policy, so that q is the law that was
-drawn from and no drawn token is ever dropped. Where nobody has to look at a token before the next is drawn, a
-drafter that can takes all steps in one call (`at_once`): the same draws by the same noise.
+The loop transforms a stepper's logits, draws, keeps q and asks the policy, so q is the distribution that the
+token was drawn from, and no drawn token is ever dropped. Where no policy, mask or penalty has to look at a
+token before the next one is drawn, a stepper may take all steps in one call: the same draws by the same
+noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.decode.at_once import at_once
 from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import (
-    Draft,
-    Drafter,
-    Guesser,
-    RoundInputs,
-    Stepper,
-    as_guesser,
-    as_latecomer,
-    as_looper,
-    as_stepper,
-    lengths_of,
-    no_draft,
-)
-from foredraft.decode.merging import merged
+from foredraft.decode.draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows
+from foredraft.decode.drafter import Drafter, Guesser, Stepper
 from foredraft.decode.noise import DRAFT, Noise
+from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import distribution_of
-from foredraft.decode.sequence import Sequence
 from foredraft.model.device import upload
+from foredraft.model.runner import Resume
 
-__all__ = ["propose"]
+__all__ = ["Drafting", "propose"]
 
 
-def propose(
-    drafters: Mapping[str, Drafter],
-    inputs: RoundInputs,
-    policy: Policy,
-    noise: Noise,
-    *,
-    greedy: bool = False,
-) -> Draft:
-    """Each row's draft by the drafter that its request names. greedy: steppers draft their argmax."""
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How an engine drafts.
+
+    Attributes:
+        policy: May end drafts early.
+        noise: Draws of sampled drafts.
+        greedy: Steppers draft their argmax, with a one-hot q, instead of sampling from q.
+        observer: Told when a drafter reads tokens that it missed.
+    """
+
+    policy: Policy
+    noise: Noise
+    greedy: bool = False
+    observer: Observer = SILENT
+
+
+def propose(drafters: Mapping[str, Drafter], inputs: RoundInputs, how: Drafting) -> Draft:
+    """Return every row's draft, each by the drafter that the policy chose for the row."""
     parts: list[tuple[list[bool], Draft]] = []
-    for name in dict.fromkeys(s.drafter for s, b in zip(inputs.sequences, inputs.budgets, strict=True) if b):
-        assert name is not None
-        drafter = drafters[name]
-        mine = [s.drafter == name and b > 0 for s, b in zip(inputs.sequences, inputs.budgets, strict=True)]
-        if (stepper := as_stepper(drafter)) is not None:
-            parts.append((mine, _step_through(stepper, mine, inputs, policy, noise, greedy)))
-        else:
-            parts.append((mine, _guess(as_guesser(drafter), mine, inputs)))
+    for name in dict.fromkeys(filter(None, inputs.drafters)):
+        rows, drafter = [name == other for other in inputs.drafters], drafters[name]
+        if isinstance(drafter, Stepper):
+            parts.append((rows, _step_draft(drafter, rows, inputs, how)))
+        elif isinstance(drafter, Guesser):
+            parts.append((rows, _guess(drafter, rows, inputs)))
     if not parts:
         return no_draft(len(inputs.sequences), inputs.device)
-    return parts[0][1] if len(parts) == 1 else merged(parts, inputs)
+    return parts[0][1] if len(parts) == 1 else Draft.combine(parts, inputs)
 
 
-def _guess(drafter: Guesser, mine: list[bool], inputs: RoundInputs) -> Draft:
-    guesses: list[list[int]] = [[] for _ in mine]
-    rows = [row for row, is_mine in enumerate(mine) if is_mine]
-    requests = [(inputs.sequences[row], inputs.budgets[row]) for row in rows]
-    for row, (sequence, budget), guess in zip(rows, requests, drafter.propose(requests), strict=True):
+def _guess(drafter: Guesser, rows: list[bool], inputs: RoundInputs) -> Draft:
+    """Return the guessed tokens, cut where a row's constraint forbids one."""
+    guesses: list[list[int]] = [[] for _ in rows]
+    own = [row for row, is_own in enumerate(rows) if is_own]
+    requests = [(inputs.sequences[row], inputs.budgets[row]) for row in own]
+    for row, (sequence, budget), guess in zip(own, requests, drafter.propose(requests), strict=True):
         legal = budget
         if sequence.constraint is not None and guess:
             _, legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device)
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
-    tokens = upload(_padded(guesses), inputs.device, torch.int64)
-    return Draft(tokens, lengths_of(tuple(lengths), inputs.device), Distribution(ids=tokens), known=lengths)
+    tokens = upload(pad_rows(guesses), inputs.device, torch.int64)
+    q = Distribution(ids=tokens)
+    return Draft(tokens, lengths_tensor(tuple(lengths), inputs.device), q, host_lengths=lengths)
 
 
-def _step_through(
-    drafter: Stepper, mine: list[bool], inputs: RoundInputs, policy: Policy, noise: Noise, greedy: bool
+def _step_draft(drafter: Stepper, rows: list[bool], inputs: RoundInputs, how: Drafting) -> Draft:
+    """Draft by single steps, or by one call where that gives the same tokens."""
+    budgets = [budget if is_own else 0 for budget, is_own in zip(inputs.budgets, rows, strict=True)]
+    unread, starts = _catch_up(drafter, rows, inputs, how.observer)
+    fused = _fused_draft(drafter, unread, starts, budgets, inputs, how)
+    return fused or _draft_loop(drafter, unread, starts, budgets, inputs, how)
+
+
+def _draft_loop(
+    drafter: Stepper,
+    unread: list[list[int]],
+    starts: list[int],
+    budgets: list[int],
+    inputs: RoundInputs,
+    how: Drafting,
 ) -> Draft:
-    """The one draft loop."""
-    sequences, device = inputs.sequences, inputs.device
-    budgets = [b if is_mine else 0 for b, is_mine in zip(inputs.budgets, mine, strict=True)]
-    behind, starts = _catch_up(drafter, sequences, mine)
-    stops = policy.stops(sequences, budgets, device)
-    if (looper := as_looper(drafter)) is not None:
-        whole = at_once(looper, behind, starts, budgets, inputs, policy, stops, noise, greedy)
-        if whole is not None:
-            return whole
-    width = max(budgets)
-    known = list(budgets)  # host: no draft is longer
-    survival = torch.ones(len(sequences), device=device)
-    sures: list[Tensor] = []  # of each step: [B, 1], -1 where the row took none
-    active = list(mine)  # host: rows that still draft, as far as the host knows
-    columns = torch.arange(width, device=device)
-    wanted = columns < upload(budgets, device)[:, None]  # [B, K]
-    nothing = torch.zeros(len(sequences), 0, dtype=torch.int64, device=device)
-    drawn: list[Tensor] = []  # of each step: [B, 1],
-    laws: list[Distribution] = []
-    possible: list[Tensor] = []  # [B, 1]: there was a law to draw from, and the policy let it be drawn from,
-    sound: list[Tensor] = []  # [B, 1]: and the logits were finite,
-    going: list[Tensor] = []  # [B, 1]: and it goes on after this token
-    constraints = [s.constraint if is_mine else None for s, is_mine in zip(sequences, mine, strict=True)]
-    constrained = any(constraint is not None for constraint in constraints)
-    walks = Walks(constraints, inputs.vocabulary, device) if constrained else None
-
-    counts = [len(own) for own in behind]
-    padded = _padded(behind)
-    tokens = upload(padded, device, torch.int64)
-    for j in range(width):
-        idle = [not a for a in active]
-        at = None if tokens.shape[1] == 1 else upload([c - 1 for c in counts], device)
-        logits = drafter.step(tokens, starts, counts, idle, at)[:, None]  # [B, 1, V]
+    """The one draft loop: step, transform, draw, ask the policy."""
+    sequences, device, policy = inputs.sequences, inputs.device, how.policy
+    steps = _Steps(budgets, device)
+    walks = _walks(budgets, inputs)
+    tokens, counts = upload(pad_rows(unread), device, torch.int64), [len(own) for own in unread]
+    for j in range(max(budgets)):
+        at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
+        logits = drafter.step(tokens, starts, counts, steps.idle, at)[:, None]  # [B, 1, V]
         masks = None if walks is None else walks.masks()
-        penalty_context = inputs.penalty_context and inputs.penalty_context.along(
-            torch.cat([nothing, *drawn], 1), ahead=j
-        )
-        q, finite = distribution_of(logits, inputs.table, masks, penalty_context, argmax=greedy)
-        draws = policy.draws(sequences, j, q, logits) if policy.looks else None
-        on = None
-        if stops is not None:
-            sure = inputs.table.vocab_ops.max_prob(logits[:, 0])
-            survival = stops.survival(sure, survival)
-            sures.append(sure.where(_still(wanted[:, j], going, j), -1.0)[:, None])
-            draws, on = _both(draws, ~(survival < stops.keep[:, j])), survival >= stops.more[:, j]
-        token = _draw(q, inputs, j, noise)  # [B, 1]
-        drawn.append(token)
-        laws.append(q)
-        possible.append(finite if draws is None else finite & draws[:, None])
-        # a mask may leave a drafter nothing; that is no fault of its logits
-        sound.append(finite if masks is None else logits.amax(-1).isfinite())
-        if j + 1 == width:
+        penalties = inputs.penalty_context and inputs.penalty_context.along(steps.drawn, ahead=j)
+        q, finite = distribution_of(logits, inputs.table, masks, penalties, argmax=how.greedy)
+        may_draw = policy.may_draw(sequences, j, q, logits) if policy.stops_by_content else None
+        token = _draw(q, inputs, j, how.noise)  # [B, 1]
+        drawable = finite if may_draw is None else finite & may_draw[:, None]
+        # A mask may leave a drafter nothing to draw; that is no fault of its logits.
+        steps.add(token, q, drawable, finite if masks is None else logits.amax(-1).isfinite())
+        if j + 1 == max(budgets):
             break
-        if policy.looks:
-            on = _both(policy.go_on(sequences, j, q, logits), on)
-        if on is None and draws is None and walks is None:
-            active = [a and b > j + 1 for a, b in zip(active, budgets, strict=True)]
-        else:  # the one [B]-sized read that a draft step may cost
-            on = possible[j][:, 0] if on is None else on & possible[j][:, 0]
-            if walks is not None:
-                on = walks.advance(token, on & upload(active, device) & wanted[:, j])
-            going += [*possible[len(going) : j], on[:, None]]
-            goes = on.tolist()
-            known = [k if o or not a else min(k, j + 1) for a, o, k in zip(active, goes, known, strict=True)]
-            active = [a and o and b > j + 1 for a, o, b in zip(active, goes, budgets, strict=True)]
-        if not any(active):
+        go_on = policy.go_on(sequences, j, q, logits) if policy.stops_by_content else None
+        steps.advance(go_on, walks, asked=may_draw is not None)
+        if all(steps.idle):
             break
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
         tokens, counts = token, [1] * len(sequences)
     if walks is not None:
         walks.undo()
-    wanted = wanted[:, : len(drawn)]
-    if going:  # where nobody looked, what was drawn goes on
-        going += possible[len(going) : len(drawn) - 1]
-    reached = _reached(wanted, torch.cat(possible, 1), going)
-    lengths = (reached & torch.cat(possible, 1)).sum(1)
-    drafter_nonfinite = (reached & ~torch.cat(sound, 1)).any(1)
-    drafted = torch.cat(drawn, 1).where(columns[: len(drawn)] < lengths[:, None], 0)
-    told = torch.cat(sures, 1) if sures else None
-    return Draft(drafted, lengths, Distribution.along(laws), drafter.resume(), drafter_nonfinite, told, known)
-
-
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Where both say yes, as one that says nothing does."""
-    return other if one is None else one if other is None else one & other
-
-
-def _still(wanted: Tensor, going: list[Tensor], steps: int) -> Tensor:
-    """[B] bool: rows that came as far as this step, after so many."""
-    return wanted & torch.cat(going, 1).all(1) if steps else wanted
-
-
-def _reached(wanted: Tensor, possible: Tensor, going: list[Tensor]) -> Tensor:
-    """[B, K]: the positions that each row's draft came to: wanted, and everything before was drawn and went
-    on."""
-    passed = possible[:, :-1]
-    if going:
-        passed = passed & torch.cat(going, 1)[:, : passed.shape[1]]
-    before = torch.nn.functional.pad(passed, (1, 0), value=True)
-    return wanted & before.cumprod(1).bool()
-
-
-def _catch_up(
-    drafter: Stepper, sequences: list[Sequence], mine: list[bool]
-) -> tuple[list[list[int]], list[int]]:
-    """What each row has to read first, and from which position on: the tokens past the drafter's length, the
-    pending one included."""
-    late = as_latecomer(drafter)
-    behind: list[list[int]] = []
-    starts: list[int] = []
-    for sequence, is_mine in zip(sequences, mine, strict=True):
-        start = drafter.length(sequence) if is_mine else 0
-        if is_mine and len(sequence.tokens) - start > 2:  # after plain steps; 2 is full acceptance
-            drafter.read(sequence, start, len(sequence.tokens) - 1)
-            start = len(sequence.tokens) - 1
-        behind.append(sequence.tokens[start:] if is_mine else [0])
-        starts.append(start - late.began(sequence) if late is not None and is_mine else start)
-    return behind, starts
-
-
-def _padded(rows: list[list[int]]) -> list[list[int]]:
-    """All as long as the longest."""
-    width = max(map(len, rows))
-    return [row + [0] * (width - len(row)) for row in rows]
+    return steps.draft(drafter.resume())
 
 
 def _draw(q: Distribution, inputs: RoundInputs, column: int, noise: Noise) -> Tensor:
-    """[B, 1]"""
+    """Draw one token of every row, [B, 1]; a one-hot q needs no noise."""
     return q.draw(lambda weights: noise.pick(weights, inputs.noise.column(column), DRAFT))
+
+
+def _fused_draft(
+    drafter: Stepper,
+    unread: list[list[int]],
+    starts: list[int],
+    budgets: list[int],
+    inputs: RoundInputs,
+    how: Drafting,
+) -> Draft | None:
+    """Return the draft of the loop by one call of the drafter; None where its steps have to be single."""
+    table = inputs.table
+    if how.policy.stops_by_content or inputs.penalty_context is not None or table.edits_logits:
+        return None
+    if any(s.constraint is not None for s, budget in zip(inputs.sequences, budgets, strict=True) if budget):
+        return None
+    sampling = None
+    if not (how.greedy or table.all_greedy):
+        if not how.noise.uses_gumbel_argmax:
+            return None
+        sampling = table.sampling_inputs(inputs.noise.bits(DRAFT)[:, : max(budgets)])
+        if sampling is None:
+            return None
+    fused = drafter.fused_draft(unread, starts, budgets, sampling)
+    if fused is None:
+        return None
+    finite = zip(fused.finite.tolist(), budgets, strict=True)
+    lengths = [[*row[:budget], False].index(False) for row, budget in finite]
+    width, on_device = max(lengths), lengths_tensor(tuple(lengths), inputs.device)
+    tokens, nonfinite = fused.tokens[:, :width], None
+    if lengths != budgets:
+        tokens = tokens.where(torch.arange(width) < on_device[:, None], 0)
+        nonfinite = upload([n < budget for n, budget in zip(lengths, budgets, strict=True)], inputs.device)
+    q = Distribution(ids=tokens) if fused.probs is None else Distribution(fused.probs[:, :width])
+    return Draft(tokens, on_device, q, drafter.resume(), nonfinite, lengths)
+
+
+def _catch_up(
+    drafter: Stepper, rows: list[bool], inputs: RoundInputs, observer: Observer
+) -> tuple[list[list[int]], list[int]]:
+    """Have the drafter read what it missed; return each row's tokens for the first step, and their positions.
+
+    After a draft that was accepted whole a row has two unread tokens, otherwise one: the pending token.
+    """
+    unread: list[list[int]] = []
+    starts: list[int] = []
+    for sequence, is_own in zip(inputs.sequences, rows, strict=True):
+        if not is_own:
+            unread.append([0])
+            starts.append(0)
+            continue
+        start, last = drafter.length(sequence), len(sequence.tokens) - 1
+        if last - start > 1:  # the row took plain steps, or the text is new to the drafter
+            with observer.drafter_reads(sequence, start, last):
+                drafter.read(sequence, start, last)
+            start = last
+        unread.append(sequence.tokens[start:])
+        starts.append(start - drafter.context_start(sequence))
+    return unread, starts
+
+
+def _walks(budgets: list[int], inputs: RoundInputs) -> Walks | None:
+    """Return the constraints of the drafting rows, to be walked along their drafts; None without any."""
+    constraints = [s.constraint if n else None for s, n in zip(inputs.sequences, budgets, strict=True)]
+    if all(constraint is None for constraint in constraints):
+        return None
+    return Walks(constraints, inputs.vocabulary, inputs.device)
+
+
+@dataclass
+class _Steps:
+    """The steps of one draft so far: tensors [B, 1] of each step, and the rows that take the next one.
+
+    Attributes:
+        budgets: [B].
+        device: Of the tensors.
+        idle: [B] rows that take no further step, as far as the host knows.
+        host_lengths: [B] upper bounds of the drafts' lengths.
+    """
+
+    budgets: list[int]
+    device: torch.device
+    idle: list[bool] = field(init=False)
+    host_lengths: list[int] = field(init=False)
+    _tokens: list[Tensor] = field(default_factory=list)
+    _q: list[Distribution] = field(default_factory=list)
+    _drawable: list[Tensor] = field(default_factory=list)  # logits are finite, and the policy let it be drawn
+    _finite: list[Tensor] = field(default_factory=list)
+    _goes_on: list[Tensor] = field(default_factory=list)  # drawn, and the draft continues after the token
+
+    def __post_init__(self) -> None:
+        self.idle = [budget == 0 for budget in self.budgets]
+        self.host_lengths = list(self.budgets)
+        columns = torch.arange(max(self.budgets), device=self.device)
+        self._wanted = columns < upload(self.budgets, self.device)[:, None]  # [B, K]
+        self._nothing = torch.zeros(len(self.budgets), 0, dtype=torch.int64, device=self.device)
+
+    @property
+    def drawn(self) -> Tensor:
+        """Return the tokens drawn so far, [B, j] int64."""
+        return torch.cat([self._nothing, *self._tokens], 1)
+
+    def add(self, token: Tensor, q: Distribution, drawable: Tensor, finite: Tensor) -> None:
+        """Add a step; all [B, 1]."""
+        self._tokens.append(token)
+        self._q.append(q)
+        self._drawable.append(drawable)
+        self._finite.append(finite)
+
+    def advance(self, go_on: Tensor | None, walks: Walks | None, *, asked: bool) -> None:
+        """Find the rows that take another step; go_on [B] bool is the policy's answer.
+
+        The host reads [B] numbers where a policy or a constraint may have ended a row's draft.
+        """
+        done, drawable = len(self._tokens), self._drawable[-1]
+        continues = [budget > done for budget in self.budgets]
+        if go_on is None and walks is None and not asked:
+            self._goes_on.append(drawable)
+        else:
+            on = drawable[:, 0] if go_on is None else go_on & drawable[:, 0]
+            if walks is not None:
+                alive = upload([not idle for idle in self.idle], self.device) & self._wanted[:, done - 1]
+                on = walks.advance(self._tokens[-1], on & alive)
+            self._goes_on.append(on[:, None])
+            told = on.tolist()
+            self.host_lengths = [
+                length if on or idle else min(length, done)
+                for length, on, idle in zip(self.host_lengths, told, self.idle, strict=True)
+            ]
+            continues = [more and on for more, on in zip(continues, told, strict=True)]
+        self.idle = [idle or not more for idle, more in zip(self.idle, continues, strict=True)]
+
+    def draft(self, resume: Resume | None) -> Draft:
+        """Return the draft: each row's tokens up to where it ended."""
+        count = len(self._tokens)
+        before = F.pad(torch.cat(self._goes_on[: count - 1], 1), (1, 0), value=True) if count > 1 else None
+        reached = self._wanted[:, :count]
+        if before is not None:
+            reached = reached & before.cumprod(1).bool()
+        lengths = (reached & torch.cat(self._drawable, 1)).sum(1)
+        nonfinite = (reached & ~torch.cat(self._finite, 1)).any(1)
+        columns = torch.arange(count, device=self.device)
+        tokens = torch.cat(self._tokens, 1).where(columns < lengths[:, None], 0)
+        return Draft(tokens, lengths, Distribution.along(self._q), resume, nonfinite, self.host_lengths)

@@ -1,31 +1,34 @@
 """The engine: the round, over a batch.
 
-    budget → draft → one forward over [pending, *draft] of every row → accept → commit
+    plan → draft → one forward over [pending, *draft] of every row → accept → commit
 
-Batch 1 is B = 1 and plain decoding is K = 0, not other paths. Before each round every sequence's cache
-length is len(tokens) - 1: the last token is pending. Rollback is setting a length. The device is read
-once per round, in `reading`, and after each draft step that a policy or a constraint may end.
+Batch 1 is B = 1 and plain decoding is K = 0; neither is another path. Before each round the cache of every
+sequence is len(tokens) - 1 long: the last token is pending. Rollback is setting a length. The host reads the
+device once per round (`round_results`), and once after each draft step that a policy or a constraint may end.
 
-A value that is not finite harms its own request alone, and only if plain decoding met it too (`faults`).
+A non-finite value harms its own request alone, and only if plain decoding meets it too (`faults`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 
 from foredraft.decode.accept import Rollback, Verdict, accept
-from foredraft.decode.choices import choose, may_draft
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, Drafter, RoundInputs
-from foredraft.decode.drafting import propose
-from foredraft.decode.faults import cure, not_finite
+from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.drafter import Drafter
+from foredraft.decode.drafting import Drafting, propose
+from foredraft.decode.faults import nonfinite_message, reset_drafter
 from foredraft.decode.noise import Keys, Noise
+from foredraft.decode.observer import SILENT, Observer
+from foredraft.decode.planning import may_draft, plan_drafts
 from foredraft.decode.policy import Policy
 from foredraft.decode.prefill import prefill_chunk
-from foredraft.decode.round_results import RowResult, read
+from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.scheduler import Scheduler
@@ -39,16 +42,26 @@ from foredraft.model.runner import Forward
 
 __all__ = ["Engine"]
 
-Rule = Callable[[Draft, Distribution, Keys | None, Noise, list[bool], Rollback | None], Verdict]
+Rule: TypeAlias = Callable[[Draft, Distribution, Keys | None, Noise, list[bool], Rollback | None], Verdict]
 
 
 class Engine:
-    """Not thread-safe: one caller steps it at a time.
+    """Decodes sequences in rounds. Not thread-safe: one caller steps it at a time.
 
-    operators: what everything over a vocabulary goes by. greedy_drafts: steppers draft their argmax (a one-
-    hot q) instead of sampling from q. `accept` is an attribute so that a verification can see what it makes
-    of a defective rule. `policy` may be another one whenever nobody has a row: what it keeps of a sequence
-    begins with that.
+    Args:
+        target: Runs the model whose output counts.
+        cache: The target's KV cache.
+        policy: Decides about drafts. It may be replaced while no sequence has a row.
+        drafters: By name.
+        vocabulary: Size V.
+        device: Of the target.
+        vocab_ops: Vocabulary operations: kernels or PyTorch.
+        noise: Random draws; tests swap in noise that enumerates all branches.
+        greedy_drafts: Steppers draft their argmax, with a one-hot q, instead of sampling from q.
+
+    Attributes:
+        accept: The acceptance rules. An attribute so that `verify --self-test` can plant a defective one.
+        observer: Told about phases; replaced while a program times the engine.
     """
 
     def __init__(
@@ -70,61 +83,74 @@ class Engine:
         self.vocab_ops, self.noise = vocab_ops, noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.accept: Rule = accept
+        self.observer: Observer = SILENT
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
 
     def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence; it gets a row as soon as one is free."""
         sequence.policy_state = self.policy.start()
         self.scheduler.submit(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """At any time between steps; what was generated is kept."""
+        """End a sequence between two steps; its tokens are kept."""
         self._leave(sequence, Finish.CANCELLED)
 
     def fail_batch(self, error: str) -> None:
-        """End every sequence that has a row, because a pass over them broke off; rows may hold anything."""
-        several = list(self.rows.sequences)
-        for sequence in several:  # all, before one moves: drafters know a sequence by its row
+        """End every sequence that has a row, after a pass over them broke off.
+
+        Their rows may hold anything.
+        """
+        failed = list(self.rows.sequences)
+        for sequence in failed:  # all drafters first: they know a sequence by its row, and rows move below
             sequence.cache_finite = False
             for name in sequence.drafters:
                 self.drafters[name].leave(sequence)
             sequence.drafters = ()
-        for sequence in several:
+        for sequence in failed:
             self._leave(sequence, Finish.ERROR, error)
 
     def step(self) -> list[Sequence]:
-        """One chunk of prefill and one round, or the chunk alone while nobody decodes; who was in it."""
-        if self.scheduler.steady:
-            return self.round()
-        waiting, calibrate = self.scheduler.waiting, self.policy.calibrate
-        if calibrate is not None and not self.rows.sequences and may_draft(waiting):
-            calibrate(self, list(waiting))
-        self._start(self.scheduler.admit())
-        busy = self.scheduler.running
-        if (sequence := self.scheduler.prefilling) is not None:
-            self._prefill(sequence)
-            self._start(self.scheduler.admit())
-        if not busy and self.scheduler.prefilling is not None:
-            return []
-        return self.round() if self.scheduler.running else []
+        """Run one chunk of prefill and one round, or the chunk alone where no row decodes.
 
-    @torch.inference_mode()
+        Returns:
+            The sequences that decoded.
+        """
+        with self.observer.phase("step"):
+            if self.scheduler.steady:
+                return self.round()
+            self._start(self.scheduler.admit())
+            decoding = self.scheduler.running
+            if (sequence := self.scheduler.prefilling) is not None:
+                self._prefill(sequence)
+                self._start(self.scheduler.admit())
+            if not decoding and self.scheduler.prefilling is not None:
+                return []
+            return self.round() if self.scheduler.running else []
+
     def round(self) -> list[Sequence]:
-        inputs = self._inputs()
-        draft = propose(self.drafters, inputs, self.policy, self.noise, greedy=self.greedy_drafts)
-        forward = self._verify(inputs, draft)
-        assert forward.logits is not None
-        penalty_context = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
-        masks = inputs.masks(draft.tokens)
-        p, finite = distribution_of(forward.logits, inputs.table, masks, penalty_context)
-        rollback = Rollback.of(inputs.table, p, forward.logits, masks, penalty_context)
-        keys = None if p.all_one_hot else inputs.noise.first(draft.tokens.shape[1] + 1)
-        verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, rollback)
-        judge = p if rollback is None else rollback.judge
-        signal = self.policy.wants if inputs.weighed else None
-        readings = read(inputs.sequences, draft, verdict, p, judge, forward.logits, finite, signal)
-        return self._commit(inputs, readings, forward)
+        """Run one round over all rows; returns the sequences that decoded."""
+        with self.observer.phase("round"), torch.inference_mode():
+            inputs = self._inputs()
+            with self.observer.phase("draft"):
+                how = Drafting(self.policy, self.noise, self.greedy_drafts, self.observer)
+                draft = propose(self.drafters, inputs, how)
+            with self.observer.phase("verify"):
+                forward = self._verify(inputs, draft)
+            assert forward.logits is not None
+            penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
+            masks = inputs.masks(draft.tokens)
+            p, finite = distribution_of(forward.logits, inputs.table, masks, penalties)
+            rollback = Rollback.of(inputs.table, p, forward.logits, masks, penalties)
+            keys = None if p.all_one_hot else inputs.noise.first(draft.tokens.shape[1] + 1)
+            verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, rollback)
+            results = fetch_results(
+                inputs.sequences, draft, verdict, p, forward.logits, finite,
+                judge=p if rollback is None else rollback.judge,
+                signal=self.policy.target_signal if may_draft(inputs.sequences) else None,
+            )  # fmt: skip
+            return self._commit(inputs, results, forward)
 
     def _inputs(self) -> RoundInputs:
         sequences = list(self.rows.sequences)
@@ -133,94 +159,100 @@ class Engine:
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
-        budgets = choose(sequences, idle, self.drafters, self.policy, self.target.max_queries)
-        return RoundInputs.of(sequences, idle, budgets, self._table[1], self.vocabulary, self.device)
+        budgets, drafters = plan_drafts(sequences, idle, self.drafters, self.policy, self.target.max_queries)
+        return RoundInputs(sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device)
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
-        """One forward over [pending, *draft] of every row."""
+        """Run one forward over [pending, *draft] of every row."""
         pending = upload([[s.tokens[-1]] for s in inputs.sequences], self.device)
         tokens = torch.cat([pending, draft.tokens], 1) if draft.tokens.shape[1] else pending
-        width, longest = tokens.shape[1], inputs.budgets if draft.known is None else draft.known
+        width = tokens.shape[1]
+        lengths = inputs.budgets if draft.host_lengths is None else draft.host_lengths
         taps = sorted({d for s in inputs.sequences for name in s.drafters for d in self.drafters[name].taps})
         resume = draft.resume
         if resume is not None and any(tap < resume.depth for tap in taps):
-            resume = None  # another row's drafter wants states that would not be computed
+            resume = None  # another row's drafter wants states that a resumed pass does not compute
         return self.target.forward(
             self.cache,
             tokens,
             [len(s.tokens) - 1 for s in inputs.sequences],
             idle=inputs.idle,
-            counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, longest, strict=True)],
+            counts=[0 if i else min(1 + n, width) for i, n in zip(inputs.idle, lengths, strict=True)],
             resume=resume,
             taps=taps,
         )
 
-    def _commit(self, inputs: RoundInputs, readings: list[RowResult], forward: Forward) -> list[Sequence]:
-        """Tokens, cache length, constraint, drafter and policy of each row move together."""
-        over: list[tuple[Sequence, Finish, str | None]] = []
-        rows = zip(inputs.sequences, inputs.idle, inputs.budgets, readings, strict=True)
-        for sequence, idle, budget, reading in rows:
+    def _commit(self, inputs: RoundInputs, results: list[RowResult], forward: Forward) -> list[Sequence]:
+        """Move tokens, cache length, constraint, drafters and policy of every row together."""
+        learns = may_draft(inputs.sequences)
+        finished: list[tuple[Sequence, Finish, str | None]] = []
+        rows = zip(inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, results, strict=True)
+        for sequence, idle, budget, drafter, result in rows:
             if idle:
                 continue
-            base, drafted_by = len(sequence.tokens) - 1, sequence.drafter if budget else None
+            base = len(sequence.tokens) - 1
             sequence.round_count += 1
-            sequence.skip_draft, sequence.cache_finite = reading.broken, not reading.broken
-            if reading.broken and reading.drafted == 0:
-                over.append((sequence, Finish.ERROR, not_finite(sequence)))
+            sequence.skip_draft, sequence.cache_finite = result.target_nonfinite, not result.target_nonfinite
+            if result.target_nonfinite and result.drafted == 0:
+                finished.append((sequence, Finish.ERROR, nonfinite_message(sequence)))
                 continue
-            if reading.broken:
-                # Whole, whatever the coins said. Drafts that lead to such values are never judged then, and
-                # the others weigh a little more in the output's law. To keep what was accepted before the
-                # first such value would be exact; but NaN reaches every column of its row, for no mask hides
-                # it (0 * NaN), and which was the first cannot be told without another pass.
-                self.cache.wipe(sequence.row, base)
-                outcome = Round(reading.drafted, 0, 0, reading.draft_sure, drafted_by)
-            else:
-                outcome = self._extend(sequence, reading, drafted_by)
+            outcome = self._append(sequence, result, drafter)
             sequence.rounds.append(outcome)
             if sequence.traced:
-                sequence.trace.append(reading.traced(sequence, outcome, base + 1, budget))
+                sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
-            for name in sequence.drafters:
-                drafter = self.drafters[name]
-                if drafter.taps and outcome.emitted > 0:
-                    row = sequence.row
-                    states = {d: forward.taps[d][row, : outcome.emitted] for d in drafter.taps}
-                    drafter.observe(sequence, base, states)
-                drafter.rewind(sequence)
-            if inputs.weighed:
-                self.policy.learn(sequence, outcome, reading.sure)
-            if reading.drafter_nonfinite:
-                cure(sequence, self.drafters, self.cache)
+            self._tell_drafters(sequence, base, outcome.emitted, forward)
+            if learns:
+                self.policy.learn(sequence, outcome, result.target_confidence)
+            if result.drafter_nonfinite:
+                assert drafter is not None
+                reset_drafter(sequence, self.drafters[drafter], self.cache)
             if sequence.finish is not None:
-                over.append((sequence, sequence.finish, None))
-        for sequence, finish, error in over:
+                finished.append((sequence, sequence.finish, None))
+        for sequence, finish, error in finished:
             self._leave(sequence, finish, error)
         return [s for s, idle in zip(inputs.sequences, inputs.idle, strict=True) if not idle]
 
-    def _extend(self, sequence: Sequence, reading: RowResult, drafter: str | None) -> Round:
-        """Append what the round decided; tokens after the end of the text are in no figure."""
-        whole = reading.accepted == reading.drafted > 0
-        origins = [Origin.DRAFTER] * reading.accepted + [Origin.BONUS if whole else Origin.TARGET]
+    def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
+        """Append the tokens of the round; tokens after the end of the text count nowhere."""
+        if result.target_nonfinite:
+            # The whole draft is discarded, whatever the coins said. Drafts that lead to such values are then
+            # never judged, and other drafts weigh a little more in the output's distribution. Keeping what
+            # was accepted before the first such value would be exact, but NaN reaches every column of its row
+            # (0 * NaN is NaN behind any mask), and only another pass could tell which column was first.
+            self.cache.wipe(sequence.row, len(sequence.tokens) - 1)
+            return Round(result.drafted, 0, 0, drafter)
+        whole = result.accepted == result.drafted > 0
+        origins = [Origin.DRAFTER] * result.accepted + [Origin.BONUS if whole else Origin.TARGET]
         before = len(sequence.tokens)
-        read = sequence.extend(reading.new, origins, reading.scores)
+        read = sequence.extend(result.new_tokens, origins, result.scores)
         emitted = len(sequence.tokens) - before
-        if read <= reading.accepted:
-            return Round(read, read, emitted, reading.draft_sure, drafter)
-        return Round(reading.drafted, reading.accepted, emitted, reading.draft_sure, drafter)
+        if read <= result.accepted:
+            return Round(read, read, emitted, drafter)
+        return Round(result.drafted, result.accepted, emitted, drafter)
+
+    def _tell_drafters(self, sequence: Sequence, base: int, emitted: int, forward: Forward) -> None:
+        """Hand tapped states of the committed positions to the row's drafters, and roll them back."""
+        for name in sequence.drafters:
+            drafter = self.drafters[name]
+            if drafter.taps and emitted > 0:
+                states = {depth: forward.taps[depth][sequence.row, :emitted] for depth in drafter.taps}
+                drafter.observe(sequence, base, states)
+            drafter.rewind(sequence)
 
     @torch.inference_mode()
     def _prefill(self, sequence: Sequence) -> None:
-        """The next chunk of its prompt through the target, and its drafters."""
-        sound = prefill_chunk(
-            sequence,
-            self.target,
-            self.cache,
-            [self.drafters[name] for name in sequence.drafters],
-            ahead=not self.policy.weighs,
-            vocab_ops=self.vocab_ops,
-        )
-        if not sound:
+        """Run the next chunk of a prompt through the target and its drafters."""
+        with self.observer.phase("prefill"):
+            finite = prefill_chunk(
+                sequence,
+                self.target,
+                self.cache,
+                [self.drafters[name] for name in sequence.drafters],
+                drafters_read=not self.policy.uses_costs,
+                vocab_ops=self.vocab_ops,
+            )
+        if not finite:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
         elif self.cache.lengths[sequence.row] == len(sequence.prompt) - 1:
             sequence.state = State.RUNNING
@@ -229,7 +261,7 @@ class Engine:
     def _start(self, ready: list[Sequence]) -> None:
         for sequence in ready:
             sequence.started = time.perf_counter()
-            if sequence.remaining == 0:  # only its prompt was to be scored
+            if sequence.remaining == 0:  # the request asks for scores of its prompt alone
                 self._leave(sequence, Finish.LENGTH)
                 continue
             for name in sequence.drafters:

@@ -1,10 +1,10 @@
-"""Prompts: read chunk by chunk, all but the last token, by the target and by the drafters that want them."""
+"""Prefill: a prompt is read chunk by chunk, all but its last token, by the target and by drafters that want it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from foredraft.decode.draft import Drafter, as_stepper
+from foredraft.decode.drafter import Drafter, Stepper
 from foredraft.decode.prompt_scores import score_chunk
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.target import Target
@@ -21,12 +21,22 @@ def prefill_chunk(
     cache: KVCache,
     drafters: Seq[Drafter],
     *,
-    ahead: bool,
+    drafters_read: bool,
     vocab_ops: VocabOps,
 ) -> bool:
-    """The next chunk of a prompt; scored, where that was asked for. False where a logit of it is not finite.
-    drafters: the sequence's own. ahead: those that have to read a text read it now, and not once they are
-    chosen."""
+    """Run the next chunk of a prompt through the target, and score it where the request asks for it.
+
+    Args:
+        sequence: Its prompt is read up to `cache.lengths` of its row.
+        target: Runs the pass.
+        cache: The target's.
+        drafters: The sequence's own.
+        drafters_read: Steppers read the chunk too; otherwise they read once the policy chooses them.
+        vocab_ops: Scores the chunk.
+
+    Returns:
+        False where a logit of a scored chunk is not finite.
+    """
     start, stop = cache.lengths[sequence.row], len(sequence.prompt) - 1
     end = next_chunk(start, stop, target.chunk)
     taps = tuple(depth for drafter in drafters for depth in drafter.taps)
@@ -36,15 +46,14 @@ def prefill_chunk(
         scores = score_chunk(target.head, forward.hidden, sequence, start, vocab_ops)
         if scores is None:
             return False
-        # whoever reads the prompt anew, because its first reader was cancelled, scores it anew
+        # A sibling reads the prompt again where its first reader was cancelled: its scores replace the old
+        # ones.
         del sequence.prompt_scores[start + 1 :]
         sequence.prompt_scores += scores
     for drafter in drafters:
         if drafter.taps:
             drafter.observe(sequence, start, {d: forward.taps[d][0, : end - start] for d in drafter.taps})
-        fits = drafter.max_length is None or stop <= drafter.max_length
-        # one that can never draft need not read, nor one that may never be chosen
-        stepper = as_stepper(drafter)
-        if stepper is not None and fits and ahead:
-            stepper.read(sequence, start, end)
+        fits = drafter.max_length is None or stop <= drafter.max_length  # else it can never draft here
+        if drafters_read and fits and isinstance(drafter, Stepper):
+            drafter.read(sequence, start, end)
     return True

@@ -1,13 +1,14 @@
-"""Reading: what the host learns from a round, in one device synchronisation.
+"""Round results: everything the host learns from a round, fetched in one device synchronisation.
 
-Everything travels together: the verdict, and where a request asks for them the scores of its new tokens and
-the probabilities that its trace shows.
+The verdict travels together with the scores of new tokens where a request asks for them, the probabilities
+that a trace shows, and the target's confidence where the policy wants it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,48 +16,55 @@ from torch import Tensor
 from foredraft.decode.accept import Verdict
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft
-from foredraft.decode.policy.gate import certainty
-from foredraft.decode.policy.protocol import Signal
+from foredraft.decode.policy import Signal
+from foredraft.decode.policy.target_confidence import target_confidence
 from foredraft.decode.scores import Integers, Score, score, scores_in
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.decode.trace import RoundTrace
 from foredraft.model.device import download, upload
 
-__all__ = ["RowResult", "read"]
+__all__ = ["RowResult", "fetch_results"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowResult:
-    """One row of it. p, q: what the laws gave the drafted tokens, p by those that judged them; next_p: the
-    next one. None unless traced.
+    """What one row's round came to.
 
-    sure: how sure the target was of the next token, None unless a policy wants it. draft_sure: how sure the
-    drafter was at every step that it took, if a policy stops by that.
+    Attributes:
+        accepted: Drafted tokens that are kept.
+        next_token: The correction, the bonus or a plain step's token.
+        drafted: Length of the draft.
+        target_nonfinite: The target's logits of a real column were not finite.
+        drafter_nonfinite: The drafter's logits were not finite.
+        tokens: [K] drafted tokens, padded.
+        scores: Of the accepted tokens and the next one, where the request asks for them.
+        p: What the target's distributions (those that judged the draft) gave the drafted tokens, if traced.
+        q: What the drafter's distributions gave them, if traced.
+        next_p: Probability of the next token, if traced.
+        target_confidence: Confidence of the target in the next token; None unless the policy wants it.
     """
 
     accepted: int
     next_token: int
     drafted: int
-    broken: bool  # logits of a real column were not finite
-    drafter_nonfinite: bool  # logits of the drafter were not finite
-    tokens: list[int]  # [K]
-    scores: list[Score]  # of the accepted tokens and the next one, where they are asked for
+    target_nonfinite: bool
+    drafter_nonfinite: bool
+    tokens: list[int]
+    scores: list[Score]
     p: list[float]
     q: list[float]
     next_p: float
-    sure: float | None = None
-    draft_sure: tuple[float, ...] = ()
+    target_confidence: float | None = None
 
     @property
-    def new(self) -> list[int]:
-        """The tokens that the round decided on."""
+    def new_tokens(self) -> list[int]:
+        """Return the tokens that the round decided on."""
         return [*self.tokens[: self.accepted], self.next_token]
 
-    def traced(self, sequence: Sequence, outcome: Round, length: int, budget: int) -> RoundTrace:
-        """Of the round that began with so many tokens."""
-        # what lies past the end of the text, nobody looked at
-        count = 0 if self.broken else outcome.drafted
+    def trace(self, sequence: Sequence, outcome: Round, length: int, budget: int) -> RoundTrace:
+        """Return the trace of the round; length: tokens of the sequence when it began."""
+        count = 0 if self.target_nonfinite else outcome.drafted  # past the end of the text nothing was judged
         return RoundTrace(
             start=length - len(sequence.prompt),
             drafter=outcome.drafter,
@@ -66,104 +74,86 @@ class RowResult:
             q=self.q[:count],
             accepted=outcome.accepted,
             next_token=self.next_token,
-            next_p=0.0 if self.broken else self.next_p,
+            next_p=0.0 if self.target_nonfinite else self.next_p,
             emitted=outcome.emitted,
-            discarded=self.broken,
+            discarded=self.target_nonfinite,
             rollback=sequence.params.bound,
         )
 
 
-def read(
+def fetch_results(
     sequences: Seq[Sequence],
     draft: Draft,
     verdict: Verdict,
     p: Distribution,
-    judge: Distribution,
     logits: Tensor,
     finite: Tensor,
+    *,
+    judge: Distribution,
     signal: Signal | None = None,
 ) -> list[RowResult]:
-    """A Reading of every row; logits [B, K + 1, V] as the model gave them. signal: what a policy wants.
+    """Read the device once and return the result of every row.
 
-    judge: the laws by which a draft was accepted, which are p but under the lossy rule.
+    Args:
+        sequences: [B].
+        draft: The round's.
+        verdict: What the acceptance rule decided.
+        p: The target's distributions at the K + 1 positions.
+        logits: The target's own, [B, K + 1, V].
+        finite: [B, K + 1] bool, the logits were finite.
+        judge: Distributions by which the draft was judged; p, but under the lossy rule.
+        signal: Confidence of the target that the policy wants.
     """
-    batch = len(sequences)
-    tensors = [verdict.accepted, verdict.next_token, draft.lengths, draft.tokens, finite]
-    if draft.drafter_nonfinite is not None:
-        tensors.append(draft.drafter_nonfinite)
-    asking = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
-    top = max((sequences[row].params.logprobs or 0 for row in asking), default=0)
+    rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
+    top = max((sequences[row].params.logprobs or 0 for row in rows), default=0)
     traced = any(s.traced for s in sequences)
-    if asking or traced:
-        # the tokens decided on, in their columns; what lies past them is never looked at
+    # Tensors to fetch, by name, in the order of travel.
+    wanted = {
+        "accepted": verdict.accepted, "next_token": verdict.next_token, "drafted": draft.lengths,
+        "tokens": draft.tokens, "finite": finite,
+    }  # fmt: skip
+    if draft.nonfinite is not None:
+        wanted["drafter_nonfinite"] = draft.nonfinite
+    if rows or traced:
+        # the decided tokens in their columns; nothing reads past them
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         new = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted, next_token)
-        if asking:
-            rows = upload(asking, logits.device)
-            tensors.append(score(logits[rows], p.rows(rows), new[rows], top))
-        if traced:
-            pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
-            tensors.append(torch.cat([*pair, p.at(new).gather(1, accepted)], 1))
+    if rows:
+        index = upload(rows, logits.device)
+        wanted["scores"] = score(logits[index], p.rows(index), new[index], top)
+    if traced:
+        pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
+        wanted["chances"] = torch.cat([*pair, p.at(new).gather(1, accepted)], 1)
     if signal is not None:
-        last = logits[torch.arange(batch, device=logits.device), verdict.accepted]  # [B, V]
-        tensors.append(certainty(last, verdict.next_token, signal))
-    if draft.sure is not None:
-        tensors.append(draft.sure)
-    several = download(tensors)
-    verdicts = zip(*(tensor.tolist() for tensor in several[:5]), strict=True)
-    more = several[5:]
-    drafter_nonfinite = [False] * batch if draft.drafter_nonfinite is None else more.pop(0).tolist()
-    scores = dict(zip(asking, more.pop(0).numpy(), strict=True)) if asking else {}
-    chances: list[list[float]] = more.pop(0).tolist() if traced else [[]] * batch
-    sure = [None] * batch if signal is None else more.pop(0).tolist()
-    readings = [
-        _row_result(
-            *decided,
-            drafter_nonfinite=bool(drafter_nonfinite[row]),
-            sequence=sequence,
-            figures=scores.get(row),
-            top=top,
-            chances=chances[row] if sequence.traced else [],
-            sure=sure[row],
-        )
-        for row, (decided, sequence) in enumerate(zip(verdicts, sequences, strict=True))
+        last = logits[torch.arange(len(sequences), device=logits.device), verdict.accepted]  # [B, V]
+        wanted["target_confidence"] = target_confidence(last, verdict.next_token, signal)
+    fetched = dict(zip(wanted, download(list(wanted.values())), strict=True))
+    scores = dict(zip(rows, fetched.pop("scores").numpy(), strict=True)) if rows else {}
+    columns = {name: tensor.tolist() for name, tensor in fetched.items()}
+    return [
+        _row_result({name: column[row] for name, column in columns.items()}, sequence, scores.get(row), top)
+        for row, sequence in enumerate(sequences)
     ]
-    if draft.sure is not None:
-        for reading, steps in zip(readings, more.pop(0).tolist(), strict=True):
-            reading.draft_sure = tuple(step for step in steps if step != -1.0)
-    return readings
 
 
-def _row_result(
-    accepted: int,
-    next_token: int,
-    drafted: int,
-    tokens: list[int],
-    finite: list[bool],
-    *,
-    drafter_nonfinite: bool,
-    sequence: Sequence,
-    figures: Integers | None,
-    top: int,
-    chances: list[float],
-    sure: float | None,
-) -> RowResult:
-    width = len(tokens)
+def _row_result(values: dict[str, Any], sequence: Sequence, figures: Integers | None, top: int) -> RowResult:
+    """Return one row's result; values: what was fetched for the row, by name."""
+    accepted, drafted, tokens = values["accepted"], values["drafted"], values["tokens"]
+    chances: list[float] = values["chances"] if sequence.traced else []
     scores: list[Score] = []
     if figures is not None:
-        shown = sequence.params.logprobs or 0
-        scores = scores_in(figures, [*tokens[:accepted], next_token], top, shown)
-    p, q, next_p = chances[:drafted], chances[width : width + drafted], chances[-1] if chances else 0.0
+        new = [*tokens[:accepted], values["next_token"]]
+        scores = scores_in(figures, new, top, sequence.params.logprobs or 0)
     return RowResult(
-        accepted,
-        next_token,
-        drafted,
-        not all(finite[: drafted + 1]),
-        drafter_nonfinite,
-        tokens,
+        accepted=accepted,
+        next_token=values["next_token"],
+        drafted=drafted,
+        target_nonfinite=not all(values["finite"][: drafted + 1]),
+        drafter_nonfinite=bool(values.get("drafter_nonfinite", False)),
+        tokens=tokens,
         scores=scores,
-        p=p,
-        q=q,
-        next_p=next_p,
-        sure=sure,
+        p=chances[:drafted],
+        q=chances[len(tokens) : len(tokens) + drafted],
+        next_p=chances[-1] if chances else 0.0,
+        target_confidence=values.get("target_confidence"),
     )

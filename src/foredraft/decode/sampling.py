@@ -120,18 +120,20 @@ class SamplingTable:
         )
 
     def sampling_inputs(self, keys: Tensor) -> SamplingInputs | None:
-        """All that a draw from these laws needs, with the noise of K of them [B, K]; None where logits are
-        edited or cut in other ways too, or where some rows, not all, are greedy."""
-        if not self.plain or self.greedy is not None or self.typical_p is not None:
+        """Return what a fused draft draws by, with the noise keys of K draws [B, K].
+
+        None where logits are edited or truncated in other ways too, or where some rows, not all, are greedy.
+        """
+        if self.edits_logits or self.greedy is not None or self.typical_p is not None:
             return None
         return SamplingInputs(
             self.temperature, self.top_k, self.top_p, self.min_p, self.cut, keys.contiguous()
         )
 
     @property
-    def plain(self) -> bool:
-        """No row's logits are edited by a bias, a bar or a penalty."""
-        return self.biased is None and self.least is None and self.penalties is None
+    def edits_logits(self) -> bool:
+        """Return whether any row's logits are edited by a bias, a bar or a penalty."""
+        return not (self.biased is None and self.least is None and self.penalties is None)
 
     def of_prompt(self) -> SamplingTable:
         """Without what counts or bars new tokens."""

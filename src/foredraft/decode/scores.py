@@ -46,7 +46,7 @@ def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
     """logits [B, T, V] as the model gave them, p their laws, tokens [B, T] -> [B, T, 2 + 4 * top] int64;
     top: at most V."""
     own = logits.log_softmax(-1)
-    processed = p.weights(logits.shape[-1]).log()
+    processed = p.dense(logits.shape[-1]).log()
     figures = [bits(x.gather(-1, tokens[..., None])).long() for x in (own, processed)]
     for x in (own, processed):
         best = x.topk(top, dim=-1)

@@ -1,7 +1,7 @@
-"""Sequence: one request's (or one sample's) life, from its ids to its finish reason.
+"""Sequence: one sample of a request, from its prompt ids to its finish reason.
 
-All state here is host state and changes at commit only. `len(tokens) - 1` positions are in the
-target's cache before each round: the last token is pending (no first-token special case).
+All state here is host state and changes at commit only. Before each round `len(tokens) - 1` positions are in
+the target's cache: the last token is pending, so the first token is no special case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finish(StrEnum):
 
 
 class Origin(StrEnum):
-    """Who wrote a token."""
+    """Source of a token."""
 
     DRAFTER = "drafter"  # drafted and accepted
     TARGET = "target"  # a plain step, or the correction after a rejection
@@ -61,18 +61,17 @@ class Sequence:
     seed: int
     sample: int = 0
     eos: frozenset[int] = frozenset()
-    drafter: str | None = None
+    drafters: tuple[str, ...] = ()
     constraint: Constraint | None = None
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
     text_buffer: TextBuffer | None = None
     traced: bool = False
-    drafters: tuple[str, ...] = ()
     prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
     origins: list[Origin] = field(default_factory=list)  # of the new ids
-    scores: list[Score] = field(default_factory=list)  # of the new ids, where they are asked for
-    token_counts: TokenCounts | None = None  # of what was said, where a penalty looks at it
+    scores: list[Score] = field(default_factory=list)  # of the new ids, where the request asks for them
+    token_counts: TokenCounts | None = None  # of prompt and output, where a penalty needs them
     trace: list[RoundTrace] = field(default_factory=list)
     state: State = State.WAITING
     finish: Finish | None = None
@@ -81,17 +80,15 @@ class Sequence:
     rounds: list[Round] = field(default_factory=list)
     round_count: int = 0  # part of the noise key; never goes back
     attempts: dict[int, int] = field(default_factory=dict)  # position -> rollbacks of a ban that crossed it
-    cache_finite: bool = False  # its cache rows hold finite values only: its last round showed it
-    skip_draft: bool = False  # its last draft led to values that are not finite: the next step is plain
-    drafter_faults: int = 0  # rounds in which its drafter's logits were not finite
-    policy_state: Any = None  # the policy's, opaque to everyone else
-    started: float = 0.0  # seconds of a monotonic clock: its first round, and its end
+    cache_finite: bool = False  # the last round showed that its cache rows hold finite values only
+    skip_draft: bool = False  # its last draft led to non-finite values, so the next step is plain
+    drafter_faults: int = 0  # rounds in which a drafter's logits were not finite
+    policy_state: Any = None  # opaque to all but the policy
+    started: float = 0.0  # monotonic clock in seconds: begin of the first round, and the end
     ended: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        if self.drafter is not None and not self.drafters:
-            self.drafters = (self.drafter,)
         if self.params.penalised:
             self.token_counts = TokenCounts(self.prompt)
 
@@ -105,21 +102,25 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be emitted."""
+        """Return how many tokens may still be emitted."""
         return self.params.max_new_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
     def settled(self) -> int:
-        """New tokens that no rollback can take back: what a stream may show."""
+        """Return how many new tokens no rollback can take back; a stream may show them."""
         if self.constraint is None or self.state is State.FINISHED:
             return len(self.tokens) - len(self.prompt)
         return self.constraint.settled()
 
     def extend(self, tokens: list[int], origins: list[Origin], scores: Seq[Score] = ()) -> int:
-        """Append up to the first EOS, stop string, limit or ban's rollback; how many of `tokens` were read.
+        """Append tokens up to the first EOS, stop string, limit or ban's rollback; return how many were read.
 
-        scores: of the tokens, where they are asked for. The sequence may end up *shorter* than before: a
-        constraint may take back earlier tokens.
+        The sequence may end up *shorter* than before, because a constraint may take back earlier tokens.
+
+        Args:
+            tokens: New ids.
+            origins: Of the tokens.
+            scores: Of the tokens, where the request asks for them.
         """
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self.tokens.append(token)
@@ -139,24 +140,24 @@ class Sequence:
         return len(tokens)
 
     def _end(self, token: int) -> Finish | None:
-        """Why the text ends with the token just appended, if it does."""
+        """Return why the text ends with the token just appended; None where it goes on."""
         ended = token in self.eos and not self.params.ignore_eos
         if self.params.stop:
-            self.write_up(ended)
+            self.update_text(ended)
             if self.text_buffer is not None and self.text_buffer.stopped_by is not None:
                 return Finish.STOP
         if ended:
             return Finish.EOS
         return Finish.LENGTH if self.remaining == 0 else None
 
-    def write_up(self, ended: bool = False) -> None:
-        """Have the transcript read the tokens that it has not read; ended: the last one ends the text."""
+    def update_text(self, ended: bool = False) -> None:
+        """Push new tokens into the text buffer; ended: the last one ends the text."""
         if self.text_buffer is not None:
             new = self.tokens[len(self.prompt) + len(self.text_buffer.tokens) :]
             self.text_buffer.push(new, ended=ended)
 
     def _roll_back(self, kept: int) -> None:
-        """Back to `kept` new tokens; the noise of every position crossed is never used again."""
+        """Roll back to `kept` new tokens; the noise of every crossed position is never used again."""
         length = len(self.prompt) + kept
         for position in range(length, len(self.tokens)):
             self.attempts[position] = self.attempts.get(position, 0) + 1

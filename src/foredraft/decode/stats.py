@@ -1,4 +1,4 @@
-"""Stats: folds rounds into figures.
+"""Stats: figures of rounds.
 
 Words as in docs/architecture.md: *acceptance rate* = accepted / drafted, for people; *alpha* =
 accepted / (accepted + rounds that a rejection ended), the constant-rate model's parameter: P(a drafted
@@ -20,23 +20,18 @@ __all__ = ["Round", "Stats"]
 class Round:
     """One sequence's part in one round.
 
-    drafted: tokens proposed; accepted: of them, kept by the acceptance rule; emitted: tokens appended
-    (EOS or a limit may cut a kept run short; a ban's rollback may make it negative). sure: of every draft
-    step, how sure the drafter was, where a policy stops by that; one more than drafted where it stopped.
-    drafter: who drafted, if anybody was to.
+    Attributes:
+        drafted: Tokens proposed.
+        accepted: Proposed tokens that the acceptance rule kept.
+        emitted: Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make
+            the number negative.
+        drafter: The drafter that was asked; None in a plain step.
     """
 
     drafted: int
     accepted: int
     emitted: int
-    sure: tuple[float, ...] = ()
     drafter: str | None = None
-
-    @property
-    def steps(self) -> int:
-        """Of the drafter, as far as anybody was told: one for each token that was drafted, and one more where
-        a place was left to the target."""
-        return len(self.sure) or self.drafted
 
 
 @dataclass(slots=True)
@@ -44,16 +39,16 @@ class Stats:
     """Figures of one output, or of several merged.
 
     Attributes:
-        seconds: From its first round to its end; of several, their sum unless told otherwise.
+        seconds: From the first round to the end; of merged outputs their sum, unless told otherwise.
         tokens: New tokens.
         rounds: Verifying passes of the target, plain steps included.
         drafted: Tokens proposed.
-        accepted: Of them, kept.
+        accepted: Proposed tokens that were kept.
         rejections: Rounds that a rejection ended.
-        drafts: Rounds for which a drafter took a step, by drafter.
-        steps: Of each drafter.
+        drafts: Rounds with a draft, by drafter.
+        steps: Drafted tokens, by drafter.
         drafted_at: Drafts that reached each position, from the first on.
-        accepted_at: Of them, those whose token there was kept.
+        accepted_at: Those of them whose token there was accepted.
     """
 
     seconds: float = 0.0
@@ -76,9 +71,9 @@ class Stats:
             stats.drafted += r.drafted
             stats.accepted += r.accepted
             stats.rejections += r.accepted < r.drafted
-            if r.drafter is not None and r.steps:
+            if r.drafter is not None and r.drafted:
                 stats.drafts[r.drafter] += 1
-                stats.steps[r.drafter] += r.steps
+                stats.steps[r.drafter] += r.drafted
             stats._widen(r.drafted)
             for j in range(r.drafted):
                 stats.drafted_at[j] += 1

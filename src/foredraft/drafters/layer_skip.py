@@ -1,76 +1,75 @@
 """Layer skip: the target drafts for itself, with some of its sub-layers left out.
 
 Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) leaves out any attention or MLP sub-layers. It needs no
-second model and no cache: a draft's passes run on the target's own, and write past its committed length,
-where the verifying pass overwrites them in every layer before anybody reads there.
+second model and no second cache: a draft's passes run on the target's own and write past its committed
+length, where the verifying pass overwrites them in every layer before any layer attends there.
 
 Early exit (LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710) runs the first layers whole, then norm and
-head. What they compute is what the verifying pass would, so it resumes from their states: only the last
-drafted token, which no step read, goes through these layers then. For that their passes keep to exact shapes.
+head. The verifying pass computes the same states there, so it resumes from the draft's: only the last drafted
+token, which no step read, still goes through these layers. For that the draft's passes keep to exact shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from foredraft.decode.draft_pass import DraftPass
+from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.skips import Skips
 from foredraft.model.cache import KVCache
-from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs, StopThresholds
+from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
 
 __all__ = ["LayerSkip"]
 
 
-class LayerSkip:
-    """A Looper over the target's own runner and cache. planned: tokens that a draft of this plan is best at,
-    where somebody measured it."""
+class LayerSkip(Stepper):
+    """A stepper over the target's own runner and cache.
+
+    Args:
+        target: The target's runner.
+        cache: The target's KV cache.
+        skips: Sub-layers to leave out.
+        planned: Draft length for which the plan was found, where it is known.
+
+    Raises:
+        ConfigError: The target has no such layers.
+    """
 
     name = "layer-skip"
-    taps: tuple[int, ...] = ()
-    max_length: int | None = None
+    draft_pass: DraftPass
 
     def __init__(self, target: Runner, cache: KVCache, skips: Skips, planned: int | None = None) -> None:
-        """Raises ConfigError where the target has no such layers."""
         layers = target.decoder.spec.layers
         skips.check(layers)
         self.skips, self.cache, self.planned = skips, cache, planned
-        self.caches: tuple[KVCache, ...] = (cache,)
+        self.caches = (cache,)
         self.draft_pass = DraftPass(target, skips.plan(layers), exact=skips.exit is not None)
         self._states: list[Tensor] = []  # entering layer `exit`, of this round's steps: [B, 1, D] each
         self._known: list[int] = []  # [B]: how many of them are a row's own
 
     def length(self, sequence: Sequence) -> int:
-        """The target has read all but the pending token."""
-        return len(sequence.tokens) - 1
-
-    def read(self, sequence: Sequence, start: int, stop: int) -> None:
-        return None
+        return len(sequence.tokens) - 1  # the target has read all but the pending token
 
     def step(
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         forward = self.draft_pass(self.cache, tokens, starts, idle=idle)
         if self.skips.exit is not None:
-            self._known = [
-                known + (not dummy) for known, dummy in zip(self._known or [0] * len(idle), idle, strict=True)
-            ]
+            known = self._known or [0] * len(idle)
+            self._known = [count + (not is_idle) for count, is_idle in zip(known, idle, strict=True)]
             self._states.append(forward.hidden)
         assert forward.logits is not None
         return forward.logits[:, 0]
 
-    def draft(
+    def fused_draft(
         self,
         tokens: list[list[int]],
         starts: list[int],
-        most: list[int],
-        sampling_inputs: SamplingInputs | None,
-        stops: StopThresholds | None = None,
+        lengths: list[int],
+        sampling: SamplingInputs | None,
     ) -> FusedDraft | None:
-        return self.draft_pass.at_once(self.cache, tokens, starts, most, sampling_inputs, stops)
+        return self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling)
 
     def resume(self) -> Resume | None:
         if self.skips.exit is None:
@@ -80,17 +79,8 @@ class LayerSkip:
         self._forget()
         return resume
 
-    def join(self, sequence: Sequence) -> None:
-        return None
-
-    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        return None
-
-    def rewind(self, sequence: Sequence) -> None:
-        return None  # the target's cache is rolled back
-
     def leave(self, sequence: Sequence) -> None:
-        self._forget()  # a draft may have broken off
+        self._forget()  # an exception may have ended a draft halfway
 
     def _forget(self) -> None:
         self._states, self._known = [], []

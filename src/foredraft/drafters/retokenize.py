@@ -1,29 +1,27 @@
-"""Retokenize: a draft model with another tokenizer guesses, and its text is encoded for the target.
+"""Retokenize: a draft model with another tokenizer drafts text, which is encoded for the target.
 
 Universal assisted generation (Korat et al. 2024, "Universal Assisted Generation: Faster Decoding with Any
 Assistant Model"; string-level exact match in Timor et al. 2025, "Accelerating LLM Inference with Lossless
 Speculative Decoding Algorithms for Heterogeneous Vocabularies"). The text so far is kept in the draft's own
-tokens, from which it goes on greedily in its own cache, all texts of a round side by side. What it says is
-spelled in the target's ids, byte by byte: an id is proposed only if its bytes are what the draft said next.
-What a law over the draft's tokens would be over the target's is not known, so the draft is a guess, and its q
-one-hot.
+tokens, which it continues greedily in its own cache, all rows of a round side by side. The drafted text is
+encoded in the target's ids, byte by byte: an id is proposed only if its bytes are the drafted ones. A
+distribution over the draft's tokens has no known counterpart over the target's, so the draft is a guess and
+its q is one-hot.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.decode.draft_pass import DraftPass
+from foredraft.decode.drafter import DraftPass, Guesser
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.byte_codec import ByteCodec, characters
 from foredraft.drafters.translation import Translation
-from foredraft.model.cache import KVCache
 from foredraft.model.device import upload
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.tokenizer import Tokenizer
@@ -32,15 +30,22 @@ __all__ = ["Retokenize"]
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 8  # of the target's last tokens are encoded again with what follows, for it may join them
-LONGEST = 4  # so many draft tokens for one of the target's at most
-NEAR = 8  # so many tokens at most are read together with other rows, all padded to the one furthest behind
+WINDOW = 8  # last tokens of the target that are encoded again with the draft, because a token may span both
+LONGEST = 4  # draft tokens for one of the target's, at most
+NEAR = 8  # unread tokens up to which rows catch up in one padded pass; a row with more reads ahead by itself
 
 
 @dataclass(slots=True)
 class _Seat:
-    """A sequence's place in the draft's cache, which has rows and lengths of its own. read: how many of the
-    sequence's tokens that cache covers, those of the last draft included."""
+    """A sequence's place in the draft's cache, which has rows and lengths of its own.
+
+    Attributes:
+        sequence: The sequence.
+        row: Of the draft's cache.
+        translation: Its text in the draft's tokens.
+        faults: Rounds in which the draft's logits were not finite.
+        read: The sequence's tokens that the cache covers, those of the last draft included.
+    """
 
     sequence: Sequence
     row: int
@@ -51,24 +56,33 @@ class _Seat:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a seat is to do in a round: after `tokens`, go on for `count` more; both are the draft's."""
+    """One seat's work in a round: continue `tokens` by `count` tokens, both of the draft's.
+
+    `budget` counts the target's tokens; a `count` of 0 proposes nothing this time.
+    """
 
     seat: _Seat
-    budget: int  # of the target's tokens
+    budget: int
     tokens: list[int]
-    count: int  # 0: it says nothing this time
+    count: int
 
 
-class Retokenize:
-    """A Guesser over a Runner of its own.
+class Retokenize(Guesser):
+    """A guesser over a runner of its own, with another tokenizer than the target.
 
-    rows: sequences at a time. positions: of the draft's own tokens; a text beyond them gets no more drafts.
+    Its limit of positions counts its own tokens, so `max_length` is None; and the rows of its cache do not
+    follow the batch's, because their lengths differ, so `caches` is empty.
+
+    Args:
+        runner: Of the draft model.
+        rows: Sequences at a time.
+        positions: Of the draft's own tokens; a text beyond them gets no more drafts.
+        target: The target's tokenizer.
+        draft: The draft's tokenizer.
     """
 
     name = "retokenize"
-    taps: tuple[int, ...] = ()
-    max_length: int | None = None  # its limit is in its own tokens
-    caches: tuple[KVCache, ...] = ()  # none whose rows follow the batch's: its lengths are others
+    draft_pass: DraftPass
 
     def __init__(
         self, runner: Runner, rows: int, positions: int, target: Tokenizer, draft: Tokenizer
@@ -95,20 +109,18 @@ class Retokenize:
                 turn.seat.read = len(turn.seat.sequence.tokens) + len(guess)
         return guesses
 
-    def length(self, sequence: Sequence) -> int:
-        return min(self._seats[sequence.id].read, len(sequence.tokens) - 1)
-
-    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
-        return None
+    def unread(self, sequence: Sequence) -> int:
+        last = len(sequence.tokens) - 1
+        return last - min(self._seats[sequence.id].read, last)
 
     def rewind(self, sequence: Sequence) -> None:
-        """What its row of the cache has too much is seen at the next draft, token by token."""
+        # The next draft compares the cache row with the text, token by token.
         seat = self._seats[sequence.id]
         seat.translation.keep(len(sequence.tokens))
         seat.read = min(seat.read, len(sequence.tokens) - 1)
 
     def leave(self, sequence: Sequence) -> None:
-        """The row keeps what was read: the next sequence may begin with the same text."""
+        # The row keeps what it read: the next sequence may begin with the same text.
         seat = self._seats.pop(sequence.id, None)
         if seat is None:
             return
@@ -129,11 +141,13 @@ class Retokenize:
         return _Turn(seat, budget, tokens, count)
 
     def _continue(self, turns: dict[int, _Turn]) -> dict[int, list[int]]:
-        """By row, the `count` most probable tokens after `tokens`, each after the one before; none after a
-        fault. All rows take a step in one forward, and the host reads once, at the end."""
+        """Return each row's greedy continuation of `count` tokens; no entry for a row with non-finite logits.
+
+        All rows take a step in one forward, and the host reads the device once, at the end.
+        """
         if not turns:
             return {}
-        rows = range(min(turns), max(turns) + 1)  # those in between are idle, as is who has said enough
+        rows = range(min(turns), max(turns) + 1)  # rows in between are idle, and so are rows that are done
         steps = [turns[row].count if row in turns else 0 for row in rows]
         tokens, starts, counts = self._behind(turns, rows)
         drawn: list[Tensor] = []
@@ -161,8 +175,10 @@ class Retokenize:
         return said
 
     def _behind(self, turns: dict[int, _Turn], rows: range) -> tuple[Tensor, list[int], list[int]]:
-        """What each row has to read first, padded to [B, T], from where on, and how much of it is real. The
-        padding, which may lie in the cache's slack, is overwritten before any position after it is read."""
+        """Return each row's unread tokens, padded to [B, T], their first positions, and their counts.
+
+        A later step overwrites the padding before it attends there; the padding may lie in the cache's slack.
+        """
         starts = [self._catch_up(row, turns[row].tokens) if row in turns else 0 for row in rows]
         behind = [
             turns[row].tokens[start:] if row in turns else [0]
@@ -173,8 +189,10 @@ class Retokenize:
         return upload(padded, self.draft_pass.runner.decoder.device, torch.int64), starts, counts
 
     def _catch_up(self, row: int, tokens: list[int]) -> int:
-        """Roll the row back to what it has in common with `tokens`, and read ahead where it is far behind;
-        returns from where on to read. The last one is always read, for its logits."""
+        """Roll the row back to its common prefix with `tokens`, and read ahead where it is far behind.
+
+        Returns the position from which to read. The last token is always read, for its logits.
+        """
         read = self._rows[row]
         shared = min(len(read), len(tokens) - 1)
         start = next((at for at in range(shared) if read[at] != tokens[at]), shared)
@@ -187,14 +205,14 @@ class Retokenize:
         return start
 
     def _guess(self, turn: _Turn, ids: list[int]) -> list[int]:
-        """The target's ids of what the draft said; none if that does not begin with what is held."""
+        """Return the target's ids of the drafted text; none if it does not begin with the bytes held back."""
         said, held = self._draft.join(ids), turn.seat.translation.held
         if not said or not said.startswith(held):
             return []
         return self._spelled(turn.seat.sequence.tokens, said[len(held) :])[: turn.budget]
 
     def _spelled(self, tokens: list[int], said: bytes) -> list[int]:
-        """The target's ids of what was said after `tokens`."""
+        """Return the target's ids of the bytes `said`, which follow `tokens`."""
         window = self._window(tokens)
         ids = self._target.spell(characters(window + said))
         place = at = 0
@@ -203,10 +221,10 @@ class Retokenize:
             at += 1
         if place == len(window):
             return ids[at:]
-        return self._target.spell(characters(said))  # a token would join what is said already, and that stays
+        return self._target.spell(characters(said))  # a token would span committed text, which cannot change
 
     def _window(self, tokens: list[int]) -> bytes:
-        """The bytes of the last few tokens, from a whole character on."""
+        """Return the bytes of the last few tokens, from the first whole character on."""
         parts: list[bytes] = []
         for token in reversed(tokens[-WINDOW:]):
             part = self._target.of(token)
@@ -216,13 +234,13 @@ class Retokenize:
         return b"".join(reversed(parts)).lstrip(bytes(range(0x80, 0xC0)))
 
     def _fault(self, seat: _Seat) -> None:
-        """Logits that are not finite: the row starts anew, and the second time the sequence gets no more."""
+        """Handle non-finite logits: the row starts anew, and after a second fault the sequence gets no drafts."""
         self._empty(seat.row)
         seat.read = 0
         seat.faults += 1
         if seat.faults > 1:
             logger.warning(
-                "request %d goes on without %s: its logits are not finite", seat.sequence.id, self.name
+                "request %d continues without %s: its logits are not finite", seat.sequence.id, self.name
             )
 
     def _empty(self, row: int) -> None:

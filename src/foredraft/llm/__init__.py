@@ -193,7 +193,7 @@ class LLM:
             new, shown = slice(shown, settled), settled
             parts = None
             if sequence.text_buffer is not None:
-                sequence.write_up()
+                sequence.update_text()
                 parts = sequence.text_buffer.release(settled)
             return Piece(
                 text=None if parts is None else "".join(text for _, text in parts),
@@ -235,7 +235,7 @@ class LLM:
         text_buffer, params = sequence.text_buffer, sequence.params
         lossless = self._is_lossless(params)
         if text_buffer is not None:
-            sequence.write_up()
+            sequence.update_text()
             text_buffer.finish()
         return Output(
             text=None if text_buffer is None else text_buffer.text,

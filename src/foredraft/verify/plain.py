@@ -55,7 +55,7 @@ class PlainTarget:
             law, finite = distribution_of(logits[None, None], SamplingTable.of([params], logits.device))
             if not finite.item():
                 raise RequestError("the target's logits are not finite; there is no law to sample from")
-            weights = law.weights(logits.shape[0])[0, 0].to("cpu", torch.float64)
+            weights = law.dense(logits.shape[0])[0, 0].to("cpu", torch.float64)
             return weights / weights.sum()
 
         return after

@@ -1,197 +1,340 @@
-"""The cost model: drafts by whoever pays most, as far as one more token pays, down to no draft at all.
+"""The default policy: for the batch, the drafters and draft lengths that maximise tokens per millisecond.
 
-What a round takes comes from a `CostTable`, which nothing changes while a request runs, and how likely drafts
-survive from what became of earlier ones (`Record`): of this request, and of others where it knows little. So
-choices are a function of the table and of the outcomes. `weighing` makes them; `stopping` has the equations
-by which a draft ends early where its drafter is unsure.
+Costs come from a `CostTable`, which no request changes; acceptance from running estimates: a request's own,
+with the drafter's pooled estimate as its prior. So a decision is a function of the table and of what was
+accepted, and can be replayed on paper (`budgets` has the equations).
 
-To weigh takes time itself, and to learn, so that a choice stands for some rounds, whose outcomes are learned
-of when it ends; and while nobody drafts and nothing can change, nobody is asked.
+Deciding takes host time, so a decision stands for some rounds. A drafter that does not pay is tried again
+after exponentially more rounds. One cap bounds what drafting may cost a request (`LossBudget`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-import torch
-
-from foredraft.decode.policy.candidates import NOBODY, Candidate, Made, Offered, Request
-from foredraft.decode.policy.costs import CostTable
-from foredraft.decode.policy.ledger import Ledger
-from foredraft.decode.policy.protocol import PLAIN, Alone, Choice, Offers, Source
-from foredraft.decode.policy.reliability import ASSUMED
-from foredraft.decode.policy.stopping import Ends, ends, stops_of
-from foredraft.decode.policy.weighing import Weighing
+from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
+from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.costs import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
-from foredraft.model.runner import StopThresholds
 
-__all__ = ["Auto"]
+__all__ = ["Auto", "LossBudget"]
 
-Heard = tuple[Request, Made, Choice, Round]
+DECISION_ROUNDS = 8  # rounds that a decision stands: deciding then costs under 1 % of a 1 ms step
+REJECTED_DRAFTS = 2  # consecutive fully rejected drafts after which a row's decision is dropped
+FIRST_WAIT, LONGEST_WAIT = (
+    8,
+    256,
+)  # rounds until a drafter that did not pay is tried again, at first and at most
+LOSS_STEPS = (
+    2.0  # the cap: plain steps that drafting may cost a request: about one rejected draft of 5 tokens,
+)
+LOSS_SHARE = 0.005  # and this share of the request's time so far
+LATE_CONTEXT = 128  # tokens before the pending one that a draft model reads of a long text on trial
+READ_SHARE = 0.04  # share of the rest of the request for which a drafter known to pay may read the whole text
 
-STANDS = 7  # further rounds for which a choice stands,
-# one for which drafters had to read, since it may be the first that is heard of them, and at least one by
-# which somebody in a batch may lose more than it should
-SOON = 2
-HOPED = 0.8  # as `ASSUMED`, of a drafter that is met in a batch, where one round tells of several rows
-FRESH = 4  # rounds that need not be learned of yet where something is on offer that was not weighed before
+# A drafter, and its confidence in what it proposes: acceptance is estimated for each pair.
+Source: TypeAlias = tuple[str, float | None]
 
 
-class Auto(Alone):
-    """max_draft: tokens at most. table: replaced while nothing runs, by `calibrate`."""
+@dataclass(slots=True)
+class LossBudget:
+    """What drafting has cost one request, in ms of the cost table, against plain decoding.
+
+    The loss of a round is its cost less a plain step for each token that it emitted for the request. It is
+    less again by what the request saves when other rows, which got more tokens, finish before it: the plain
+    steps of a smaller batch are cheaper. A negative loss is a gain.
+
+    Attributes:
+        spent: Cost of the request's rounds.
+        lost: Loss in them.
+    """
+
+    spent: float = 0.0
+    lost: float = 0.0
+
+    def left(self, plain: float) -> float:
+        """Return what the next rounds may lose under the cap, in ms; plain: cost of a plain step."""
+        return LOSS_STEPS * plain + LOSS_SHARE * self.spent - self.lost
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What one request, or all of them (`pool` is None), knows of a drafter.
+
+    Attributes:
+        acceptance: Of its drafts.
+        pool: The estimate of all requests.
+        waited: Rounds since the drafter drafted.
+        wait: Rounds until it is tried again where it does not pay.
+    """
+
+    acceptance: Acceptance
+    pool: Estimate | None = None
+    waited: int = 0
+    wait: int = FIRST_WAIT
+
+    def learn(self, outcome: Round, trial: bool) -> None:
+        """Count a round in which the drafter drafted; trial: it was not expected to pay."""
+        self.acceptance.learn(outcome)
+        self.waited = 0
+        if not trial:
+            self.wait = FIRST_WAIT
+        else:
+            self.wait = 1 if outcome.accepted else min(2 * max(self.wait, FIRST_WAIT), LONGEST_WAIT)
+        if self.pool is not None:
+            self.pool.learn(outcome, trial)
+
+
+@dataclass(slots=True)
+class Standing:
+    """A row's decision while it stands.
+
+    Attributes:
+        decision: What the row does.
+        rounds: Rounds that the decision still stands.
+        estimate: Of the drafter; None in a plain step.
+        trial: The drafter is tried although it is not expected to pay.
+        read_ms: Cost of what the drafter reads before the first draft, where it counts as loss.
+        rejected: Consecutive drafts so far that were fully rejected.
+    """
+
+    decision: Decision
+    rounds: float = DECISION_ROUNDS
+    estimate: Estimate | None = None
+    trial: bool = False
+    read_ms: float = 0.0
+    rejected: int = 0
+
+    @property
+    def stands(self) -> bool:
+        return self.rounds >= 1 and self.rejected < REJECTED_DRAFTS
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The policy's state of one sequence.
+
+    Attributes:
+        loss: Its loss budget.
+        estimates: What it knows of each drafter.
+        standing: Its decisions, by the candidates that they were made for.
+        last: The decision of the last round.
+        why: Why the last plan drafts nothing for it.
+    """
+
+    loss: LossBudget = field(default_factory=LossBudget)
+    estimates: dict[Source, Estimate] = field(default_factory=dict)
+    standing: dict[tuple[object, ...], Standing] = field(default_factory=dict)
+    last: Standing | None = None
+    why: str | None = None
+
+
+class Auto(Policy):
+    """The cost model.
+
+    Args:
+        max_draft: Longest draft.
+        table: Costs on this machine; may be replaced while no sequence has a row.
+    """
 
     name = "auto"
-    weighs = True
+    uses_costs = True
 
     def __init__(self, max_draft: int, table: CostTable | None = None) -> None:
         self.max_draft = max_draft
-        self.table = table or CostTable.assumed()
-        self.ledger = Ledger()
-        self._shared: dict[tuple[Source, bool], Candidate] = {}
-        self._batch = 1
-        self._stops: dict[tuple[object, ...], StopThresholds] = {}  # until more is learned: of a batch,
-        self._ends: dict[tuple[int, str], Ends] = {}  # and of a row in it
-        # of each round that is not yet learned of: ms read before it (`Weighing.readings`), and its rows
-        self._heard: list[tuple[tuple[float, float], list[Heard]]] = []
-        self._silent: list[Sequence] = []  # none of whom is to draft,
-        self._rested = 0  # for so many rounds that nobody was asked about
+        self.table = table or CostTable.unmeasured()
+        self._pool: dict[tuple[Source, bool], Estimate] = {}
+        self._round: list[tuple[RequestState, str | None, Round]] = []  # the last round, until it is settled
+        self._read_ms = 0.0  # in that round, as far as it counts as loss
 
-    def start(self) -> Request:
-        return Request()
+    def start(self) -> RequestState:
+        return RequestState()
 
-    def rests(self, sequences: Seq[Sequence]) -> bool:
-        """A choice not to draft stands for some rounds, which are to take no time, if all who may draft were
-        weighed for it, and none of them tells before how sure it is: it may be surer in the next."""
-        if not self._silent or self._silent != sequences:
-            return False
-        made = [sequence.policy_state.last for sequence in sequences]
-        if any(each.left < 1 for each in made):
-            return False
-        for each in made:
-            each.left -= 1
-        self._rested += 1
-        return True
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+        self._settle()
+        keys = [(*row.limits, *row.confidence.values()) for row in rows]
+        if any(key and not self._stands(row, key) for row, key in zip(rows, keys, strict=True)):
+            self._plan(rows, keys)
+        return [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
 
-    def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        """A row has a choice for everything that it is offered at times, each of which stands for some rounds
-        of its own, or until drafts of half the rows fail: what came of one says little of another."""
-        self._batch = len(rows)
-        states: list[Request] = [row.sequence.policy_state for row in rows]
-        if 2 * sum(state.last.lost for state in states) >= len(rows):
-            for state in states:
-                state.last.left = 0
-        offered = [(*row.most, *row.sure.values()) for row in rows]
-        pairs = zip(states, offered, strict=True)
-        asking = [(s, o) for s, o in pairs if o and s.made.get(o, NOBODY).left < 1]
-        read = 0.0, 0.0
-        if asking:  # a request begins, a choice has ended, or what is on offer is new
-            read = self._weigh(rows, offered, any(not s.made or o in s.made for s, o in asking))
-        self._heard.append((read, []))
-        for row, state, offer in zip(rows, states, offered, strict=True):
-            state.last, state.choice = NOBODY, PLAIN
-            if offer:
-                made = state.last = state.made[offer]
-                made.left -= 1
-                state.choice = _within(row, made.choice)
-        return [state.choice for state in states]
+    def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
+        state: RequestState = sequence.policy_state
+        for estimate in state.estimates.values():
+            estimate.waited += 1
+        drafter = None
+        if (last := state.last) is not None and last.estimate is not None:
+            drafter = last.decision.drafter
+            last.estimate.learn(outcome, last.trial)
+            last.rejected = 0 if outcome.accepted else last.rejected + 1
+        self._round.append((state, drafter, outcome))
 
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        """Nothing yet: what a choice came to is only looked at when it ends (`_weigh`)."""
-        state: Request = sequence.policy_state
-        if state.choice.budget:
-            state.last.failed = 0 if outcome.accepted else state.last.failed + 1
-        self._heard[-1][1].append((state, state.last, state.choice, outcome))
+    def why_plain(self, sequence: Sequence) -> str | None:
+        state: RequestState = sequence.policy_state
+        return state.why or "no drafter had anything to propose"
 
-    def _weigh(self, rows: Seq[Offers], offered: Seq[Offered], due: bool) -> tuple[float, float]:
-        """Choices that stand for some rounds; ms that drafters read for them. due: whether what was heard is
-        learned of before, as it is if much was."""
-        if learned := due or self._rested > 0 or len(self._heard) >= FRESH:
-            self._learn()
-        weighing = Weighing(self.table, self.ledger, self.max_draft, self._candidate, rows)
-        choices = weighing.choices()
-        read = weighing.readings(choices)
-        drafts, further = any(choice.budget for choice in choices), float(STANDS)
-        if any(weighing.trial):
-            further = 0
-        elif any(read):
-            further = SOON
-        if drafts and len(rows) > 1:  # one that gains nothing does not end a choice that others gain by
-            further = min(further, max(weighing.bears(choices) - 1, SOON))
-        self._silent = []
-        decoding = [row for row in rows if not row.idle]
-        if not drafts and not any(row.sure or len(row.most) < len(row.sequence.drafters) for row in decoding):
-            self._silent = [row.sequence for row in decoding]
-            further = max(further, weighing.until_turn() - 1)
-        rate = weighing.promised(choices) if drafts else 0.0
-        for place, (row, offer, choice) in enumerate(zip(rows, offered, choices, strict=True)):
-            trial, silent = weighing.trial[place], weighing.silent[place]
-            made = Made(choice, trial=trial, silent=silent, rate=rate, left=1 + further)
-            if (name := choice.drafter) is not None:
-                made.candidate, made.fragile = self._candidate(row, name), weighing.fragile(row, name)
-            if offer:
-                row.sequence.policy_state.made[offer] = made
-        if learned:
-            self._stops.clear()
-            self._ends.clear()
-        return read
+    def _stands(self, row: Candidates, key: tuple[object, ...]) -> bool:
+        standing = _state(row).standing.get(key)
+        return standing is not None and standing.stands
 
-    def _learn(self) -> None:
-        """Of all rounds since it last did."""
-        for read, heard in self._heard:
-            rows = [(state.account, choice.drafter, outcome) for state, _, choice, outcome in heard]
-            self.ledger.settle(self.table, rows, *read)
-            for state, made, choice, outcome in heard:
-                state.learn(made, choice, outcome, self.max_draft)
-        self._heard.clear()
-        if self._rested:
-            plain = self.table.verifying(len(self._silent), len(self._silent))
-            for sequence in self._silent:
-                sequence.policy_state.rest(self._rested, plain)
-            self.ledger.rest(self._rested, plain)
-            self._rested = 0
+    def _within(self, row: Candidates, key: tuple[object, ...]) -> Decision:
+        """Return the row's standing decision, cut to what the row may draft now."""
+        state = _state(row)
+        state.last = standing = state.standing[key] if key else None
+        if standing is None:
+            return PLAIN
+        standing.rounds -= 1
+        self._read_ms += standing.read_ms
+        standing.read_ms = 0.0
+        name, budget, context = standing.decision
+        return Decision(name, min(budget, row.limits[name]), context) if name is not None else PLAIN
 
-    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> StopThresholds:
-        drafting = [s if budget else None for s, budget in zip(sequences, budgets, strict=True)]
-        who = tuple(None if s is None else _told_apart(s) for s in drafting)
-        if (key := (who, max(budgets))) not in self._stops:
-            sharing = len(drafting) - drafting.count(None)
-            rows = [None if s is None else self._ends_of(s, sharing) for s in drafting]
-            self._stops[key] = stops_of(rows, max(budgets), device)
-        return self._stops[key]
+    def _plan(self, rows: Seq[Candidates], keys: Seq[tuple[object, ...]]) -> None:
+        """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
+        batch, plain = len(rows), self.table.plain(len(rows))
+        left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
+        names, for_reading = list[str | None](), left
+        for row in rows:
+            name = self._best(row, batch, for_reading)
+            names.append(name)
+            for_reading -= self._charge(row, name) if name is not None else 0.0
+        prospects = [name and self._prospect(row, name) for row, name in zip(rows, names, strict=True)]
+        budgets = best_budgets(self.table, [prospect or None for prospect in prospects])
+        plans = [
+            self._standing(row, name, budget) if name is not None and budget else Standing(PLAIN)
+            for row, name, budget in zip(rows, names, budgets, strict=True)
+        ]
+        loss, why = self._loss(plans, plain), None
+        if loss > left:
+            plans, loss = [Standing(PLAIN) for _ in rows], 0.0
+            why = "rejected drafts have cost the request as much as they may"
+        if self._try_another(rows, plans, left, plain):
+            rounds = 1.0
+        else:
+            rounds = min(DECISION_ROUNDS, left // loss) if loss > 0 else DECISION_ROUNDS
+        for row, key, plan in zip(rows, keys, plans, strict=True):
+            plan.rounds = max(rounds, 1.0)
+            _state(row).standing[key] = plan
+            if not row.idle:
+                _state(row).why = why or self._why(row, batch)
 
-    def _ends_of(self, sequence: Sequence, sharing: int) -> Ends:
-        """Of the longest draft, found when so many rows or more shared the drafter's steps."""
-        state: Request = sequence.policy_state
-        name, made = state.choice.drafter, state.last
-        if made.in_silence or name is None or made.candidate is None:
-            return Ends.never(self.max_draft)
-        if (key := (sequence.id, name)) not in self._ends:
-            most, record = self.max_draft, made.candidate.record
-            self._ends[key] = ends(self.table, name, self._batch, sharing, made.rate, record, most)
-        return self._ends[key]
+    def _best(self, row: Candidates, batch: int, for_reading: float) -> str | None:
+        """Return the drafter that gives the most tokens per ms for the rest of the request, if any may serve.
 
-    def _candidate(self, row: Offers, name: str) -> Candidate:
-        state: Request = row.sequence.policy_state
-        source = row.source(name)
-        if (found := state.candidates.get(source)) is None:
+        A drafter that has nothing to read stays in the choice even where it pays only beside rows that share
+        its steps. What an unknown drafter has to read must fit into `for_reading` ms.
+        """
+        plain_rate, rest = batch / self.table.plain(batch), batch * row.sequence.remaining
+        best, chosen = 0.0, None
+        for name in row.limits:
+            rate, length = best_length(self.table, batch, self._prospect(row, name))
+            if read_ms := self._read_cost(row, name):
+                rate = rest / (rest / rate + batch * read_ms)
+                if not length or rate <= plain_rate or self._charge(row, name) > for_reading:
+                    continue
+            if rate > best:
+                best, chosen = rate, name
+        return chosen
+
+    def _try_another(self, rows: Seq[Candidates], plans: list[Standing], left: float, plain: float) -> bool:
+        """Plan a trial of one drafter that was not chosen in one row, if its turn has come; was one planned?"""
+        for at, row in enumerate(rows):
+            for name in row.limits:
+                estimate = self._estimate(row, name)
+                if name == plans[at].decision.drafter or estimate.waited < estimate.wait:
+                    continue
+                always_right = Prospect(name, (1.0,) * self._limit(row, name))
+                if not best_length(self.table, 1, always_right)[1]:
+                    continue  # too dear, however good
+                length = best_length(self.table, 1, self._prospect(row, name))[1]
+                trial = self._standing(row, name, max(length, 1), trial=True)
+                tried = [*plans[:at], trial, *plans[at + 1 :]]
+                if self._loss(tried, plain) <= left:
+                    plans[:] = tried
+                    return True
+        return False
+
+    def _loss(self, plans: Seq[Standing], plain: float) -> float:
+        """Return what a row loses in a round of these plans, in ms, if it gains nothing."""
+        ms = round_ms(self.table, [plan.decision[:2] for plan in plans])
+        return ms - plain + sum(plan.read_ms for plan in plans)
+
+    def _standing(self, row: Candidates, name: str, budget: int, *, trial: bool = False) -> Standing:
+        decision = Decision(name, budget, self._context(row, name))
+        return Standing(decision, 1.0, self._estimate(row, name), trial, self._charge(row, name))
+
+    def _context(self, row: Candidates, name: str) -> int | None:
+        """Return how many of the last tokens a drafter reads of a long text that is new to it; None is all."""
+        unread = row.unread.get(name, 0)
+        if name not in row.late or unread <= LATE_CONTEXT:
+            return None
+        rest = self.table.plain(1) * row.sequence.remaining
+        may_read_all = self.table.read(name, unread) <= READ_SHARE * rest
+        return None if may_read_all and self._known(row, name) else LATE_CONTEXT
+
+    def _read_cost(self, row: Candidates, name: str) -> float:
+        """Return the cost in ms of what the drafter reads before its first draft."""
+        context = self._context(row, name)
+        return self.table.read(name, row.unread.get(name, 0) if context is None else context)
+
+    def _charge(self, row: Candidates, name: str) -> float:
+        """Return what of the reading counts as loss: nothing where the drafter is known, and so expected to pay."""
+        return 0.0 if self._known(row, name) else self._read_cost(row, name)
+
+    def _known(self, row: Candidates, name: str) -> bool:
+        pool = self._estimate(row, name).pool
+        return pool is not None and pool.acceptance.known
+
+    def _limit(self, row: Candidates, name: str) -> int:
+        return min(row.limits[name], self.max_draft)
+
+    def _prospect(self, row: Candidates, name: str) -> Prospect:
+        return Prospect(name, self._estimate(row, name).acceptance.survival(self._limit(row, name)))
+
+    def _estimate(self, row: Candidates, name: str) -> Estimate:
+        """Return what the request knows of a drafter, beginning with what all requests know."""
+        state, confidence = _state(row), row.confidence.get(name)
+        source = name, confidence
+        if source not in state.estimates:
             kind = source, row.sequence.params.temperature == 0
-            if kind not in self._shared:
-                assumed = row.sure.get(name, HOPED if self._batch > 1 else ASSUMED)
-                self._shared[kind] = Candidate.of(self.max_draft, assumed=assumed)
-            found = state.candidates[source] = Candidate.of(self.max_draft, self._shared[kind])
-        found.renew()
-        return found
+            if kind not in self._pool:
+                assumed = PRIOR_ALPHA if confidence is None else confidence
+                self._pool[kind] = Estimate(Acceptance(self.max_draft, assumed=assumed))
+            pool = self._pool[kind]
+            state.estimates[source] = Estimate(
+                Acceptance(self.max_draft, pool.acceptance), pool, 0, pool.wait
+            )
+        return state.estimates[source]
+
+    def _settle(self) -> None:
+        """Charge the last round to its requests."""
+        outcomes, batch = self._round, len(self._round)
+        if not batch:
+            return
+        ms = round_ms(self.table, [(name, outcome.drafted) for _, name, outcome in outcomes]) + self._read_ms
+        plain, emitted = self.table.plain(batch), [1 + outcome.accepted for _, _, outcome in outcomes]
+        smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
+        for (state, _, _), tokens in zip(outcomes, emitted, strict=True):
+            ahead = sum(max(0, others - tokens) for others in emitted)
+            state.loss.spent += ms
+            state.loss.lost += ms - plain * tokens - smaller * ahead
+        self._round, self._read_ms = [], 0.0
+
+    def _why(self, row: Candidates, batch: int) -> str | None:
+        """Return why no candidate is expected to pay for the row, for people."""
+        plain = self.table.plain(batch)
+        told = []
+        for name in row.limits:
+            survival = self._prospect(row, name).survival
+            ms = self.table.draft(name, batch, 1) + self.table.verify(batch, 2 * batch)
+            speed = (1 + survival[0]) * plain / ms
+            told.append(f"{name} at {speed:.2f} x plain decoding (acceptance {survival[0]:.0%})")
+        return f"no draft is expected to pay: {', '.join(told)}" if told else None
 
 
-def _told_apart(sequence: Sequence) -> tuple[int, str | None, bool]:
-    """By what differs in where drafts end, as long as no more is learned."""
-    state: Request = sequence.policy_state
-    return sequence.id, state.choice.drafter, state.last.in_silence
-
-
-def _within(row: Offers, choice: Choice) -> Choice:
-    """As far as what the row is offered now."""
-    if choice.drafter is None or choice.budget <= row.most[choice.drafter]:
-        return choice
-    return choice._replace(budget=row.most[choice.drafter])
+def _state(row: Candidates) -> RequestState:
+    state: RequestState = row.sequence.policy_state
+    return state

@@ -1,93 +1,85 @@
-"""How much every row of a batch should draft: pure functions of costs and of how likely drafts survive.
+"""Draft lengths of a batch: pure functions of costs and acceptance.
 
-A round of B rows that drafts k_b tokens for row b gives sum_b (1 + sum_{j <= k_b} s_b(j)) tokens on average,
-s_b(j) = P(the first j drafted tokens of row b are all accepted), and takes v(B + sum_b k_b) + sum_d c_d(max
-of k_b over the rows of drafter d). Budgets are best where the quotient of the two is largest. One more token
-pays as long as its s_b(j) is more than what its column and its step take at that rate.
+A round of B rows that drafts k_b tokens for row b emits sum_b (1 + sum_{j <= k_b} s_b(j)) tokens on average,
+where s_b(j) = P(the first j drafted tokens of row b are all accepted). It costs v(B + sum_b k_b) + sum_d
+c_d(max of k_b over the rows of drafter d). The best lengths maximise the quotient (Leviathan et al. 2023,
+arXiv 2211.17192, section 3, for a batch and for costs that depend on the length).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from foredraft.decode.policy.costs import CostTable
-from foredraft.decode.policy.protocol import Choice
 
-__all__ = ["Prospect", "best_budgets", "best_length", "round_ms"]
+__all__ = ["Prospect", "best_budgets", "best_length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prospect:
-    """Who would draft for a row; survives: s(1), s(2), ... as far as it may draft, never rising."""
+class Prospect(NamedTuple):
+    """What one row can expect of a drafter.
+
+    Attributes:
+        drafter: Its name.
+        survival: s(1), s(2), ... as far as the row may draft; never rising.
+    """
 
     drafter: str
-    survives: tuple[float, ...]
-
-
-def round_ms(table: CostTable, choices: Seq[Choice]) -> float:
-    """Of a round in which the rows draft so; reading left out."""
-    depths: dict[str, int] = {}
-    for drafter, budget, _ in choices:
-        if drafter is not None and budget:
-            depths[drafter] = max(depths.get(drafter, 0), budget)
-    batch = len(choices)
-    drafting = sum(table.drafting(drafter, batch, depth) for drafter, depth in depths.items())
-    return drafting + table.verifying(batch, batch + sum(choice.budget for choice in choices))
+    survival: tuple[float, ...]
 
 
 def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:
-    """Of one row, which takes its share of a batch that drafts as it does: tokens per ms at the best draft
-    length, and that."""
-    tokens, best, longest = 1.0, batch / table.verifying(batch, batch), 0
-    rounds = table.rounds(prospect.drafter, batch, len(prospect.survives))
-    for length, (survives, ms) in enumerate(zip(prospect.survives, rounds, strict=True), start=1):
-        tokens += survives
+    """Return (tokens per ms, draft length) at the best length of a batch in which every row drafts alike."""
+    tokens, best, length = 1.0, batch / table.plain(batch), 0
+    for k, survival in enumerate(prospect.survival, start=1):
+        tokens += survival
+        ms = table.draft(prospect.drafter, batch, k) + table.verify(batch, batch * (1 + k))
         if (rate := batch * tokens / ms) > best:
-            best, longest = rate, length
-    return best, longest
+            best, length = rate, k
+    return best, length
 
 
 def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
-    """The budgets of the largest rate.
+    """Return the draft length of every row that together maximise tokens per ms; 0 for a row without prospect.
 
-    For given depths of the drafters, rows compete for columns alone, and the likeliest tokens win: s never
-    rises along a row, so that they are prefixes. So only depths have to be tried. A drafter that takes no
-    time may always go to its full depth.
+    For given depths of the drafters, rows compete for columns alone, and the likeliest tokens win. (They are
+    prefixes of drafts, because s never rises along a row.) So only the depths have to be enumerated. A
+    drafter whose steps cost nothing may always go to its full depth.
     """
-    batch = len(rows)
-    deepest: dict[str, int] = {}
+    batch, deepest = len(rows), dict[str, int]()
     for row in rows:
         if row is not None:
-            deepest[row.drafter] = max(deepest.get(row.drafter, 0), len(row.survives))
-    ranges = [
-        range(deep + 1) if table.drafting(drafter, batch, 1) > 0 else (deep,)
-        for drafter, deep in deepest.items()
+            deepest[row.drafter] = max(deepest.get(row.drafter, 0), len(row.survival))
+    tokens = [
+        (-survival, depth, at, row.drafter)
+        for at, row in enumerate(rows)
+        if row is not None
+        for depth, survival in enumerate(row.survival, start=1)
     ]
-    lengths = [0 if row is None else len(row.survives) for row in rows]
-    if not any(lengths):
+    if not tokens:
         return [0] * batch
-    chances = np.full((max(lengths), batch), -1.0)  # [depths, B]: s, where there is a token
-    for at, row in enumerate(rows):
-        if row is not None:
-            chances[: lengths[at], at] = row.survives
-    order = np.argsort(-chances, axis=None, kind="stable")[: sum(lengths)]  # the shallower first
-    survives, (depths, owners) = chances.ravel()[order], np.divmod(order, batch)
+    tokens.sort()
+    survival = -np.array([token[0] for token in tokens])
+    depth, owner = (np.array([token[field] for token in tokens]) for field in (1, 2))
     places = {drafter: place for place, drafter in enumerate(deepest)}
-    by = np.array([-1 if row is None else places[row.drafter] for row in rows])[owners]  # who drafts it
-    tried = np.array(list(product(*ranges)))  # [C, drafters]
-    drafting = [
-        sum(table.drafting(drafter, batch, depth) for drafter, depth in zip(deepest, each, strict=True))
-        for each in tried.tolist()
+    drafter = np.array([places[token[3]] for token in tokens])
+    ranges = [
+        range(most + 1) if table.draft(name, batch, 1) > 0 else (most,) for name, most in deepest.items()
     ]
-    fits = depths < tried[:, by]  # [C, tokens]
-    passes = table.passing(batch, len(order))
-    rates = (batch + (survives * fits).cumsum(1)) / (np.array(drafting)[:, None] + passes[fits.cumsum(1)])
+    depths = np.array(list(product(*ranges)))  # [C, drafters]
+    drafting = [
+        sum(table.draft(name, batch, steps) for name, steps in zip(deepest, each, strict=True))
+        for each in depths.tolist()
+    ]
+    passes = np.array([table.verify(batch, batch + drafted) for drafted in range(len(tokens) + 1)])
+    taken = depth <= depths[:, drafter]  # [C, tokens]
+    emitted = batch + (survival * taken).cumsum(1)
+    rates = emitted / (np.array(drafting)[:, None] + passes[taken.cumsum(1)])
     choice, last = np.unravel_index(rates.argmax(), rates.shape)
     if rates[choice, last] <= batch / passes[0]:
         return [0] * batch
-    taken = owners[: last + 1][fits[choice, : last + 1]]
-    return [int(count) for count in np.bincount(taken, minlength=batch)]
+    owners = owner[: last + 1][taken[choice, : last + 1]]
+    return [int(count) for count in np.bincount(owners, minlength=batch)]

@@ -1,27 +1,30 @@
-"""What a round takes on this machine, by what is in it."""
+"""CostTable: what a round costs on this machine, by what the round holds."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CostTable"]
+__all__ = ["CostTable", "round_ms"]
 
 Floats = NDArray[np.float64]
 
-ASSUMED = 0.25  # of a plain step: a drafter's step, while nothing was measured
-
 
 class CostTable:
-    """Milliseconds, of what was measured and what lies between; never changed once made.
+    """Costs in ms: measured ones, and lines between them. A table never changes once it is made.
 
-    passes: batch -> columns in all -> of a round that verifies them and drafts nothing. drafts: drafter ->
-    batch -> of the first step of its drafts, and of each further one. reads: drafter -> of a token more of a
-    text that it reads; missing where that was not measured.
+    Args:
+        passes: Batch -> columns in all rows together -> a round that verifies so many columns and drafts
+            nothing, host work included.
+        drafts: Drafter -> batch -> (first step of a draft, each further step).
+        reads: Drafter -> one token more of a text that the drafter reads. Where it is missing, reading n
+            tokens costs as many draft steps as a target's pass of n columns costs plain steps.
+        assumed: What is assumed of a drafter that is not in `drafts`: a draft step in plain steps.
     """
 
     def __init__(
@@ -29,128 +32,102 @@ class CostTable:
         passes: Mapping[int, Mapping[int, float]],
         drafts: Mapping[str, Mapping[int, tuple[float, float]]],
         reads: Mapping[str, float] | None = None,
+        assumed: float = 0.25,
     ) -> None:
-        # fewer columns never take more: what was measured otherwise was disturbed
+        # More columns never cost less: a sample that says otherwise was disturbed.
         self.passes = {
             batch: [(n, min(by[m] for m in by if m >= n)) for n in sorted(by)] for batch, by in passes.items()
         }
         self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
-        self.reads = dict(reads or {})
-        self._verifying: dict[tuple[int, int], float] = {}  # both as they are asked for
-        self._steps: dict[tuple[str, int], tuple[float, float]] = {}
-        self._passing: dict[int, Floats] = {}
-        self._columns: dict[tuple[int, int], list[float]] = {}
-        self._rounds: dict[tuple[str, int, int], list[float]] = {}
+        self.reads, self.assumed = dict(reads or {}), assumed
+        self._verify: dict[tuple[int, int], float] = {}  # memo
 
     @classmethod
-    def assumed(cls) -> CostTable:
-        """Before anything was measured: columns are free."""
+    def unmeasured(cls) -> CostTable:
+        """Return the table before anything was measured: a plain step is 1 ms, and columns are free."""
         return cls({1: {1: 1.0}}, {})
 
-    @classmethod
-    def joined(cls, tables: Iterable[CostTable]) -> CostTable:
-        """Of several batch sizes."""
-        joined = cls({}, {})
-        for table in tables:
-            joined.passes |= table.passes
-            joined.reads |= table.reads
-            for drafter, by in table.drafts.items():
-                joined.drafts[drafter] = joined.drafts.get(drafter, {}) | by
-        return joined
+    def verify(self, batch: int, columns: int) -> float:
+        """Return the cost of a round over `columns` columns of `batch` rows in all, without drafting.
 
-    def verifying(self, batch: int, columns: int) -> float:
-        """Of a round over so many columns of `batch` rows in all, drafting left out.
-
-        Between measured widths it lies on the line between them, beyond on the last one's; and so between
-        measured batches that draft as many columns, beyond which it is as for the last one.
+        Widths lie on the line between measured ones; so do batches, at equally many drafted columns. Beyond
+        the last measured width the last line goes on; beyond the last batch the last one serves.
         """
-        found = self._verifying.get((batch, columns))
+        found = self._verify.get((batch, columns))
         if found is None:
-            drafted = columns - batch
-            near = ((b, _on_line(self.passes[b], b + drafted)) for b in _around(self.passes, batch))
-            found = self._verifying[batch, columns] = _on_line(list(near), batch)
-        return found
-
-    def passing(self, batch: int, drafted: int) -> Floats:
-        """Of rounds over 0, 1, ... `drafted` columns more than the rows, drafting left out."""
-        found = self._passing.get(batch)
-        if found is None or len(found) <= drafted:
-            found = np.array([self.verifying(batch, batch + more) for more in range(drafted + 1)])
-            self._passing[batch] = found
-        return found[: drafted + 1]
-
-    def rounds(self, drafter: str, batch: int, most: int) -> list[float]:
-        """Of rounds in which every row drafts 1, 2, ... `most` tokens by it."""
-        found = self._rounds.get((drafter, batch, most))
-        if found is None:
-            lengths = range(1, most + 1)
-            found = [
-                self.drafting(drafter, batch, k) + self.verifying(batch, batch * (1 + k)) for k in lengths
+            points = [
+                (size, _on_line(self.passes[size], size + columns - batch))
+                for size in _around(self.passes, batch)
             ]
-            self._rounds[drafter, batch, most] = found
+            found = self._verify[batch, columns] = _on_line(points, batch)
         return found
 
-    def columns(self, batch: int, most: int) -> list[float]:
-        """What a row's first, second ... drafted column takes, if each row of a batch has as many; `most` of
-        them, never falling.
+    def plain(self, batch: int) -> float:
+        """Return the cost of a plain step of `batch` rows."""
+        return self.verify(batch, batch)
 
-        They are the slopes of the lower convex envelope: whoever asks whether one more column pays must not
-        be held up by a step in what was measured, beyond which columns are free.
-        """
-        found = self._columns.get((batch, most))
-        if found is None:
-            points = [(j, self.verifying(batch, batch * (1 + j)) / batch) for j in range(most + 1)]
-            found = self._columns[batch, most] = _slopes(points)
-        return found
-
-    def drafting(self, drafter: str, batch: int, depth: float) -> float:
-        """Of `depth` steps of a drafter for any of the rows, which may be a mean."""
-        if depth == 0:
+    def draft(self, drafter: str, batch: int, steps: float) -> float:
+        """Return the cost of `steps` draft steps, a mean or a count, for any of the batch's rows."""
+        if steps == 0:
             return 0.0
-        first, further = self._pair(drafter, batch)
-        return first * min(depth, 1) + max(depth - 1, 0) * further
+        by = self.drafts.get(drafter)
+        if by is None:
+            return self.assumed * self.plain(batch) * steps
+        first, further = (
+            _on_line([(size, by[size][part]) for size in _around(by, batch)], batch) for part in range(2)
+        )
+        return first * min(steps, 1) + further * max(steps - 1, 0)
 
-    def step(self, drafter: str, batch: int) -> float:
-        """Of each step but the first."""
-        return self._pair(drafter, batch)[1]
-
-    def _pair(self, drafter: str, batch: int) -> tuple[float, float]:
-        steps = self._steps.get((drafter, batch))
-        if steps is None:
-            by = self.drafts.get(drafter)
-            assumed = ASSUMED * self.verifying(batch, batch)
-            pairs = [(b, by[b]) for b in _around(by, batch)] if by else [(batch, (assumed, assumed))]
-            first, further = (_on_line([(b, pair[i]) for b, pair in pairs], batch) for i in range(2))
-            steps = self._steps[drafter, batch] = first, further
-        return steps
-
-    def reading(self, drafter: str, tokens: int) -> float:
-        """Of a text that the drafter has to read before its first step. Where that was not measured: a pass
-        of its own, which takes as many of its steps as the target's of that width takes of the target's."""
-        if tokens < 2:  # a step reads one more
+    def read(self, drafter: str, tokens: int) -> float:
+        """Return the cost of reading `tokens` tokens before the first draft step; a step reads one for nothing."""
+        if tokens < 2:
             return 0.0
+        step = self.draft(drafter, 1, 1)
         if drafter in self.reads:
-            return self.drafting(drafter, 1, 1) + self.reads[drafter] * (tokens - 1)
-        return self.drafting(drafter, 1, 1) * self.verifying(1, tokens) / self.verifying(1, 1)
+            return step + self.reads[drafter] * (tokens - 1)
+        return step * self.verify(1, tokens) / self.plain(1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the table for JSON; `from_dict` reads it."""
+        return {
+            "passes": {
+                str(batch): [list(point) for point in points] for batch, points in self.passes.items()
+            },
+            "drafts": {
+                name: {str(batch): list(pair) for batch, pair in by.items()}
+                for name, by in self.drafts.items()
+            },
+            "reads": self.reads,
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> CostTable:
+        """Return the table of `as_dict`. Raises KeyError, TypeError or ValueError where it is none."""
+        passes = {
+            int(batch): {int(n): float(ms) for n, ms in points} for batch, points in told["passes"].items()
+        }
+        drafts = {
+            str(name): {int(batch): (float(first), float(further)) for batch, (first, further) in by.items()}
+            for name, by in told["drafts"].items()
+        }
+        return cls(passes, drafts, {str(name): float(ms) for name, ms in told["reads"].items()})
 
 
-def _around(by: Mapping[int, object], batch: int) -> list[int]:
-    """The batches that were measured and lie nearest on both sides, or the last one on one."""
-    below, above = [b for b in by if b <= batch], [b for b in by if b >= batch]
-    return sorted({*([max(below)] if below else []), *([min(above)] if above else [])})
+def round_ms(table: CostTable, rows: Sequence[tuple[str | None, int]]) -> float:
+    """Return the cost of a round in which each row drafts (drafter, tokens), reading left out."""
+    batch, steps = len(rows), dict[str, int]()
+    for drafter, drafted in rows:
+        if drafter is not None and drafted:
+            steps[drafter] = max(steps.get(drafter, 0), drafted)
+    drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps.items())
+    return drafting + table.verify(batch, batch + sum(drafted for _, drafted in rows))
 
 
-def _slopes(points: list[tuple[int, float]]) -> list[float]:
-    """Of the lower convex envelope of points at 0, 1, 2 ..., between each and the next."""
-    hull: list[tuple[int, float]] = []
-    for x, y in points:
-        while len(hull) > 1:
-            (x0, y0), (x1, y1) = hull[-2:]
-            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
-                break
-            hull.pop()
-        hull.append((x, y))
-    return [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(hull) for _ in range(x1 - x0)]
+def _around(sizes: Iterable[int], batch: int) -> list[int]:
+    """Return the measured batches next to `batch` on both sides, or the last one on one side."""
+    known = sorted(sizes)
+    at = bisect_left(known, batch)
+    return sorted({*known[max(at - 1, 0) : at], *known[at : at + 1]} if batch not in known else {batch})
 
 
 def _on_line(points: list[tuple[int, float]], x: int) -> float:

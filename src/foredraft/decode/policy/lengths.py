@@ -1,10 +1,10 @@
-"""Policies of the draft's length alone."""
+"""Policies of the draft length alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foredraft.decode.policy.protocol import Alone
+from foredraft.decode.policy.base import Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 
@@ -12,22 +12,19 @@ __all__ = ["Fixed", "Heuristic"]
 
 
 @dataclass(frozen=True)
-class Fixed(Alone):
-    """Always drafts `max_draft` tokens (gamma of Leviathan et al. 2023)."""
+class Fixed(Policy):
+    """Always draft `max_draft` tokens (gamma of Leviathan et al. 2023, arXiv 2211.17192)."""
 
     max_draft: int
     name: str = "fixed"
 
-    def budget(self, sequence: Sequence) -> int:
-        return self.max_draft
-
 
 @dataclass(frozen=True)
-class Heuristic(Alone):
-    """Two more after a draft accepted whole, one fewer otherwise, from 1 to `max_draft`.
+class Heuristic(Policy):
+    """Draft two tokens more after a draft accepted whole, one fewer otherwise, from 1 to `max_draft`.
 
     The rule of `transformers`' assisted generation (num_assistant_tokens_schedule="heuristic_transient"),
-    which begins at 20 there, 5 in older versions, and has no longest.
+    which begins at 20 tokens there, at 5 in older versions, and has no longest draft.
     """
 
     max_draft: int
@@ -40,7 +37,7 @@ class Heuristic(Alone):
     def budget(self, sequence: Sequence) -> int:
         return int(sequence.policy_state[0])
 
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+    def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         if outcome.drafted == 0:
             return
         length = sequence.policy_state[0]

@@ -1,8 +1,8 @@
-"""Policies that stop a draft where the drafter is unsure.
+"""Policies that end a draft where the drafter's confidence is low.
 
-How sure it is, is the raw probability of its likeliest token: softmax of its own logits, without temperature
-or cuts. At temperature 0 the law after the transforms is one-hot and says nothing. The token after which a
-draft stops is kept and verified.
+Confidence is the raw probability of the drafter's likeliest token: softmax of its own logits, without
+temperature or truncation. (At temperature 0 the distribution after the transforms is one-hot and says
+nothing.)
 """
 
 from __future__ import annotations
@@ -13,52 +13,71 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.policy.protocol import Alone
+from foredraft.decode.policy.base import Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.model.device import upload
 
-__all__ = ["AdaptiveExit", "Confidence", "max_prob"]
+__all__ = ["AdaptiveExit", "Confidence", "Fallback", "max_prob"]
 
 
 def max_prob(q: Distribution, logits: Tensor) -> Tensor:
-    """The likeliest token's probability [B], of logits [B, 1, V]; NaN where they are not finite. q: the law
-    that was made of them."""
+    """Return the likeliest token's probability [B] of logits [B, 1, V]; NaN where they are not finite.
+
+    q: The distribution made of the logits; it knows which vocabulary operations serve.
+    """
     return q.vocab_ops.max_prob(logits[:, 0])
 
 
 @dataclass(frozen=True)
-class Confidence(Alone):
-    """Drafts on while max_v q(v) >= threshold.
+class Confidence(Policy):
+    """Draft on while max_v q(v) >= threshold. The token after which the draft ends is kept and verified.
 
-    The second exit of Kangaroo (Liu et al. 2024, arXiv 2404.18911; 0.6 there). What `transformers` has as
-    assistant_confidence_threshold asks for the drawn token's probability instead, after the transforms.
+    The second exit of Kangaroo (Liu et al. 2024, arXiv 2404.18911; 0.6 there).
+    `assistant_confidence_threshold` of `transformers` asks for the drawn token's probability instead, after
+    the transforms.
     """
 
     max_draft: int
     threshold: float = 0.6
     name: str = "confidence"
 
-    looks = True
-
-    def budget(self, sequence: Sequence) -> int:
-        return self.max_draft
+    stops_by_content = True
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
         return max_prob(q, logits) >= self.threshold
 
 
+@dataclass(frozen=True)
+class Fallback(Policy):
+    """Draft a token only where max_v q(v) >= threshold; the first place where it is not goes to the target.
+
+    The fallback policy of Big Little Decoder (Kim et al. 2023, arXiv 2302.07863), whose code has 0.6 and 10
+    tokens. It decides before the draw, so it is lossless; the lossy half is the acceptance rule `bild`.
+    `Confidence` ends a draft *after* the unsure place, with a token there that the target checks.
+    """
+
+    max_draft: int
+    threshold: float = 0.6
+    name: str = "fallback"
+
+    stops_by_content = True
+
+    def may_draw(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
+        return max_prob(q, logits) >= self.threshold
+
+
 @dataclass(slots=True)
-class _Exit:
+class _ExitState:
     threshold: float
-    matched: float = 0.0
+    acceptance: float = 0.0  # AR of the paper
 
 
 @dataclass(frozen=True)
-class AdaptiveExit(Alone):
-    """Drafts on while max_v q(v) >= th, which moves towards a share of drafted tokens that are accepted.
+class AdaptiveExit(Policy):
+    """Draft on while max_v q(v) >= th, which moves towards a share of drafted tokens that are accepted.
 
-    Draft & Verify (Zhang et al. 2024, arXiv 2309.08168). After a round in which m of n tokens were kept:
+    Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). After a round in which m of n tokens were accepted:
 
         AR  <- beta1 AR + (1 - beta1) m / n
         th' <- th + epsilon where AR < target; th where n is the longest draft; else th - epsilon
@@ -75,23 +94,22 @@ class AdaptiveExit(Alone):
     beta2: float = 0.9
     name: str = "adaptive-exit"
 
-    looks = True
+    stops_by_content = True
 
-    def start(self) -> _Exit:
-        return _Exit(self.first)
-
-    def budget(self, sequence: Sequence) -> int:
-        return self.max_draft
+    def start(self) -> _ExitState:
+        return _ExitState(self.first)
 
     def go_on(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
         return max_prob(q, logits) >= upload([s.policy_state.threshold for s in sequences], logits.device)
 
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+    def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         if outcome.drafted == 0:
             return
-        state: _Exit = sequence.policy_state
-        state.matched = self.beta1 * state.matched + (1 - self.beta1) * outcome.accepted / outcome.drafted
-        if state.matched < self.target:
+        state: _ExitState = sequence.policy_state
+        state.acceptance = (
+            self.beta1 * state.acceptance + (1 - self.beta1) * outcome.accepted / outcome.drafted
+        )
+        if state.acceptance < self.target:
             moved = state.threshold + self.epsilon
         elif outcome.drafted >= self.max_draft:
             moved = state.threshold

@@ -1,0 +1,196 @@
+"""Drafter: the base class of everything that proposes tokens, and its two kinds.
+
+A *stepper* (a draft model, layer skipping, an adapter) gives logits for each row's next token; the draft loop
+in `drafting` transforms them, draws and keeps q. A *guesser* (prompt lookup, retokenised drafts) returns
+tokens; its q is one-hot. Optional abilities are methods with a default answer. A batch may mix drafters, row
+by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from foredraft.decode.sequence import Sequence
+from foredraft.model.cache import KVCache
+from foredraft.model.decoder import Plan
+from foredraft.model.runner import Forward, FusedDraft, Resume, Runner, SamplingInputs
+
+__all__ = ["DraftPass", "Drafter", "Guesser", "Peek", "Stepper"]
+
+
+class Peek(NamedTuple):
+    """What a drafter would propose, known before it is asked.
+
+    Attributes:
+        length: Tokens that it would propose at most.
+        confidence: Rough probability that each is accepted, one of a few values; None where the drafter
+            cannot tell. Acceptance is estimated separately for each value.
+    """
+
+    length: int
+    confidence: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPass:
+    """The forward of a draft step: always the same sub-layers of the same runner.
+
+    Attributes:
+        runner: Runs the passes.
+        plan: Sub-layers to run; None runs all of them.
+        exact: Keep to exact shapes, because the verifying pass reuses the hidden states.
+    """
+
+    runner: Runner
+    plan: Plan | None = None
+    exact: bool = False
+
+    def __call__(
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        starts: list[int],
+        *,
+        first_row: int = 0,
+        idle: Seq[bool] | None = None,
+        counts: Seq[int] | None = None,
+        at: Tensor | None = None,
+    ) -> Forward:
+        """Run one draft step; arguments as `Runner.forward`."""
+        return self.runner.forward(
+            cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
+            exact=self.exact,
+        )  # fmt: skip
+
+    def fused(
+        self,
+        cache: KVCache,
+        tokens: list[list[int]],
+        starts: list[int],
+        lengths: list[int],
+        sampling: SamplingInputs | None = None,
+    ) -> FusedDraft | None:
+        """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
+        if self.exact:
+            return None
+        return self.runner.draft(cache, tokens, starts, lengths, sampling, plan=self.plan)
+
+
+class Drafter:
+    """Base class of all drafters. State of a sequence lives in tables or cache rows of the drafter.
+
+    Attributes:
+        name: As requests name it.
+        taps: Depths at which the drafter wants the target's hidden states of committed positions.
+        max_length: Positions that it can read; drafts end there. None is no limit.
+        caches: Caches whose rows follow the rows of the batch.
+        draft_pass: The forward of one drafted token; None where drafts cost no forward.
+        starts_late: A text may begin late for this drafter (`start_context`).
+    """
+
+    name: str
+    taps: tuple[int, ...] = ()
+    max_length: int | None = None
+    caches: tuple[KVCache, ...] = ()
+    draft_pass: DraftPass | None = None
+    starts_late: ClassVar[bool] = False
+
+    def join(self, sequence: Sequence) -> None:
+        """Take up a sequence: it has a row, and the target's cache holds its prompt without the last token."""
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        """Receive the target's states at every tapped depth, [n, D], of newly committed positions.
+
+        The first state belongs to position `start`. States of the prompt come before `join`, unless the cache
+        rows of the prompt are copied from a sibling.
+        """
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Forget everything past `sequence.tokens`, which a commit or a ban's rollback has just changed."""
+
+    def leave(self, sequence: Sequence) -> None:
+        """Drop the sequence. It may leave before it joined."""
+
+    def unread(self, sequence: Sequence) -> int:
+        """Return how many tokens before the pending one the drafter has to read before it can draft."""
+        return 0
+
+    def peek(self, sequence: Sequence, limit: int) -> Peek:
+        """Return what the drafter would propose now, `limit` tokens at most, without changing anything."""
+        return Peek(limit)
+
+    def context_start(self, sequence: Sequence) -> int:
+        """Return the position of the token with which the text begins for this drafter."""
+        return 0
+
+    def start_context(self, sequence: Sequence, start: int) -> None:
+        """Forget what was read; for this drafter the text begins with token `start`."""
+        raise NotImplementedError
+
+
+class Stepper(Drafter):
+    """A drafter that gives logits, one step after the other. Positions count from `context_start`."""
+
+    def length(self, sequence: Sequence) -> int:
+        """Return the leading tokens of the sequence that the drafter has read, at most len(tokens) - 1."""
+        raise NotImplementedError
+
+    def unread(self, sequence: Sequence) -> int:
+        return len(sequence.tokens) - 1 - self.length(sequence)
+
+    def read(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Read tokens [start, stop) of the sequence ahead of the draft steps."""
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
+    ) -> Tensor:
+        """Read tokens and return the logits of the next one.
+
+        Args:
+            tokens: [B, T] int64, padded on the right.
+            starts: Position of each row's first token.
+            counts: Real tokens of each row.
+            idle: Rows that do not draft; their logits mean nothing.
+            at: [B] column after which the logits are wanted; None where T is 1.
+
+        Returns:
+            [B, V] float32.
+        """
+        raise NotImplementedError
+
+    def fused_draft(
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        lengths: list[int],
+        sampling: SamplingInputs | None,
+    ) -> FusedDraft | None:
+        """Take all steps of a round in one call: the same draws as the draft loop, by the same noise.
+
+        Args:
+            tokens: Tokens that each row reads first.
+            starts: Position of each row's first token.
+            lengths: [B] tokens to draft; 0 in rows that do not draft.
+            sampling: Parameters and noise of the draws; None drafts the argmax.
+
+        Returns:
+            The draft, or None where this drafter has to take single steps.
+        """
+        return None
+
+    def resume(self) -> Resume | None:
+        """After the steps, return the target's hidden states that they computed at exact shapes, if any."""
+        return None
+
+
+class Guesser(Drafter):
+    """A drafter that returns tokens."""
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return the proposed tokens of every (sequence, budget), in order; at most `budget`, perhaps none."""
+        raise NotImplementedError

@@ -1,0 +1,88 @@
+"""Draft planning: which drafter drafts for each row in a round, and how many tokens at most.
+
+The policy decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from foredraft.decode.drafter import Drafter
+from foredraft.decode.policy import Candidates, Policy
+from foredraft.decode.sequence import Sequence
+
+__all__ = ["may_draft", "plan_drafts"]
+
+
+def may_draft(sequences: Iterable[Sequence]) -> bool:
+    """Return whether any sequence has a drafter.
+
+    Without one, the policy is neither asked nor told anything.
+    """
+    return any(sequence.drafters for sequence in sequences)
+
+
+def plan_drafts(
+    sequences: list[Sequence],
+    idle: list[bool],
+    drafters: Mapping[str, Drafter],
+    policy: Policy,
+    max_queries: int,
+) -> tuple[list[int], list[str | None]]:
+    """Return each row's budget [B], 0 for a plain step, and its drafter [B], None where the budget is 0.
+
+    Args:
+        sequences: [B].
+        idle: [B], rows in prefill.
+        drafters: By name.
+        policy: Decides.
+        max_queries: Longest [pending, *draft] that one pass of the target takes.
+    """
+    budgets = [0] * len(sequences)
+    chosen: list[str | None] = [None] * len(sequences)
+    if not may_draft(sequences):
+        return budgets, chosen
+    rows = [
+        Candidates(sequence, {}, idle=True)
+        if is_idle
+        else _candidates(sequence, drafters, policy, max_queries)
+        for sequence, is_idle in zip(sequences, idle, strict=True)
+    ]
+    for at, (row, decision) in enumerate(zip(rows, policy.decide(rows), strict=True)):
+        name = decision.drafter
+        if name not in row.limits or decision.budget < 1:
+            continue
+        budgets[at], chosen[at] = min(decision.budget, row.limits[name]), name
+        if decision.context is not None and name in row.late:
+            start = len(row.sequence.tokens) - 1 - decision.context
+            drafters[name].start_context(row.sequence, max(0, start))
+    return budgets, chosen
+
+
+def _candidates(
+    sequence: Sequence, drafters: Mapping[str, Drafter], policy: Policy, max_queries: int
+) -> Candidates:
+    """Return what the row may draft.
+
+    A round emits one token more than it drafts, which must be wanted too.
+    """
+    row = Candidates(sequence, {})
+    if sequence.skip_draft:
+        return row
+    room = min(sequence.remaining, max_queries) - 1
+    for name in sequence.drafters:
+        drafter, limit = drafters[name], room
+        if drafter.max_length is not None:
+            limit = min(limit, drafter.max_length - (len(sequence.tokens) - drafter.context_start(sequence)))
+        if policy.uses_costs and limit > 0:
+            limit, confidence = drafter.peek(sequence, limit)
+            if confidence is not None and limit > 0:
+                row.confidence[name] = confidence
+            row.unread[name] = drafter.unread(sequence)
+            # Siblings share the drafter's cache rows of their prompt, so none may begin it elsewhere.
+            is_new = row.unread[name] == len(sequence.tokens) - 1 > 0
+            if drafter.starts_late and is_new and sequence.group is None:
+                row.late.add(name)
+        if limit > 0:
+            row.limits[name] = limit
+    return row

@@ -1,0 +1,76 @@
+"""Acceptance statistics: how likely the next drafted tokens survive, from what became of earlier drafts."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+from foredraft.decode.stats import Round
+
+__all__ = ["Acceptance"]
+
+PRIOR_ALPHA = 0.7  # acceptance of a drafter without history: typical of published draft models
+PRIOR_ROUNDS = 8.0  # rounds that a prior weighs as much as: few enough that a text that differs shows
+REQUEST_FADE = 0.9  # weight of a request's round after the next one: it remembers about 10 rounds
+POOL_FADE = 0.98  # the same of all requests together: about 50 rounds
+
+
+class Acceptance:
+    """Running estimate of one drafter's acceptance by draft position, in one request or pooled over all.
+
+    tried_j counts drafts that reached position j, kept_j those whose token there was accepted; a round fades
+    both. Estimates shrink towards the prior's, which knows more requests (r', alpha'), or a constant:
+
+        alpha = (sum_j kept_j + w alpha') / (sum_j tried_j + w)
+        r_j   = (kept_j + w r'_j alpha / alpha') / (tried_j + w)
+        s_j   = r_1 ... r_j,  P(the first j drafted tokens are all accepted)
+
+    Args:
+        length: Longest draft.
+        prior: The pooled estimate; None makes this one the pooled estimate.
+        assumed: alpha' = r'_j of a pooled estimate.
+    """
+
+    def __init__(self, length: int, prior: Acceptance | None = None, assumed: float = PRIOR_ALPHA) -> None:
+        self.prior, self.assumed = prior, assumed
+        self.tried, self.kept = [0.0] * length, [0.0] * length
+
+    @property
+    def rounds(self) -> float:
+        """Return how many rounds the estimate remembers."""
+        return self.tried[0]
+
+    @property
+    def known(self) -> bool:
+        """Return whether the estimate rests on more than its prior."""
+        return self.rounds >= PRIOR_ROUNDS
+
+    @property
+    def alpha(self) -> float:
+        """Return P(a drafted token is accepted | all before it in its draft were)."""
+        assumed = self.assumed if self.prior is None else self.prior.alpha
+        return (sum(self.kept) + PRIOR_ROUNDS * assumed) / (sum(self.tried) + PRIOR_ROUNDS)
+
+    def learn(self, outcome: Round) -> None:
+        """Count one round; a drafter that had nothing to propose was asked in vain."""
+        fade, drafted = POOL_FADE if self.prior is None else REQUEST_FADE, max(outcome.drafted, 1)
+        self.tried = [fade * x for x in self.tried]
+        self.kept = [fade * x for x in self.kept]
+        for position in range(min(outcome.accepted + 1, drafted, len(self.tried))):
+            self.tried[position] += 1
+            self.kept[position] += position < outcome.accepted
+
+    def rates(self, length: int) -> list[float]:
+        """Return r_1 ... r_length."""
+        alpha = self.alpha
+        if self.prior is None:
+            expected = [alpha] * length
+        else:
+            level = alpha / self.prior.alpha
+            expected = [min(1.0, level * rate) for rate in self.prior.rates(length)]
+        counts = zip(self.kept, self.tried, expected, strict=False)
+        return [(kept + PRIOR_ROUNDS * rate) / (tried + PRIOR_ROUNDS) for kept, tried, rate in counts]
+
+    def survival(self, length: int) -> tuple[float, ...]:
+        """Return s_1 ... s_length."""
+        return tuple(accumulate(self.rates(length), mul))
