@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import foredraft
-from foredraft import LLM
+from foredraft import LLM, user_cache
 from foredraft.drafters.plan_files import model_hash
+from foredraft.tune import calibration_cache
 from foredraft.tune.calibration import CalibrationTexts, calibrate
 from foredraft.tune.calibration_cache import CalibrationCache
 from tests.support.checkpoints import save_checkpoint
@@ -58,6 +59,11 @@ class Searches:
 
     def place(self, **changes: Any) -> CalibrationCache:
         return CalibrationCache(self.folder, model_hash(self.folder), self.llm, **self.given | changes)
+
+    def file(self) -> Path:
+        path = user_cache.keyed_path(calibration_cache.KIND, self.place().key)
+        assert path is not None
+        return path
 
     def texts(self, **changes: Any) -> tuple[CalibrationTexts, bool]:
         """And whether they were written."""
@@ -114,14 +120,15 @@ def test_texts_belong_to_a_version_a_dtype_and_the_very_weights(
 
 
 def told(change: Callable[[dict[str, Any]], Any], *, digest: bool = True) -> Callable[[str], str]:
-    """The file with a change to what it says; digest: its digest fits again."""
+    """The file with a change to its document; digest: its digest fits again."""
 
     def changed(text: str) -> str:
-        kept = json.loads(text)
+        content = json.loads(text)
+        kept = content["document"]
         change(kept)
         if digest:
             kept["digest"] = hashlib.sha256(json.dumps(kept["texts"]).encode()).hexdigest()
-        return json.dumps(kept)
+        return json.dumps(content)
 
     return changed
 
@@ -131,8 +138,7 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "cut": lambda text: text[: len(text) // 2],
     "a list": lambda text: "[1, 2]",
     "deep": lambda text: "[" * 100_000,
-    "of another format": told(lambda kept: kept.update(format=0)),
-    "of other circumstances": told(lambda kept: kept.update(name="0" * 64)),
+    "of other circumstances": lambda text: text.replace('"foredraft": "', '"foredraft": "9'),
     "another token": told(lambda kept: kept["texts"][0][0].__setitem__(-1, 3), digest=False),
     "no texts": told(lambda kept: kept.pop("texts") and kept.update(texts=[])),
     "too few tokens": told(lambda kept: kept["texts"].pop()),
@@ -149,8 +155,7 @@ BROKEN: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_file_that_is_not_what_it_should_be_is_replaced(searches: Searches, broken: str) -> None:
     first, _ = searches.texts()
-    file = searches.place().file
-    assert file is not None
+    file = searches.file()
     whole = file.read_text()
     assert told(lambda kept: None)(whole) == whole.strip(), "what is changed below is that, and nothing else"
     file.write_text(BROKEN[broken](whole))
@@ -163,8 +168,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     searches: Searches, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = searches.texts()
-    file = searches.place().file
-    assert file is not None
+    file = searches.file()
     file.unlink()
     file.mkdir()
     assert searches.texts() == searches.texts() == (first, True)

@@ -19,9 +19,9 @@ from typing import Any
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
-from foredraft.kernels.machine import cache_folder
 from foredraft.model.config import read_json, shortened
 from foredraft.model.weights import weight_headers
+from foredraft.user_cache import cache_folder
 
 __all__ = [
     "PlanFile",
@@ -138,8 +138,8 @@ def write_plan(plan: PlanFile, file: Path, option: str = "plan") -> None:
 
 def plan_place(hash: str) -> Path | None:
     """Where the plan of a model is looked for; its folder may not be there yet. None: nothing is kept."""
-    folder = cache_folder()
-    return None if folder is None else folder / "plans" / f"{hash}.json"
+    folder = cache_folder("plans")
+    return None if folder is None else folder / f"{hash}.json"
 
 
 def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
@@ -154,8 +154,8 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
 
 def plans_kept() -> bool:
     """Whether there is a plan of any model."""
-    place = plan_place("any")
-    return place is not None and place.parent.is_dir() and any(place.parent.iterdir())
+    folder = cache_folder("plans")
+    return folder is not None and folder.is_dir() and any(folder.iterdir())
 
 
 def find_plan(hash: str) -> PlanFile | None:

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from foredraft.kernels.machine import cache_folder, describe_cpu
+from foredraft.kernels.machine import describe_cpu
+from foredraft.user_cache import keyed_path, replacing
 
 __all__ = ["compiler", "declare", "library", "unavailable_because"]
 
@@ -82,12 +83,11 @@ def _check_memory(failed: int, *_: Any) -> None:
 
 
 def _load(command: list[str]) -> ctypes.CDLL:
-    folder = cache_folder()
-    if folder is not None:
-        try:
-            return _kept(command, folder / "kernels" / f"{_digest(command)}.so")
-        except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or nothing may run there
-            logger.debug("%s cannot hold the kernels (%s)", folder, error)
+    try:
+        if (path := keyed_path("kernels", _key(command), ".so")) is not None:
+            return _kept(command, path)
+    except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or nothing may run there
+        logger.debug("the cache cannot hold the kernels (%s)", error)
     with tempfile.TemporaryDirectory() as passing:  # once loaded, a file may go
         return _built(command, Path(passing) / "kernels.so")
 
@@ -99,11 +99,8 @@ def _kept(command: list[str], path: Path) -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError:  # broken: built anew
             logger.debug("%s cannot be loaded", path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-        made = _built(command, Path(beside) / path.name)
-        os.replace(Path(beside) / path.name, path)
-        return made
+    with replacing(path) as new:
+        return _built(command, new)
 
 
 def _built(command: list[str], path: Path) -> ctypes.CDLL:
@@ -115,10 +112,13 @@ def _built(command: list[str], path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _digest(command: list[str]) -> str:
-    version = _run(*command, "--version")
-    parts = [version, *command[1:], *FLAGS, *describe_cpu(), *((HERE / name).read_text() for name in SOURCES)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+def _key(command: list[str]) -> dict[str, list[str]]:
+    """Return everything that the compiled file depends on."""
+    return {
+        "compiler": [_run(*command, "--version"), *command[1:], *FLAGS],
+        "cpu": describe_cpu(),
+        "sources": [hashlib.sha256((HERE / name).read_bytes()).hexdigest() for name in SOURCES],
+    }
 
 
 def _run(*command: str) -> str:

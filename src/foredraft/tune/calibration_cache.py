@@ -1,31 +1,25 @@
 """Texts once written, kept between runs in the user's cache folder: a large model writes them for minutes.
 
-Contract: a file's name tells everything that its texts are a function of, and texts that were not written to
-the end are in none. Nothing about the folder is ever an error: a file that cannot be read, or holds something
-else, is written anew, and what cannot be written is not kept.
+Contract: the key holds everything that the texts are a function of, and only finished texts are kept.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import foredraft
-from foredraft.errors import ConfigError
-from foredraft.files import write_whole
-from foredraft.kernels.machine import cache_folder
+from foredraft import user_cache
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import CalibrationTexts, Text
 
 __all__ = ["CalibrationCache"]
 
+KIND = "texts"  # of the user's cache
 FORMAT = 1
 
 
@@ -39,11 +33,16 @@ class CalibrationCache:
     ) -> None:
         self.prompts = {tuple(prompt) for prompt in prompts}
         self.vocabulary, self.tokens, self.temperature = llm.spec.vocab_size, tokens, temperature
-        asked = [list(prompts), tokens, temperature]
-        told = json.dumps([FORMAT, foredraft.__version__, hash, _files(folder), _passes(llm), asked])
-        self.name = hashlib.sha256(told.encode()).hexdigest()
-        cache = cache_folder()
-        self.file = None if cache is None else cache / "texts" / f"{self.name[:32]}.json"
+        self.key = {
+            "format": FORMAT,
+            "foredraft": foredraft.__version__,
+            "model": hash,
+            "files": _files(folder),
+            "passes": _passes(llm),
+            "prompts": list(prompts),
+            "tokens": tokens,
+            "temperature": temperature,
+        }
 
     def read_or(self, write: Callable[[], CalibrationTexts]) -> CalibrationTexts:
         """Those that are kept, or else what `write` gives, which are kept from then on."""
@@ -54,16 +53,14 @@ class CalibrationCache:
         return found
 
     def _read(self) -> CalibrationTexts | None:
-        if self.file is None:
+        kept = user_cache.read(KIND, self.key)
+        if kept is None:
             return None
         try:
-            kept = json.loads(self.file.read_text(encoding="utf-8"))
-            if (kept["format"], kept["name"]) != (FORMAT, self.name):
-                return None
             texts = tuple(Text(tuple(ids), start) for ids, start in kept["texts"])
             found = CalibrationTexts(texts, self.temperature)
             sound = kept["digest"] == found.digest and all(map(self._sound, texts))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError):  # not what `_keep` writes
             return None
         return found if sound and found.tokens >= self.tokens else None
 
@@ -73,13 +70,8 @@ class CalibrationCache:
         return ids and start and text.ids[: text.start] in self.prompts
 
     def _keep(self, found: CalibrationTexts) -> None:
-        if self.file is None:
-            return
         texts = [[text.ids, text.start] for text in found.texts]
-        told = {"format": FORMAT, "name": self.name, "digest": found.digest, "texts": texts}
-        with suppress(OSError, ConfigError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file, json.dumps(told) + "\n", "texts")
+        user_cache.write(KIND, self.key, {"digest": found.digest, "texts": texts})
 
 
 def _files(folder: Path) -> list[Any]:

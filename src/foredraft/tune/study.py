@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError
-from foredraft.kernels.machine import cache_folder
 from foredraft.tune.hill_climbing import FlipSampler
 from foredraft.tune.options import SamplerName
 from foredraft.tune.plan_output import check_kept
 from foredraft.tune.storage import GRACE, failure, heartbeat, hidden, open_storage, optuna, sqlalchemy
+from foredraft.user_cache import cache_folder
 
 __all__ = ["StudyPlace", "make_sampler", "optuna"]
 
@@ -134,10 +134,9 @@ def make_sampler(name: SamplerName, seed: int) -> Any:
 
 
 def _own_file() -> Path | None:
-    cache = cache_folder()
-    if cache is None:
+    folder = cache_folder("studies")
+    if folder is None:
         return None
-    folder = cache / "studies"
     check_kept(folder)
     folder.mkdir(exist_ok=True)
     return folder / "studies.db"

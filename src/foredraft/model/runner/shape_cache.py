@@ -2,17 +2,13 @@
 
 Contract: only what probing finds is kept, for it depends on shapes, machine and code alone, and all of these
 are in the key. The confirmation on the model's own layers also depends on their weights; it is short, and
-runs at every load. Nothing about the folder is ever an error: what cannot be read, or is not what it should
-be, is probed for again, and what cannot be written is not kept. What found no agreement is not kept either.
+runs at every load. What found no agreement is not kept.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +16,15 @@ from typing import Any
 
 import torch
 
-from foredraft.kernels.machine import cache_folder, describe_cpu
+from foredraft import user_cache
+from foredraft.kernels.machine import describe_cpu
 from foredraft.model import attention, layers
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import packed, probes, shapes
 from foredraft.model.runner.packed import packs
 from foredraft.model.runner.shapes import ExactShapes
 
-logger = logging.getLogger(__name__)
-
+KIND = "shapes"  # of the user's cache
 CODE = (attention, layers, packed, probes, shapes)  # what probes and what is probed
 # variables by which the libraries underneath choose their kernels
 KERNELS = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
@@ -38,17 +34,12 @@ def cached_shapes(
     outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], ExactShapes]
 ) -> ExactShapes:
     """What `probe` finds, or found here before under the same circumstances."""
-    folder = cache_folder()
-    if folder is None:
-        return probe(outline, device)
     key = _circumstances(outline, device)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    path = folder / "shapes" / f"{digest[:32]}.json"
-    if (kept := _read(path, key)) is not None:
+    if (kept := _parsed(user_cache.read(KIND, key))) is not None:
         return kept
     found = probe(outline, device)
     if found.found:
-        _write(path, {"key": key, "shapes": asdict(found)})
+        user_cache.write(KIND, key, asdict(found))
     return found
 
 
@@ -96,14 +87,11 @@ def _hash_of(file: str | None) -> str:
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _read(path: Path, key: dict[str, Any]) -> ExactShapes | None:
+def _parsed(document: Any) -> ExactShapes | None:
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["key"] != key:
-            return None
-        found = ExactShapes(**kept["shapes"] | {"query_buckets": tuple(kept["shapes"]["query_buckets"])})
+        found = ExactShapes(**document | {"query_buckets": tuple(document["query_buckets"])})
         return found if _sensible(found) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (LookupError, TypeError):
         return None
 
 
@@ -121,18 +109,3 @@ def _sensible(found: ExactShapes) -> bool:
         and found.row_low <= shapes.REFERENCE <= found.row_high
         and found.row_step in shapes.STEPS
     )
-
-
-def _write(path: Path, kept: dict[str, Any]) -> None:
-    """Beside, then renamed: whoever reads sees all of it or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as beside:
-            json.dump(kept, beside)
-        try:
-            os.replace(beside.name, path)
-        except OSError:
-            os.unlink(beside.name)
-            raise
-    except OSError as error:
-        logger.debug("the self-check's findings are not kept: %s", error)
