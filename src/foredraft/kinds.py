@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foredraft.decode.draft import Drafter
+    from foredraft.decode.drafter import Drafter
     from foredraft.decode.policy import Policy
     from foredraft.drafters.skips import Skips
     from foredraft.drafters.vocabulary import VocabularyMap

@@ -104,7 +104,7 @@ class RoundInputs:
         return PenaltyContext.of(self.sequences, self.device)
 
     def masks(self, drafted: Tensor) -> Tensor | None:
-        """Return what constraints allow along drafted [B, K] -> [B, K + 1, V] bool; None without constraints."""
+        """Return the masks of constraints along drafted [B, K], [B, K + 1, V] bool; None without any."""
         if all(s.constraint is None for s in self.sequences):
             return None
         free = torch.ones(drafted.shape[1] + 1, self.vocabulary, dtype=torch.bool, device=self.device)

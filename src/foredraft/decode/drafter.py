@@ -101,7 +101,7 @@ class Drafter:
     starts_late: ClassVar[bool] = False
 
     def join(self, sequence: Sequence) -> None:
-        """Take up a sequence: it has a row, and the target's cache holds its prompt without the last token."""
+        """Take up a sequence that has a row; the target's cache holds its prompt but for the last token."""
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         """Receive the target's states at every tapped depth, [n, D], of newly committed positions.
@@ -192,5 +192,5 @@ class Guesser(Drafter):
     """A drafter that returns tokens."""
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return the proposed tokens of every (sequence, budget), in order; at most `budget`, perhaps none."""
+        """Return the proposed tokens of each (sequence, budget): at most `budget` of them, perhaps none."""
         raise NotImplementedError

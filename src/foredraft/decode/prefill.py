@@ -1,4 +1,4 @@
-"""Prefill: a prompt is read chunk by chunk, all but its last token, by the target and by drafters that want it."""
+"""Prefill: the target, and drafters that want it, read a prompt chunk by chunk, all but its last token."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Retokenize(Guesser):
         return b"".join(reversed(parts)).lstrip(bytes(range(0x80, 0xC0)))
 
     def _fault(self, seat: _Seat) -> None:
-        """Handle non-finite logits: the row starts anew, and after a second fault the sequence gets no drafts."""
+        """Handle non-finite logits: the row starts anew; after a second fault the sequence gets no drafts."""
         self._empty(seat.row)
         seat.read = 0
         seat.faults += 1

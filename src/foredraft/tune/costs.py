@@ -2,11 +2,11 @@
 that run cost beyond their sum.
 
 Contract: bare rounds by a few plans take turns: one that runs nothing, one of each kind of sub-layer alone,
-one that runs all. A draft's time is what a round takes beyond its verifying pass, as in `bench.bare`; a
-figure is the median of the ratios to a plain step within the turns, so that a machine that slows down burdens
-both sides. The more weights a draft reads, the fewer of them are still in a cache at its next step, so that
-sub-layers together take more than each kind alone: by the square of what runs. All other host work of a round
-is missing, as in every prediction (docs/architecture.md, "Words").
+one that runs all. A draft's time is what a round takes beyond its verifying pass, as in `profiling.forwards`;
+a figure is the median of the ratios to a plain step within the turns, so that a machine that slows down
+burdens both sides. The more weights a draft reads, the fewer of them are still in a cache at its next step,
+so that sub-layers together take more than each kind alone: by the square of what runs. All other host work of
+a round is missing, as in every prediction (docs/architecture.md, "Words").
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.bench.bare import ONCE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
-from foredraft.bench.timing import interleaved
-from foredraft.decode.draft_pass import DraftPass
+from foredraft.decode.drafter import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy.costs import CostTable
@@ -33,6 +31,8 @@ from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
+from foredraft.profiling.forwards import BareForwards, Draws, draft_seconds, in_sequence
+from foredraft.profiling.timing import Work, interleaved
 from foredraft.tune.exits import ExitCosts, measure_exit_costs
 from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.progress import Progress, Steps, silent
@@ -121,7 +121,7 @@ def measure_plan_costs(
     table = CostTable({1: {rows: median(steps["verify", rows]) for rows in range(2, longest + 2)}}, {})
     return PlanCosts(
         seconds, fixed, tuple(by_window[window] for window in spec.windows), mlp / spec.layers,
-        tuple(max(1.0, table.verifying(1, rows)) for rows in range(2, longest + 2)),
+        tuple(max(1.0, table.verify(1, rows)) for rows in range(2, longest + 2)),
         measure_exit_costs(llm, context, longest, of_exits, after), together, start,
     )  # fmt: skip
 
@@ -157,15 +157,15 @@ def _timed(
     plain step's seconds. A draft is made in one call where the engine would."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    bare = BareRounds(runner, 1, context, longest + 1)
-    works: dict[Any, Work] = {"step": bare.forward(1)}
+    bare = BareForwards(runner, 1, context, longest + 1)
+    works: dict[Any, Work] = {"step": bare.verify(1)}
     for rows in range(2, longest + 2):
-        works["verify", rows] = bare.forward(rows)
+        works["verify", rows] = bare.verify(rows)
     for plan, length in dict.fromkeys([(plans[0], 1), *((plan, longest) for plan in plans)]):
         draws = _draws(llm, context, length, temperature)
         draft = bare.draft(DraftPass(runner, plan), length, draws)
-        works[plan, length] = one_after_the_other(draft, works["verify", length + 1])
-    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=ONCE, after=after)
+        works[plan, length] = in_sequence(draft, works["verify", length + 1])
+    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=0.0, after=after)
     plain = seconds.pop("step")
     found = {
         key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()

@@ -14,12 +14,12 @@ from statistics import median
 
 import numpy as np
 
-from foredraft.bench.bare import ONCE, BareRounds, Draws, Work, draft_seconds, one_after_the_other
-from foredraft.bench.timing import interleaved
-from foredraft.decode.draft_pass import DraftPass
+from foredraft.decode.drafter import DraftPass
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.runner import Resume, Runner
+from foredraft.profiling.forwards import BareForwards, Draws, draft_seconds, in_sequence
+from foredraft.profiling.timing import Work, interleaved
 
 __all__ = ["ExitCosts", "Line", "measure_exit_costs"]
 
@@ -70,16 +70,16 @@ def _timed(
     """Seconds of "step", of ("verify", exit, rows), and of ("round", exit), a whole one."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    bare = BareRounds(runner, 1, context, longest + 1)
+    bare = BareForwards(runner, 1, context, longest + 1)
     states = runner.decoder.embed(bare.tokens(longest + 1))
-    works: dict[object, Work] = {"step": bare.forward(1)}
+    works: dict[object, Work] = {"step": bare.verify(1)}
     for exit in exits:
         for rows in range(2, longest + 2):  # all but the last drafted token were read
-            works["verify", exit, rows] = bare.forward(rows, Resume(exit, states[:, :rows], [rows - 1]))
+            works["verify", exit, rows] = bare.verify(rows, Resume(exit, states[:, :rows], [rows - 1]))
         draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm.spec.layers), exact=True)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
-        works["round", exit] = one_after_the_other(draft, works["verify", exit, longest + 1])
-    return interleaved(works, llm.engine.device, repeats, warm=1, settle=ONCE, after=after)
+        works["round", exit] = in_sequence(draft, works["verify", exit, longest + 1])
+    return interleaved(works, llm.engine.device, repeats, warm=1, settle=0.0, after=after)
 
 
 def _line(exits: list[int], costs: list[float]) -> Line:

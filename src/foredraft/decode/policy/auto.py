@@ -33,8 +33,8 @@ LOSS_STEPS = (
     2.0  # the cap: plain steps that drafting may cost a request: about one rejected draft of 5 tokens,
 )
 LOSS_SHARE = 0.005  # and this share of the request's time so far
-LATE_CONTEXT = 128  # tokens before the pending one that a draft model reads of a long text on trial
-READ_SHARE = 0.04  # share of the rest of the request for which a drafter known to pay may read the whole text
+LATE_CONTEXT = 64  # tokens before the pending one that an unknown draft model reads of a long text
+READ_SHARE = 0.04  # share of the rest of the request that a draft model known to pay may read a new text
 
 # A drafter, and its confidence in what it proposes: acceptance is estimated for each pair.
 Source: TypeAlias = tuple[str, float | None]
@@ -49,16 +49,19 @@ class LossBudget:
     steps of a smaller batch are cheaper. A negative loss is a gain.
 
     Attributes:
+        credit: What earlier requests gained, up to LOSS_STEPS plain steps: where drafts pay, bad luck at the
+            beginning is no reason to give up.
         spent: Cost of the request's rounds.
         lost: Loss in them.
     """
 
+    credit: float = 0.0
     spent: float = 0.0
     lost: float = 0.0
 
     def left(self, plain: float) -> float:
         """Return what the next rounds may lose under the cap, in ms; plain: cost of a plain step."""
-        return LOSS_STEPS * plain + LOSS_SHARE * self.spent - self.lost
+        return LOSS_STEPS * plain + self.credit + LOSS_SHARE * self.spent - self.lost
 
 
 @dataclass(slots=True)
@@ -138,24 +141,35 @@ class Auto(Policy):
 
     Args:
         max_draft: Longest draft.
-        table: Costs on this machine; may be replaced while no sequence has a row.
+        greedy: Costs of greedy rounds on this machine.
+        sampled: Costs of rounds in which a row draws its tokens; as `greedy` unless given.
     """
 
     name = "auto"
     uses_costs = True
 
-    def __init__(self, max_draft: int, table: CostTable | None = None) -> None:
+    def __init__(
+        self, max_draft: int, greedy: CostTable | None = None, sampled: CostTable | None = None
+    ) -> None:
         self.max_draft = max_draft
-        self.table = table or CostTable.unmeasured()
+        self.use(greedy or CostTable.unmeasured(), sampled)
         self._pool: dict[tuple[Source, bool], Estimate] = {}
         self._round: list[tuple[RequestState, str | None, Round]] = []  # the last round, until it is settled
         self._read_ms = 0.0  # in that round, as far as it counts as loss
+        self._gained = 0.0  # ms that requests gained together, up to what one may lose
+
+    def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
+        """Decide by these costs from now on; not while a sequence has a row."""
+        self.greedy, self.sampled = greedy, sampled or greedy
+        self.table = greedy
 
     def start(self) -> RequestState:
-        return RequestState()
+        return RequestState(LossBudget(self._gained))
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
+        draws = any(row.sequence.params.temperature > 0 for row in rows)
+        self.table = self.sampled if draws else self.greedy
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
         if any(key and not self._stands(row, key) for row, key in zip(rows, keys, strict=True)):
             self._plan(rows, keys)
@@ -196,21 +210,8 @@ class Auto(Policy):
         """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
         batch, plain = len(rows), self.table.plain(len(rows))
         left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
-        names, for_reading = list[str | None](), left
-        for row in rows:
-            name = self._best(row, batch, for_reading)
-            names.append(name)
-            for_reading -= self._charge(row, name) if name is not None else 0.0
-        prospects = [name and self._prospect(row, name) for row, name in zip(rows, names, strict=True)]
-        budgets = best_budgets(self.table, [prospect or None for prospect in prospects])
-        plans = [
-            self._standing(row, name, budget) if name is not None and budget else Standing(PLAIN)
-            for row, name, budget in zip(rows, names, budgets, strict=True)
-        ]
-        loss, why = self._loss(plans, plain), None
-        if loss > left:
-            plans, loss = [Standing(PLAIN) for _ in rows], 0.0
-            why = "rejected drafts have cost the request as much as they may"
+        plans = self._paying(rows, left, plain)
+        loss = self._loss(plans, plain)
         if self._try_another(rows, plans, left, plain):
             rounds = 1.0
         else:
@@ -219,13 +220,35 @@ class Auto(Policy):
             plan.rounds = max(rounds, 1.0)
             _state(row).standing[key] = plan
             if not row.idle:
-                _state(row).why = why or self._why(row, batch)
+                _state(row).why = self._why(row, batch)
 
-    def _best(self, row: Candidates, batch: int, for_reading: float) -> str | None:
+    def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[Standing]:
+        """Return the plans that give the most tokens per ms, shortened until the batch can bear that they fail.
+
+        It bears REJECTED_DRAFTS such rounds, and what the drafters read before the first.
+        """
+        names = [self._best(row, len(rows), left) for row in rows]
+        limit = self.max_draft
+        while limit:
+            prospects = [
+                None if name is None else self._prospect(row, name, limit)
+                for row, name in zip(rows, names, strict=True)
+            ]
+            plans = [
+                self._standing(row, name, budget) if name is not None and budget else Standing(PLAIN)
+                for row, name, budget in zip(rows, names, best_budgets(self.table, prospects), strict=True)
+            ]
+            read_ms = sum(plan.read_ms for plan in plans)
+            if REJECTED_DRAFTS * (self._loss(plans, plain) - read_ms) + read_ms <= left:
+                return plans
+            limit //= 2
+        return [Standing(PLAIN) for _ in rows]
+
+    def _best(self, row: Candidates, batch: int, left: float) -> str | None:
         """Return the drafter that gives the most tokens per ms for the rest of the request, if any may serve.
 
-        A drafter that has nothing to read stays in the choice even where it pays only beside rows that share
-        its steps. What an unknown drafter has to read must fit into `for_reading` ms.
+        A drafter that has nothing to read stays in the choice even where it pays only beside rows that share its
+        steps.
         """
         plain_rate, rest = batch / self.table.plain(batch), batch * row.sequence.remaining
         best, chosen = 0.0, None
@@ -233,29 +256,38 @@ class Auto(Policy):
             rate, length = best_length(self.table, batch, self._prospect(row, name))
             if read_ms := self._read_cost(row, name):
                 rate = rest / (rest / rate + batch * read_ms)
-                if not length or rate <= plain_rate or self._charge(row, name) > for_reading:
+                if not length or rate <= plain_rate:
                     continue
             if rate > best:
                 best, chosen = rate, name
         return chosen
 
     def _try_another(self, rows: Seq[Candidates], plans: list[Standing], left: float, plain: float) -> bool:
-        """Plan a trial of one drafter that was not chosen in one row, if its turn has come; was one planned?"""
+        """Plan a trial of a drafter that was not chosen, if one is due; return whether one is.
+
+        Beside drafts that pay, one row tries it. Where no row drafts, as many rows try it as the cap bears, since
+        a round tells more then for what its draft steps cost.
+        """
+        drafts, tried = any(plan.decision.budget for plan in plans), None
         for at, row in enumerate(rows):
             for name in row.limits:
                 estimate = self._estimate(row, name)
-                if name == plans[at].decision.drafter or estimate.waited < estimate.wait:
+                chosen = name == plans[at].decision.drafter or estimate.waited < estimate.wait
+                if chosen or tried not in (None, name) or not self._may_pay(row, name):
                     continue
-                always_right = Prospect(name, (1.0,) * self._limit(row, name))
-                if not best_length(self.table, 1, always_right)[1]:
-                    continue  # too dear, however good
                 length = best_length(self.table, 1, self._prospect(row, name))[1]
-                trial = self._standing(row, name, max(length, 1), trial=True)
-                tried = [*plans[:at], trial, *plans[at + 1 :]]
-                if self._loss(tried, plain) <= left:
-                    plans[:] = tried
-                    return True
-        return False
+                for budget in (max(length, 1), 1):
+                    trial = self._standing(row, name, budget, trial=True)
+                    if self._loss([*plans[:at], trial, *plans[at + 1 :]], plain) <= left:
+                        plans[at], tried = trial, name
+                        break
+            if drafts and tried:
+                break
+        return tried is not None
+
+    def _may_pay(self, row: Candidates, name: str) -> bool:
+        """Return whether drafts would pay if the drafter were always right."""
+        return best_length(self.table, 1, Prospect(name, (1.0,) * self._limit(row, name)))[1] > 0
 
     def _loss(self, plans: Seq[Standing], plain: float) -> float:
         """Return what a row loses in a round of these plans, in ms, if it gains nothing."""
@@ -267,13 +299,15 @@ class Auto(Policy):
         return Standing(decision, 1.0, self._estimate(row, name), trial, self._charge(row, name))
 
     def _context(self, row: Candidates, name: str) -> int | None:
-        """Return how many of the last tokens a drafter reads of a long text that is new to it; None is all."""
+        """Return how many of the last tokens the drafter reads of a text that is new to it; None is all."""
         unread = row.unread.get(name, 0)
         if name not in row.late or unread <= LATE_CONTEXT:
             return None
-        rest = self.table.plain(1) * row.sequence.remaining
-        may_read_all = self.table.read(name, unread) <= READ_SHARE * rest
-        return None if may_read_all and self._known(row, name) else LATE_CONTEXT
+        if not self._known(row, name):
+            return LATE_CONTEXT
+        may_take = READ_SHARE * self.table.plain(1) * row.sequence.remaining
+        whole = self.table.read(name, unread)
+        return None if whole <= may_take else max(LATE_CONTEXT, int(unread * may_take / whole))
 
     def _read_cost(self, row: Candidates, name: str) -> float:
         """Return the cost in ms of what the drafter reads before its first draft."""
@@ -281,8 +315,11 @@ class Auto(Policy):
         return self.table.read(name, row.unread.get(name, 0) if context is None else context)
 
     def _charge(self, row: Candidates, name: str) -> float:
-        """Return what of the reading counts as loss: nothing where the drafter is known, and so expected to pay."""
-        return 0.0 if self._known(row, name) else self._read_cost(row, name)
+        """Return the part of the reading that counts as loss: not that of a text which is new and bounded."""
+        unread = row.unread.get(name, 0)
+        is_new, context = unread == len(row.sequence.tokens) - 1, self._context(row, name)
+        is_bounded = (unread if context is None else context) <= LATE_CONTEXT or self._known(row, name)
+        return 0.0 if is_new and is_bounded else self._read_cost(row, name)
 
     def _known(self, row: Candidates, name: str) -> bool:
         pool = self._estimate(row, name).pool
@@ -291,8 +328,9 @@ class Auto(Policy):
     def _limit(self, row: Candidates, name: str) -> int:
         return min(row.limits[name], self.max_draft)
 
-    def _prospect(self, row: Candidates, name: str) -> Prospect:
-        return Prospect(name, self._estimate(row, name).acceptance.survival(self._limit(row, name)))
+    def _prospect(self, row: Candidates, name: str, limit: int | None = None) -> Prospect:
+        length = min(self._limit(row, name), limit or self.max_draft)
+        return Prospect(name, self._estimate(row, name).acceptance.survival(length))
 
     def _estimate(self, row: Candidates, name: str) -> Estimate:
         """Return what the request knows of a drafter, beginning with what all requests know."""
@@ -321,6 +359,7 @@ class Auto(Policy):
             ahead = sum(max(0, others - tokens) for others in emitted)
             state.loss.spent += ms
             state.loss.lost += ms - plain * tokens - smaller * ahead
+        self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
         self._round, self._read_ms = [], 0.0
 
     def _why(self, row: Candidates, batch: int) -> str | None:

@@ -128,5 +128,5 @@ class Policy:
         """
 
     def why_plain(self, sequence: Sequence) -> str | None:
-        """Return why the sequence was decoded without drafts, in a few words; None where it has nothing to say."""
+        """Return why the sequence was decoded without drafts, in a few words; None where it was not."""
         return None

@@ -43,7 +43,7 @@ def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float
 
 
 def best_budgets(table: CostTable, rows: Seq[Prospect | None]) -> list[int]:
-    """Return the draft length of every row that together maximise tokens per ms; 0 for a row without prospect.
+    """Return the draft length of every row, so that together they give the most tokens per ms.
 
     For given depths of the drafters, rows compete for columns alone, and the likeliest tokens win. (They are
     prefixes of drafts, because s never rises along a row.) So only the depths have to be enumerated. A

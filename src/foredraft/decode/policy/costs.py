@@ -79,7 +79,7 @@ class CostTable:
         return first * min(steps, 1) + further * max(steps - 1, 0)
 
     def read(self, drafter: str, tokens: int) -> float:
-        """Return the cost of reading `tokens` tokens before the first draft step; a step reads one for nothing."""
+        """Return the cost of reading `tokens` tokens before the first draft step, which itself reads one."""
         if tokens < 2:
             return 0.0
         step = self.draft(drafter, 1, 1)

@@ -1,0 +1,182 @@
+"""The cost profile: the tables by which policy `auto` decides, measured once for a machine and a model.
+
+Contract: measured while no sequence has a row, and kept on disk under a key that names the machine, the
+    model, the
+dtype and the threads, so that a second process starts without measuring. Every cost is the least of its
+samples: on a shared machine samples are too long, never too short. A cost whose two least samples disagree is
+taken again, and not believed if they never agree; a profile with such a cost is not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft import user_cache
+from foredraft.decode.drafter import Drafter
+from foredraft.decode.engine import Engine
+from foredraft.decode.policy import CostTable
+from foredraft.profiling.forwards import ForwardMeter, reading
+from foredraft.profiling.host import host_ms
+from foredraft.profiling.timing import Turns
+
+__all__ = ["Profile", "load_profile", "measure_profile", "steady"]
+
+WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
+CONTEXT = 256  # tokens of each timed sequence
+READ = 64  # tokens that a draft model is timed reading
+AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
+TURNS = 3, 12  # turns of all works, at least and at most
+SECONDS = 1.0  # after which no further turn begins, beyond the least
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What rounds cost here.
+
+    Attributes:
+        greedy: Of rounds at temperature 0.
+        sampled: Of rounds that draw tokens.
+        believed: Whether all costs were steady.
+        seconds: What measuring took; 0 where the profile was kept.
+    """
+
+    greedy: CostTable
+    sampled: CostTable
+    believed: bool = True
+    seconds: float = 0.0
+
+
+def load_profile(
+    engine: Engine, longest: int, key: dict[str, Any], progress: Callable[[int, int], None]
+) -> Profile:
+    """Return the profile that is kept under the key, or measure it, and keep it if it is believed.
+
+    Args:
+        engine: No sequence has a row.
+        longest: Longest draft.
+        key: Everything that costs depend on.
+        progress: Called as (done, total) while measuring.
+    """
+    kept = user_cache.read("profiles", key)
+    try:
+        if kept is not None:
+            return Profile(CostTable.from_dict(kept["greedy"]), CostTable.from_dict(kept["sampled"]))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        pass  # not a profile: measured again
+    profile = measure_profile(engine, longest, progress)
+    if profile.believed:
+        tables = {"greedy": profile.greedy.as_dict(), "sampled": profile.sampled.as_dict()}
+        user_cache.write("profiles", key, tables)
+    return profile
+
+
+def measure_profile(
+    engine: Engine, longest: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Profile:
+    """Measure what rounds of one row, and of as many rows as the cache has, cost.
+
+    Arguments as `load_profile`.
+    """
+    started = time.perf_counter()
+    longest = min(longest, engine.target.max_queries - 1)
+    batches = sorted({1, engine.cache.rows})
+    passes: dict[int, dict[int, float]] = {}
+    drafts: dict[str, dict[int, tuple[float, float]]] = {}
+    host: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
+    believed = True
+    for done, batch in enumerate(batches):
+        progress(done, len(batches))
+        context = max(2, min(CONTEXT, engine.cache.positions - longest - 1))
+        widths = sorted({*(w for w in WIDTHS if w <= longest + 1), 2, longest + 1})
+        meter = ForwardMeter(
+            engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
+        )
+        _take_turns(meter.turns)
+        ms = {key: _believed(samples) for key, samples in meter.seconds.items()}
+        believed &= None not in ms.values()
+        plain = 1e3 * min(meter.seconds[1])
+        believed_ms = {width: ms[width] for width in widths}
+        passes[batch] = {1: plain} | {n: cost for n, cost in believed_ms.items() if cost is not None}
+        for name, drafter in engine.drafters.items():
+            cost = _draft_cost(ms, name, drafter, longest, plain)
+            if cost is not None:
+                drafts.setdefault(name, {})[batch] = cost
+        for draws in (False, True):
+            host[draws][batch] = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
+    progress(len(batches), len(batches))
+    tables = [
+        CostTable(_with_host(passes, host[draws], longest), drafts, _reads(engine)) for draws in (False, True)
+    ]
+    return Profile(tables[0], tables[1], believed, time.perf_counter() - started)
+
+
+def steady(samples: Sequence[float]) -> float | None:
+    """Return the least sample, or None unless the second least agrees with it."""
+    least, second = sorted(samples)[:2]
+    return least if second <= AGREEMENT * least else None
+
+
+def _believed(samples: Sequence[float]) -> float | None:
+    seconds = steady(samples)
+    return None if seconds is None else 1e3 * seconds
+
+
+def _take_turns(turns: Turns) -> None:
+    """Take turns until every work is steady, or time is up."""
+    started = time.perf_counter()
+    turns.take(counts=False)  # what touching a cache for the first time takes is no round's
+    for turn in range(1, TURNS[1] + 1):
+        turns.take()
+        if turn < TURNS[0]:
+            continue
+        if all(steady(samples) is not None for samples in turns.seconds.values()):
+            return
+        if time.perf_counter() - started > SECONDS:
+            return
+
+
+def _draft_cost(
+    ms: dict[Any, float | None], name: str, drafter: Drafter, longest: int, plain: float
+) -> tuple[float, float] | None:
+    """Return (first step, further step) in ms; None where the samples are not believed."""
+    if drafter.draft_pass is None:
+        return 0.0, 0.0
+    one, whole, pass_one, pass_whole = (ms[key] for key in ((name, 1), (name, longest), 2, longest + 1))
+    if one is None or whole is None or pass_one is None or pass_whole is None:
+        return None
+    first, all_steps = max(0.0, one - pass_one), max(0.0, whole - pass_whole)
+    further = max(0.0, all_steps - first) / max(1, longest - 1)
+    if further > first:  # the first step also reads the pending token: a sample was disturbed
+        first = further = all_steps / longest
+    return first, further
+
+
+def _with_host(
+    passes: dict[int, dict[int, float]], host: dict[int, list[float]], longest: int
+) -> dict[int, dict[int, float]]:
+    """Return batch -> columns in all -> ms of the pass and of the host, whose work grows with the columns."""
+    tables: dict[int, dict[int, float]] = {}
+    for batch, by_width in passes.items():
+        plain, drafting = host[batch]
+        slope = max(0.0, drafting - plain) / longest
+        tables[batch] = {batch * width: ms + plain + slope * (width - 1) for width, ms in by_width.items()}
+    return tables
+
+
+def _reads(engine: Engine) -> dict[str, float]:
+    """Return drafter -> ms that one token more takes of a text that the drafter reads, for draft models."""
+    works = {}
+    for name, drafter in engine.drafters.items():
+        if drafter.draft_pass is not None and drafter.draft_pass.runner is not engine.target:
+            for tokens in (1, READ):
+                works[name, tokens] = reading(drafter.draft_pass, tokens)
+    if not works:
+        return {}
+    turns = Turns(works, engine.device, 0.0)
+    _take_turns(turns)
+    least = {key: 1e3 * min(samples) for key, samples in turns.seconds.items()}
+    names = {name for name, _ in works}
+    return {name: max(0.0, least[name, READ] - least[name, 1]) / (READ - 1) for name in names}

@@ -1,0 +1,92 @@
+"""Timing: work that takes turns on the clock, so that a disturbance burdens every side alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from foredraft.model.device import synchronise
+
+__all__ = ["Turns", "Work", "interleaved", "replaced", "timed"]
+
+T = TypeVar("T")
+
+Work: TypeAlias = Callable[[], object]
+
+
+def timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Return the seconds until the device has finished, and the result."""
+    synchronise(device)
+    start = time.perf_counter()
+    result = work()
+    synchronise(device)
+    return time.perf_counter() - start, result
+
+
+class Turns:
+    """Works that take turns: each once, and the next turn in the opposite order.
+
+    Args:
+        works: By key.
+        device: Where they run.
+        settle: Seconds for which a work runs before it is timed, once at least, so that it finds the CPU's
+            caches as it leaves them itself and not as another work did. None times it at once.
+
+    Attributes:
+        seconds: Of each work, by key, one figure a turn.
+    """
+
+    def __init__(self, works: Mapping[Any, Work], device: torch.device, settle: float | None = None) -> None:
+        self.works, self.device, self.settle = works, device, settle
+        self.seconds: dict[Any, list[float]] = {key: [] for key in works}
+        self._backwards = False
+
+    def take(self, *, counts: bool = True) -> None:
+        """Time every work once; counts=False only warms up."""
+        for key in list(self.works)[:: -1 if self._backwards else 1]:
+            if self.settle is not None:
+                ran = timed(self.works[key], self.device)[0]
+                while ran < self.settle:
+                    ran += timed(self.works[key], self.device)[0]
+            taken, _ = timed(self.works[key], self.device)
+            if counts:
+                self.seconds[key].append(taken)
+        self._backwards = not self._backwards
+
+
+def interleaved(
+    works: Mapping[Any, Work],
+    device: torch.device,
+    repeats: int,
+    *,
+    warm: int = 4,
+    settle: float | None = None,
+    after: Work = lambda: None,
+) -> dict[Hashable, list[float]]:
+    """Return the seconds of each work, by key, in `repeats` turns after `warm` uncounted ones.
+
+    settle: As `Turns` has it. after: Called after every turn.
+    """
+    turns = Turns(works, device, settle)
+    for turn in range(-warm, repeats):
+        turns.take(counts=turn >= 0)
+        after()
+    return turns.seconds
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of one object inside the block."""
+    before = vars(thing).get(name)  # None where only the class has it
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(thing, name)
+        else:
+            setattr(thing, name, before)
