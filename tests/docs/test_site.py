@@ -1,4 +1,4 @@
-"""The documentation site: it builds, loads nothing from elsewhere, its links lead somewhere, and the API is whole."""
+"""The documentation site builds, loads nothing from other hosts, has no broken link, and documents the whole API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARKDOWN = [*DOCS, Page(ROOT / "README.md"), Page(ROOT / "CONTRIBUTING.md")]
 
 
 class Elements(HTMLParser):
-    """All elements of a page, and their attributes."""
+    """Collects all elements of a page with their attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Elements(HTMLParser):
 
     @property
     def fetched(self) -> Iterator[str]:
-        """What a browser gets by itself."""
+        """Yield the addresses that a browser fetches without a click."""
         for tag, attributes in self.found:
             for name in ("src", "srcset", "data", "poster", *(["href"] if tag == "link" else [])):
                 if attributes.get("rel") != "canonical" and name in attributes:
@@ -53,7 +53,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built where nothing else is."""
+    """Return the folder of the site, built from a copy of `docs` and `src` alone."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("docs", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -71,21 +71,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def elements(site: Path) -> dict[Path, Elements]:
+    """Return the parsed pages of the site by path."""
     pages = {page: Elements(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
-    assert len(pages) > len(DOCS)  # and 404.html
+    assert len(pages) > len(DOCS)  # DOCS and 404.html
     return pages
 
 
-def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     for page, found in elements(site).items():
         for address in found.fetched:
             assert not urlsplit(address).netloc, (page.name, address)
-        assert not any("mermaid" in attributes.get("class", "") for _, attributes in found.found)  # a CDN's
+        # The theme would load mermaid from a CDN.
+        assert not any("mermaid" in attributes.get("class", "") for _, attributes in found.found)
     for sheet in site.rglob("*.css"):
         assert not re.search(r"""(url\(|@import)\s*["']?(https?:)?//""", sheet.read_text(encoding="utf-8"))
 
 
-def test_its_links_lead_somewhere(site: Path) -> None:
+def test_site_has_no_broken_link(site: Path) -> None:
     pages = elements(site)
     followed = 0
     for page, found in pages.items():
@@ -113,12 +115,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
-def test_links_between_files_lead_somewhere(page: Page) -> None:
+def test_links_of_a_markdown_file_point_to_existing_files(page: Page) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.text):
         assert (page.path.parent / target).exists(), target
 
 
-def test_the_api_page_has_every_public_name(site: Path) -> None:
+def test_api_page_documents_every_public_name(site: Path) -> None:
     ids = Elements((site / "api/index.html").read_text(encoding="utf-8")).ids
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     for name in foredraft.__all__:
@@ -133,7 +135,7 @@ def test_the_api_page_has_every_public_name(site: Path) -> None:
         getattr(foredraft, name) for name in ("SamplingParams", "Output", "Piece", "Score", "Stats", "RoundTrace")
     )], ids=lambda of: of.__name__,
 )  # fmt: skip
-def test_every_option_and_attribute_is_explained_in_order(of: object) -> None:
+def test_docstring_explains_every_option_and_attribute_in_order(of: object) -> None:
     section = re.search(
         r"^ *(?:Args|Attributes):\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(of.__doc__ or ""), re.M | re.S
     )

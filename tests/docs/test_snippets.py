@@ -1,4 +1,4 @@
-"""Every command and every program in the README, the quick start and the guides runs as it stands."""
+"""Every command and program in the README, the quick start, the losslessness page and the guides runs unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from foredraft.cli import main
 from tests.support.pages import EXECUTED, Page
 from tests.support.running import ROOT, python
 
-LANGUAGES = {"python", "sh", "text"}  # text is not run: what is printed, or what needs the network
+LANGUAGES = {"python", "sh", "text"}  # text is not run: output, or commands that need the network or hours
 
 
 def commands() -> list[object]:
-    """A case for each command, wherever it stands; what takes minutes says so in its comment: slow here."""
+    """Return one case per distinct command. The word "minutes" in a command's comment marks the case as slow."""
     cases: dict[tuple[str, ...], object] = {}
     for page in EXECUTED:
         for number, line in page.shell:
@@ -30,39 +30,38 @@ def commands() -> list[object]:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands(
+def test_command_exits_as_its_comment_says(
     line: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(line, comments=True)
     monkeypatch.chdir(models)
-    given = b""
+    stdin = b""
     if "<" in words:
         *words, _, file = words
-        given = Path(file).read_bytes()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        stdin = Path(file).read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     code = main(words[1:])
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     expected = re.search(r"#.*\bexit (\d+)$", line)
-    assert code == (int(expected[1]) if expected else 0), told.err
-    assert told.err if code == 2 else told.out
+    assert code == (int(expected[1]) if expected else 0), output.err
+    assert output.err if code == 2 else output.out
 
 
 @pytest.mark.parametrize("page", [page for page in EXECUTED if page.python], ids=lambda page: page.name)
-def test_python(page: Page, models: Path, tmp_path: Path) -> None:
+def test_python_blocks_of_a_page_run_as_one_program(page: Page, models: Path, tmp_path: Path) -> None:
     program = tmp_path / f"page_{page.path.stem}.py"
     program.write_text(page.python, encoding="utf-8")
     assert python(str(program), cwd=models).stdout
 
 
 @pytest.mark.parametrize("file", ["chat.py", "compare_drafters.py"])
-def test_the_examples_that_take_a_model_run_with_one(file: str, models: Path) -> None:
+def test_examples_with_model_arguments_run_with_two_models(file: str, models: Path) -> None:
     assert python(str(ROOT / "examples" / file), "big", "small", cwd=models).stdout
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
-def test_nothing_is_left_out(page: Page) -> None:
-    """A block is of a kind that is run here, or is plain text; other commands are those of the README that
-    `.ci/run` runs."""
+def test_every_block_is_run_or_is_plain_text(page: Page) -> None:
+    """The set-up commands are the exception: `.ci/run` runs them."""
     assert {block.language for block in page.blocks} <= LANGUAGES
     assert page.text.count("```") == 2 * len(page.blocks)
     setup = [line for _, line in Page(ROOT / "README.md").shell if line.startswith("python3 ")]

@@ -1,4 +1,4 @@
-"""The pages that people read, and the code in them."""
+"""The documentation pages and the code blocks in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block; line: that of its first line in the page, from 1."""
+    """A fenced block.
+
+    Attributes:
+        language: The word after the opening fence; empty without one.
+        line: Number of its first line in the page, from 1.
+        text: Its lines, without the fences.
+    """
 
     language: str
     line: int
@@ -22,6 +28,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Page:
+    """A Markdown file of the repository."""
+
     path: Path
 
     @property
@@ -42,7 +50,7 @@ class Page:
 
     @property
     def shell(self) -> list[tuple[int, str]]:
-        """The lines of its sh blocks, with their numbers."""
+        """Return the lines of its sh blocks with their line numbers in the page."""
         return [
             (block.line + index, line)
             for block in self.blocks
@@ -52,7 +60,7 @@ class Page:
 
     @property
     def python(self) -> str:
-        """Its python blocks as one program, each line where it is in the page."""
+        """Return its python blocks as one program, with the line numbers of the page."""
         lines: list[str] = []
         for block in self.blocks:
             if block.language == "python":
