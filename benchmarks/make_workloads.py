@@ -9,8 +9,8 @@ temperature 0. A small model soon falls into loops, where drafting is easy: `--c
 whose output repeats under 30 % of its 4-grams. Of edits, those first that are what the kind is for, with an
 output that is half a copy of the prompt. Nothing else is looked at, drafts least of all.
 
-    python -m foredraft.demo.recipe.corpus --out DIR
-    python benchmarks/make_workloads.py --corpus DIR
+    python -m recipes.demo.corpus --out DIR
+    python -m benchmarks.make_workloads --corpus DIR
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from workload_kinds import KINDS, Beginning, Text
-
 import foredraft
+from benchmarks.workload_kinds import KINDS, Beginning, Text
 from foredraft import LLM, SamplingParams
 from foredraft.bench.options import MAX_REPEATED
-from foredraft.demo.recipe.corpus import PACKAGES, Source, read_sources, write_lines
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.ngrams import repeated
+from recipes.demo.corpus import PACKAGES, Source, read_sources, write_jsonl
 
 HERE = Path(__file__).parent
 CONTEXT = 320  # tokens
@@ -125,7 +124,7 @@ def choose(lines: Sequence[Line], llm: LLM, count: int, new_tokens: int) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the workloads of `foredraft bench`.")
-    parser.add_argument("--corpus", type=Path, required=True, help="what foredraft.demo.recipe.corpus wrote")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder that recipes.demo.corpus wrote")
     parser.add_argument("--out", type=Path, default=HERE / "workloads")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--count", type=int, default=24)
@@ -140,7 +139,7 @@ def main() -> None:
     for kind in options.kinds:
         lines = list(islice(candidates(kind, sources, llm.tokenizer), options.candidates))
         kept, qualify = choose(lines, llm, options.count, options.new_tokens)
-        write_lines(options.out / f"{kind}.jsonl", map(asdict, kept))
+        write_jsonl(options.out / f"{kind}.jsonl", map(asdict, kept))
         print(f"{kind}: {len(kept)} of {len(lines)}, of which {qualify} repeat under {MAX_REPEATED:.0%}")
 
 

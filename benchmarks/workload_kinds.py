@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from foredraft.demo.recipe.prompts import functions
+from recipes.demo.prompts import completable_functions
 
 ROWS_SHOWN, ROWS_LEFT = 3, 3  # of a table
 PROSE_LINES = 6
@@ -54,7 +54,7 @@ class Text:
 
 def complete_function(text: Text) -> Iterator[Beginning]:
     """A signature, its docstring included, whose body is to be written."""
-    for node, first, head in functions("\n".join(text.lines)):
+    for node, first, head in completable_functions("\n".join(text.lines)):
         yield text.cut(first, head, node.name)
 
 

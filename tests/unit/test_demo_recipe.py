@@ -1,4 +1,4 @@
-"""The demo recipe on toy sizes: every rule that decides what the shipped weights are."""
+"""The recipe of the demo models, on small sizes: corpus, tokenizer, training, growth, export, completions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from foredraft.demo.recipe import bpe, completions, corpus, grow, train
-from foredraft.demo.recipe.export import write_model
-from foredraft.demo.recipe.model import Decoder, ModelShape
+from recipes.demo import bpe, completions, corpus, grow
+from recipes.demo.config import TrainingConfig
+from recipes.demo.export import write_model
+from recipes.demo.losses import logit_gradients
+from recipes.demo.model import Decoder, ModelShape
+from recipes.demo.train import TrainingRun, train
+from recipes.demo.trainer import Trainer
 
 TINY = ModelShape(vocab=300, layers=2, width=64, heads=2, mlp=96)
-RECIPE = train.Recipe(
+CONFIG = TrainingConfig(
     target=TINY,
     draft=TINY,
-    batches=((0.0, 1), (0.5, 2)),
-    length=256,
-    long_from=0.8,
+    batch_blocks=((0.0, 1), (0.5, 2)),
+    sequence_length=256,
+    long_sequences_from=0.8,
     warmup_steps=2,
     decay_from=0.5,
     layer_dropout=0.5,
-    compiled=False,
+    compile=False,
 )
 FUNCTION = (
     'def area(width, height):\n    """Product."""\n    result = width * height\n    return result\n\n\n'
@@ -45,8 +49,10 @@ def tokens(tmp_path: Path) -> Path:
 
 
 class TestCorpus:
-    def test_ordinary_code_is_kept_without_its_licence_header(self) -> None:
-        text = corpus.clean(("# Copyright 2020 Somebody\n# All rights reserved.\n" + FUNCTION * 9).encode())
+    def test_clean_keeps_ordinary_code_and_drops_its_licence_header(self) -> None:
+        text = corpus.clean(
+            ("# Copyright 2020 The Authors\n# All rights reserved.\n" + FUNCTION * 9).encode()
+        )
         assert text is not None
         assert text.startswith("def area")
 
@@ -61,68 +67,77 @@ class TestCorpus:
         ],
         ids=["generated", "table", "long line", "broken", "python 2"],
     )
-    def test_other_files_are_dropped(self, bad: str) -> None:
+    def test_clean_rejects_generated_and_invalid_files(self, bad: str) -> None:
         assert corpus.clean(bad.encode()) is None
 
     @pytest.mark.parametrize(
         "path", ["pip/_vendor/rich/box.py", "a/b_pb2.py", "lib2to3/pytree.py", "a/b.pyi"]
     )
-    def test_vendored_and_generated_paths_are_unwanted(self, path: str) -> None:
-        assert not corpus.wanted(Path(path))
-        assert corpus.wanted(Path("package/module.py"))
+    def test_vendored_and_generated_paths_are_no_candidates(self, path: str) -> None:
+        assert not corpus.is_candidate(Path(path))
+        assert corpus.is_candidate(Path("package/module.py"))
 
-    def test_near_duplicates_are_found_by_jaccard_above_one_half(self) -> None:
-        grammar = corpus.Grammar()
+    def test_near_duplicates_have_a_jaccard_similarity_above_one_half(self) -> None:
+        hasher = corpus.NgramHasher()
         base = module(0)
         functions = base.split("\n\n\n")
         most = "\n\n\n".join(functions[:45]) + "\n\n\n" + module(1)[:200]
         few = "\n\n\n".join(functions[:20]) + "\n\n\n" + module(2)
-        grams = [grammar.grams(text) for text in (base, most, few)]
-        expected = [corpus.jaccard(grams[0], other) > 0.5 for other in grams[1:]]
+        hashes = [hasher.hashes(text) for text in (base, most, few)]
+        expected = [corpus.jaccard(hashes[0], other) > 0.5 for other in hashes[1:]]
         assert expected == [True, False]
-        assert corpus.near_duplicates(grams[1:], grams[:1]) == expected
+        assert corpus.near_duplicates(hashes[1:], hashes[:1]) == expected
 
     def test_split_keeps_copies_of_heldout_modules_out_of_training(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(corpus, "HELDOUT_MODULES", 3)
-        monkeypatch.setattr(corpus, "deduplicate", lambda sources, grams: list(range(len(sources))))
+        monkeypatch.setattr(corpus, "deduplicate", lambda sources, hashes: list(range(len(sources))))
         sources = [corpus.Source("p", f"m{seed}.py", module(seed) * 2) for seed in range(12)]
         sources += [
             corpus.Source("p", f"copy{s}.py", "\n" + module(s) + module(s + 50)[:40]) for s in range(12)
         ]
-        training, heldout = corpus.split(sources)
+        training, heldout = corpus.split_corpus(sources)
         assert len(heldout) == 3
-        assert len(training) == 18  # three copies left with the three held out
-        grammar = corpus.Grammar()
-        kept = [grammar.grams(source.text) for source in training]
+        assert len(training) == 18  # 24 files without three held-out modules and their three copies
+        hasher = corpus.NgramHasher()
+        kept = [hasher.hashes(source.text) for source in training]
         for source in heldout:
-            assert not any(corpus.jaccard(grammar.grams(source.text), grams) > 0.5 for grams in kept)
+            assert not any(corpus.jaccard(hasher.hashes(source.text), hashes) > 0.5 for hashes in kept)
 
 
-def test_tokenizer_returns_every_text_unchanged() -> None:
-    tokenizer = bpe.build([FUNCTION, module(0)], vocabulary=300)
+def test_tokenizer_round_trip_returns_the_text_unchanged() -> None:
+    tokenizer = bpe.train_tokenizer([FUNCTION, module(0)], vocab_size=300)
     text = FUNCTION + "\tx = 'é ∑ 🙂'\r\n  \n\n\n   odd = 1234567\x00   \n" + FUNCTION
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.token_to_id(bpe.END_OF_TEXT) == 0
     assert bpe.encode_files(tokenizer, ["a = 1\n", "b = 2\n"])[0] == 0
 
 
+class StopsAfter:
+    """A schedule of `total` steps that stops after `steps`, as an interrupted run does."""
+
+    def __init__(self, steps: int, total: int) -> None:
+        self.steps, self.total = steps, total
+
+    def __call__(self, step: int, elapsed: float) -> float:
+        return 1.0 if step >= self.steps else step / self.total
+
+
 class TestTraining:
-    def run(self, tokens: Path, folder: Path, steps: int, total: int = 6) -> train.Trainer:
-        share = BrokenOff(steps, total)
-        return train.train(train.Run(RECIPE, tokens, folder, share))
+    def run(self, tokens: Path, folder: Path, steps: int, total: int = 6) -> Trainer:
+        return train(TrainingRun(CONFIG, tokens, folder, StopsAfter(steps, total)))
 
     def test_resumed_training_equals_uninterrupted_training(self, tokens: Path, tmp_path: Path) -> None:
         whole = self.run(tokens, tmp_path / "whole", 6)
         self.run(tokens, tmp_path / "parts", 3)
         parts = self.run(tokens, tmp_path / "parts", 6)
-        assert (whole.step, whole.cursor) == (parts.step, parts.cursor) == (6, 9)
-        for mine, theirs in zip(whole.optimisers, parts.optimisers, strict=True):
-            for name, master in mine.masters.items():
-                assert torch.equal(master, theirs.masters[name]), name
+        assert (whole.step, whole.next_block) == (parts.step, parts.next_block) == (6, 9)
+        for one, other in zip(whole.optimisers, parts.optimisers, strict=True):
+            for name, master in one.masters.items():
+                assert torch.equal(master, other.masters[name]), name
 
-    def test_a_broken_write_leaves_the_old_checkpoint(
+    def test_a_failed_save_leaves_the_old_checkpoint(
         self, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer = self.run(tokens, tmp_path / "run", 1)
@@ -137,33 +152,23 @@ class TestTraining:
             trainer.save(tmp_path / "run")
         assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
 
-    def test_written_out_gradients_equal_autograd(self) -> None:
+    def test_logit_gradients_equal_autograd(self) -> None:
         torch.manual_seed(0)
-        target, tap, draft = (torch.randn(7, 11, requires_grad=True) for _ in range(3))
+        target, early_exit, draft = (torch.randn(7, 11, requires_grad=True) for _ in range(3))
         labels = torch.randint(0, 11, (7,))
         loss = torch.nn.functional.cross_entropy(target, labels)
-        loss = loss + 0.3 * torch.nn.functional.cross_entropy(tap, labels)
+        loss = loss + 0.3 * torch.nn.functional.cross_entropy(early_exit, labels)
         loss = loss + torch.nn.functional.kl_div(
             draft.log_softmax(-1), target.detach().softmax(-1), reduction="batchmean"
         )
         loss.backward()
-        found = train.logit_gradients(
-            target.detach(), tap.detach(), draft.detach(), labels, torch.tensor([1 / 7, 0.3])
+        found = logit_gradients(
+            target.detach(), early_exit.detach(), draft.detach(), labels, torch.tensor([1 / 7, 0.3])
         )
-        for leaf, gradient in ((target, found.target), (tap, found.tap), (draft, found.draft)):
+        for leaf, gradient in ((target, found.target), (early_exit, found.exit), (draft, found.draft)):
             assert leaf.grad is not None
             assert gradient is not None
             torch.testing.assert_close(gradient, leaf.grad)
-
-
-class BrokenOff:
-    """A schedule of `total` steps that stops early, as a killed run does."""
-
-    def __init__(self, steps: int, total: int) -> None:
-        self.steps, self.total = steps, total
-
-    def __call__(self, trainer: train.Trainer) -> float:
-        return 1.0 if trainer.step >= self.steps else trainer.step / self.total
 
 
 def random_decoder(shape: ModelShape) -> Decoder:
@@ -171,51 +176,55 @@ def random_decoder(shape: ModelShape) -> Decoder:
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         drawn = torch.randn(weight.shape, generator=generator) * 0.15 + (weight.dim() < 2)
-        weight.data.copy_(drawn.bfloat16())  # what a bfloat16 file can hold
+        weight.data.copy_(drawn.bfloat16())  # the exported file is bfloat16, too
     return model.requires_grad_(False)
 
 
-def test_transformers_computes_the_same_logits(tmp_path: Path) -> None:
+def test_transformers_computes_the_logits_of_the_decoder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    bpe.build([FUNCTION, module(0)], vocabulary=300).save(str(tmp_path / "tokenizer.json"))
+    bpe.train_tokenizer([FUNCTION, module(0)], vocab_size=300).save(str(tmp_path / "tokenizer.json"))
     model = random_decoder(TINY)
     write_model(tmp_path / "model", TINY, dict(model.named_parameters()), tmp_path / "tokenizer.json")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = torch.tensor([tokenizer(FUNCTION * 8).input_ids])[:, :400]
     assert ids.shape[1] > 300
-    torch.testing.assert_close(model.head(model(ids)[0]), theirs(ids).logits, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(model.logits(model(ids)[0]), exported(ids).logits, atol=2e-4, rtol=1e-3)
     assert tokenizer.decode(ids[0]) == (FUNCTION * 8)[: len(tokenizer.decode(ids[0]))]
 
 
 class TestGrowth:
     IDS = torch.arange(40).view(1, -1)
 
-    def test_a_deeper_model_computes_the_same(self) -> None:
+    def test_deepening_does_not_change_the_output(self) -> None:
         shallow, deep = random_decoder(TINY), Decoder(replace(TINY, layers=5))
         deep.load_state_dict(grow.deepen(dict(shallow.named_parameters()), [2, 3]))
         torch.testing.assert_close(shallow(self.IDS)[0], deep(self.IDS)[0])
 
-    def test_a_draft_of_some_layers_computes_what_the_target_without_the_others_does(self) -> None:
+    def test_select_layers_equals_skipping_the_other_layers(self) -> None:
         four = random_decoder(replace(TINY, layers=4))
         draft = Decoder(TINY)
-        draft.load_state_dict(grow.keep(dict(four.named_parameters()), [0, 3]))
-        others = {2 * layer + part for layer in (1, 2) for part in (0, 1)}
-        torch.testing.assert_close(four(self.IDS, others)[0], draft(self.IDS)[0])
+        draft.load_state_dict(grow.select_layers(dict(four.named_parameters()), [0, 3]))
+        skipped = {2 * layer + sublayer for layer in (1, 2) for sublayer in (0, 1)}
+        torch.testing.assert_close(four(self.IDS, skipped)[0], draft(self.IDS)[0])
 
-    def test_the_next_stage_starts_where_the_last_one_ended(self, tokens: Path, tmp_path: Path) -> None:
-        run = train.Run(RECIPE, tokens, tmp_path, BrokenOff(2, 6))
-        train.train(run)
-        found = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-        grown = grow.grow(found, [1, 2], [1])
-        assert grown["where"] == {"step": 0, "cursor": 2, "elapsed": 0.0}
+    def test_the_grown_checkpoint_continues_in_the_data(self, tokens: Path, tmp_path: Path) -> None:
+        train(TrainingRun(CONFIG, tokens, tmp_path, StopsAfter(2, 6)))
+        checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        grown = grow.grow(checkpoint, copies=[1, 2], draft_layers=[1])
+        assert grown["progress"] == {"step": 0, "next_block": 2, "elapsed": 0.0}
         torch.save(grown, tmp_path / "checkpoint.pt")
-        recipe = replace(RECIPE, target=replace(TINY, layers=3), draft=replace(TINY, layers=1))
-        trainer = train.Trainer(recipe, np.load(tokens))
+        config = replace(CONFIG, target=replace(TINY, layers=3), draft=replace(TINY, layers=1))
+        trainer = Trainer(config, np.load(tokens))
         assert trainer.resume(tmp_path)
         assert trainer.target.shape.layers == 3
-        same = grow.grow(found)["states"]
-        assert all(torch.equal(same[1]["first"][n], m) for n, m in found["states"][1]["first"].items())
+
+    def test_grow_without_layers_keeps_the_optimiser_states(self, tokens: Path, tmp_path: Path) -> None:
+        train(TrainingRun(CONFIG, tokens, tmp_path, StopsAfter(2, 6)))
+        checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        for kept, before in zip(grow.grow(checkpoint)["optimisers"], checkpoint["optimisers"], strict=True):
+            for name, moment in before["first_moments"].items():
+                assert torch.equal(kept["first_moments"][name], moment), name
 
 
 class TestCompletions:
@@ -238,8 +247,12 @@ class TestCompletions:
             ('\n        x = "abc\n        return x\n        z', False),
         ],
     )
-    def test_only_the_unfinished_end_is_forgiven(self, completion: str, expected: bool) -> None:
-        assert completions.parses(self.PROMPT, completion, "f", limited=True) is expected
+    def test_a_truncated_completion_may_be_unfinished_at_its_end_only(
+        self, completion: str, expected: bool
+    ) -> None:
+        assert completions.parses(self.PROMPT, completion, "f", truncated=True) is expected
 
-    def test_a_finished_text_is_forgiven_nothing(self) -> None:
-        assert not completions.parses(self.PROMPT, "\n        y = x\n        return (x +", "f", limited=False)
+    def test_a_completion_that_ended_by_itself_must_be_finished(self) -> None:
+        assert not completions.parses(
+            self.PROMPT, "\n        y = x\n        return (x +", "f", truncated=False
+        )

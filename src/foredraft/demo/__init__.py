@@ -1,7 +1,7 @@
-"""The demo models that ship inside the package, so that every command works offline.
+"""The demo models inside the package, with which every command works offline.
 
-Contract: paths to two ordinary Hugging Face folders, a target and a draft with one tokenizer, and the
-held-out prompts. How they were made is in `recipe`; what they can do is in `MODEL_CARD.md`.
+The target and the draft are two ordinary Hugging Face folders with one tokenizer. `MODEL_CARD.md` describes
+them; `recipes/demo` in the repository makes them.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
+DEFAULT_PROMPT = 39  # the plain output for this prompt repeats itself less than for most others
+
 
 def target_path() -> Path:
-    """The folder of the target."""
+    """Return the folder of the target."""
     return Path(str(files(__package__) / "target"))
 
 
 def draft_path() -> Path:
-    """The folder of the draft."""
+    """Return the folder of the draft model."""
     return Path(str(files(__package__) / "draft"))
 
 
 def prompts() -> list[str]:
-    """Beginnings of functions that neither model was trained on."""
+    """Return function headers, with the code before them, from modules that neither model was trained on."""
     text = (files(__package__) / "prompts.jsonl").read_text(encoding="utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 
 
 def prompt() -> str:
-    """The one that commands go on from unless given another: its continuation loops less than most."""
-    return prompts()[39]
+    """Return the prompt that a command continues by default."""
+    return prompts()[DEFAULT_PROMPT]

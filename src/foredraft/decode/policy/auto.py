@@ -65,31 +65,39 @@ class LossBudget:
 
 
 @dataclass(slots=True)
-class Estimate:
-    """What one request, or all of them (`pool` is None), knows of a drafter.
+class Pooled:
+    """What all requests together know of a drafter.
 
     Attributes:
         acceptance: Of its drafts.
-        pool: The estimate of all requests.
-        waited: Rounds since the drafter drafted.
-        wait: Rounds until it is tried again where it does not pay.
+        waited: Rounds since it last drafted.
+        wait: Rounds after which it is tried again where it does not pay.
     """
 
     acceptance: Acceptance
-    pool: Estimate | None = None
     waited: int = 0
     wait: int = FIRST_WAIT
 
-    def learn(self, outcome: Round, trial: bool) -> None:
-        """Count a round in which the drafter drafted; trial: it was not expected to pay."""
+
+@dataclass(slots=True)
+class Estimate:
+    """What one request knows of a drafter: `acceptance`, whose prior is the pooled one."""
+
+    acceptance: Acceptance
+    pooled: Pooled
+
+    def learn(self, outcome: Round, standing: Standing) -> None:
+        """Count a round in which the drafter drafted."""
         self.acceptance.learn(outcome)
-        self.waited = 0
-        if not trial:
-            self.wait = FIRST_WAIT
+        pooled = self.pooled
+        pooled.acceptance.learn(outcome)
+        pooled.waited = 0
+        if not standing.trial:
+            pooled.wait = FIRST_WAIT
+        elif outcome.accepted and standing.alone:
+            pooled.wait = 1  # nothing else pays, so it goes on until its estimate is clear
         else:
-            self.wait = 1 if outcome.accepted else min(2 * max(self.wait, FIRST_WAIT), LONGEST_WAIT)
-        if self.pool is not None:
-            self.pool.learn(outcome, trial)
+            pooled.wait = min(2 * max(pooled.wait, FIRST_WAIT), LONGEST_WAIT)
 
 
 @dataclass(slots=True)
@@ -100,7 +108,8 @@ class Standing:
         decision: What the row does.
         rounds: Rounds that the decision still stands.
         estimate: Of the drafter; None in a plain step.
-        trial: The drafter is tried although it is not expected to pay.
+        trial: The drafter is tried although it was not chosen.
+        alone: It is tried in a batch that drafts nothing otherwise.
         read_ms: Cost of what the drafter reads before the first draft, where it counts as loss.
         rejected: Consecutive drafts so far that were fully rejected.
     """
@@ -109,6 +118,7 @@ class Standing:
     rounds: float = DECISION_ROUNDS
     estimate: Estimate | None = None
     trial: bool = False
+    alone: bool = False
     read_ms: float = 0.0
     rejected: int = 0
 
@@ -153,7 +163,7 @@ class Auto(Policy):
     ) -> None:
         self.max_draft = max_draft
         self.use(greedy or CostTable.unmeasured(), sampled)
-        self._pool: dict[tuple[Source, bool], Estimate] = {}
+        self._pool: dict[tuple[Source, bool], Pooled] = {}
         self._round: list[tuple[RequestState, str | None, Round]] = []  # the last round, until it is settled
         self._read_ms = 0.0  # in that round, as far as it counts as loss
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
@@ -177,12 +187,10 @@ class Auto(Policy):
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         state: RequestState = sequence.policy_state
-        for estimate in state.estimates.values():
-            estimate.waited += 1
         drafter = None
         if (last := state.last) is not None and last.estimate is not None:
             drafter = last.decision.drafter
-            last.estimate.learn(outcome, last.trial)
+            last.estimate.learn(outcome, last)
             last.rejected = 0 if outcome.accepted else last.rejected + 1
         self._round.append((state, drafter, outcome))
 
@@ -227,7 +235,7 @@ class Auto(Policy):
 
         It bears REJECTED_DRAFTS such rounds, and what the drafters read before the first.
         """
-        names = [self._best(row, len(rows), left) for row in rows]
+        names = [self._best(row, len(rows)) for row in rows]
         limit = self.max_draft
         while limit:
             prospects = [
@@ -244,7 +252,7 @@ class Auto(Policy):
             limit //= 2
         return [Standing(PLAIN) for _ in rows]
 
-    def _best(self, row: Candidates, batch: int, left: float) -> str | None:
+    def _best(self, row: Candidates, batch: int) -> str | None:
         """Return the drafter that gives the most tokens per ms for the rest of the request, if any may serve.
 
         A drafter that has nothing to read stays in the choice even where it pays only beside rows that share its
@@ -265,23 +273,24 @@ class Auto(Policy):
     def _try_another(self, rows: Seq[Candidates], plans: list[Standing], left: float, plain: float) -> bool:
         """Plan a trial of a drafter that was not chosen, if one is due; return whether one is.
 
-        Beside drafts that pay, one row tries it. Where no row drafts, as many rows try it as the cap bears, since
-        a round tells more then for what its draft steps cost.
+        One row tries it. Where no row drafts and the drafter is unknown, as many rows do as the cap bears: a round
+        tells more then for what its draft steps cost.
         """
         drafts, tried = any(plan.decision.budget for plan in plans), None
         for at, row in enumerate(rows):
             for name in row.limits:
-                estimate = self._estimate(row, name)
-                chosen = name == plans[at].decision.drafter or estimate.waited < estimate.wait
-                if chosen or tried not in (None, name) or not self._may_pay(row, name):
+                pooled = self._estimate(row, name).pooled
+                due = name != plans[at].decision.drafter and pooled.waited >= pooled.wait
+                if not due or tried not in (None, name) or not self._may_pay(row, name):
                     continue
                 length = best_length(self.table, 1, self._prospect(row, name))[1]
                 for budget in (max(length, 1), 1):
-                    trial = self._standing(row, name, budget, trial=True)
+                    trial = self._standing(row, name, budget)
+                    trial.trial, trial.alone = True, not drafts
                     if self._loss([*plans[:at], trial, *plans[at + 1 :]], plain) <= left:
                         plans[at], tried = trial, name
                         break
-            if drafts and tried:
+            if tried and (drafts or self._known(row, tried)):
                 break
         return tried is not None
 
@@ -294,9 +303,9 @@ class Auto(Policy):
         ms = round_ms(self.table, [plan.decision[:2] for plan in plans])
         return ms - plain + sum(plan.read_ms for plan in plans)
 
-    def _standing(self, row: Candidates, name: str, budget: int, *, trial: bool = False) -> Standing:
+    def _standing(self, row: Candidates, name: str, budget: int) -> Standing:
         decision = Decision(name, budget, self._context(row, name))
-        return Standing(decision, 1.0, self._estimate(row, name), trial, self._charge(row, name))
+        return Standing(decision, estimate=self._estimate(row, name), read_ms=self._charge(row, name))
 
     def _context(self, row: Candidates, name: str) -> int | None:
         """Return how many of the last tokens the drafter reads of a text that is new to it; None is all."""
@@ -322,8 +331,7 @@ class Auto(Policy):
         return 0.0 if is_new and is_bounded else self._read_cost(row, name)
 
     def _known(self, row: Candidates, name: str) -> bool:
-        pool = self._estimate(row, name).pool
-        return pool is not None and pool.acceptance.known
+        return self._estimate(row, name).pooled.acceptance.known
 
     def _limit(self, row: Candidates, name: str) -> int:
         return min(row.limits[name], self.max_draft)
@@ -340,11 +348,9 @@ class Auto(Policy):
             kind = source, row.sequence.params.temperature == 0
             if kind not in self._pool:
                 assumed = PRIOR_ALPHA if confidence is None else confidence
-                self._pool[kind] = Estimate(Acceptance(self.max_draft, assumed=assumed))
-            pool = self._pool[kind]
-            state.estimates[source] = Estimate(
-                Acceptance(self.max_draft, pool.acceptance), pool, 0, pool.wait
-            )
+                self._pool[kind] = Pooled(Acceptance(self.max_draft, assumed=assumed))
+            pooled = self._pool[kind]
+            state.estimates[source] = Estimate(Acceptance(self.max_draft, pooled.acceptance), pooled)
         return state.estimates[source]
 
     def _settle(self) -> None:
@@ -360,6 +366,8 @@ class Auto(Policy):
             state.loss.spent += ms
             state.loss.lost += ms - plain * tokens - smaller * ahead
         self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
+        for pooled in self._pool.values():
+            pooled.waited += 1
         self._round, self._read_ms = [], 0.0
 
     def _why(self, row: Candidates, batch: int) -> str | None:

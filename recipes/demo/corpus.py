@@ -1,11 +1,11 @@
-"""Collect Python source that every machine with this project has, clean it, and split it.
+"""Collect installed Python source, clean it, and split it into training and held-out modules.
 
-Contract: `collect` reads CPython's standard library (tests included) and the packages of `PACKAGES`,
-all permissively licensed and installed with this project; drops vendored, generated and machine-made
-files, licence headers and duplicates; `split` holds some modules out and drops from training every file
-whose 5-gram Jaccard similarity to a held-out one exceeds 0.5. Same packages, same files, same split.
+`collect` reads CPython's standard library (tests included) and the installed packages of `PACKAGES`, all
+under permissive licences. It drops vendored and generated files and licence headers. `split_corpus` drops
+duplicates, holds some modules out, and drops every training file that is a near-duplicate of a held-out
+module. The same package versions give the same split.
 
-    python -m foredraft.demo.recipe.corpus --out DIR
+    python -m recipes.demo.corpus --out DIR
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-Grams = NDArray[np.uint64]
+NgramHashes = NDArray[np.uint64]  # sorted, without repetitions
 
-# (distribution, SPDX licence of its own Python files, most megabytes taken from it)
+# (distribution, SPDX licence of its own Python files, largest share of it in the corpus in megabytes). The
+# limits keep a few large packages from dominating.
 PACKAGES: tuple[tuple[str, str, float], ...] = (
     ("torch", "BSD-3-Clause", 6.0),
     ("transformers", "Apache-2.0", 5.0),
@@ -80,8 +81,11 @@ PACKAGES: tuple[tuple[str, str, float], ...] = (
     ),
 )  # fmt: skip
 STDLIB_MEGABYTES = 24.0
-HELDOUT_MODULES = 96
-NEAR_DUPLICATE = 0.5
+HELDOUT_MODULES = 96  # for 200 prompts, two or three per module
+HELDOUT_CHARACTERS = (4_000, 40_000)  # of a held-out module: long enough for prompts, quick to evaluate
+NGRAM = 5  # lexical tokens
+NEAR_DUPLICATE = 0.5  # Jaccard similarity of n-grams above which two files count as one
+SKETCH = 64  # smallest n-gram hashes that stand for a file when the whole corpus is deduplicated
 
 SKIPPED_FOLDERS = frozenset(
     "_vendor vendor vendored _vendored third_party thirdparty _extern externals pydoc_data lib2to3 "
@@ -90,7 +94,7 @@ SKIPPED_FOLDERS = frozenset(
 SKIPPED_NAMES = re.compile(
     r"_pb2(_grpc)?\.py$|^bad|lextab|parsetab|_tables?\.py$|^_?version\.py$|unicode|entities"
 )
-MACHINE_MADE = re.compile(
+GENERATED = re.compile(
     r"do not edit|auto-?generated|automatically generated|generated (by|from|with|automatically)"
     r"|this file (is|was) generated|@generated|vendored from|coding[:=]\s*(?!utf-?8)",
     re.IGNORECASE,
@@ -101,7 +105,13 @@ LITERAL = re.compile(r"0[xX][0-9a-fA-F]+|\\x[0-9a-fA-F]{2}|\d+")
 
 @dataclass(frozen=True)
 class Source:
-    """One cleaned file and where it came from."""
+    """A cleaned file and its origin.
+
+    Attributes:
+        package: Distribution name, or "cpython".
+        path: Path inside the package, with forward slashes.
+        text: The cleaned source.
+    """
 
     package: str
     path: str
@@ -109,7 +119,7 @@ class Source:
 
 
 def strip_licence(text: str) -> str:
-    """Drop a leading comment block that is a licence or copyright notice: thousands of equal copies."""
+    """Drop a leading comment block that is a licence notice, since thousands of files repeat the same one."""
     lines = text.split("\n")
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end].strip()):
@@ -121,22 +131,27 @@ def strip_licence(text: str) -> str:
 
 
 def clean(raw: bytes) -> str | None:
-    """The file's text if it is ordinary, hand-written, parsing Python; None otherwise."""
+    """Return the cleaned text of a file, or None if it is not ordinary hand-written Python.
+
+    The function rejects files that are very short or very long, generated, not UTF-8, indented with tabs, or
+    invalid Python, and files of more than 12 % numeric literals (tables) or more than 2 % non-ASCII
+    characters.
+    """
     if not 300 <= len(raw) <= 200_000:
         return None
     try:
         text = raw.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
         return None
-    if MACHINE_MADE.search(text[:3000]) or "\r" in text or "\f" in text or "\ufeff" in text:
+    if GENERATED.search(text[:3000]) or "\r" in text or "\f" in text or "\ufeff" in text:
         return None
     text = "\n".join(line.rstrip() for line in strip_licence(text).split("\n")).strip("\n") + "\n"
     lines = text.split("\n")
     if len(text) < 300 or len(lines) < 12 or max(map(len, lines)) > 400:
         return None
-    literal = sum(len(found) for found in LITERAL.findall(text))
-    foreign = sum(not character.isascii() for character in text)
-    if literal > 0.12 * len(text) or foreign > 0.02 * len(text) or "\t" in text:
+    literal_characters = sum(len(found) for found in LITERAL.findall(text))
+    non_ascii = sum(not character.isascii() for character in text)
+    if literal_characters > 0.12 * len(text) or non_ascii > 0.02 * len(text) or "\t" in text:
         return None
     try:
         with warnings.catch_warnings():
@@ -147,8 +162,8 @@ def clean(raw: bytes) -> str | None:
     return text
 
 
-def wanted(path: Path) -> bool:
-    """Whether a relative path is worth opening."""
+def is_candidate(path: Path) -> bool:
+    """Return whether a relative path names a Python file outside vendored and generated folders."""
     return (
         path.suffix == ".py"
         and not SKIPPED_FOLDERS.intersection(part.lower() for part in path.parts[:-1])
@@ -156,21 +171,28 @@ def wanted(path: Path) -> bool:
     )
 
 
-def order_key(source: Source) -> bytes:
-    """A fixed pseudo-random order that does not depend on the machine."""
+def hash_key(source: Source) -> bytes:
+    """Return a sort key that gives the same pseudo-random order on every machine."""
     return hashlib.blake2b(f"{source.package}:{source.path}".encode(), digest_size=8).digest()
 
 
-def read_folder(package: str, root: Path, paths: Iterable[Path], megabytes: float) -> list[Source]:
-    """Clean files of one package, in hash order, up to a share."""
+def read_package(package: str, root: Path, paths: Iterable[Path], megabytes: float) -> list[Source]:
+    """Return the clean files of one package, in hash order, up to `megabytes` of text.
+
+    Args:
+        package: Distribution name.
+        root: Folder that the paths are relative to.
+        paths: All files of the package.
+        megabytes: Limit in 10^6 characters. Files that do not fit any more are left out.
+    """
     found = []
     for path in sorted(set(paths)):
-        if wanted(path) and (root / path).is_file():
+        if is_candidate(path) and (root / path).is_file():
             text = clean((root / path).read_bytes())
             if text is not None:
                 found.append(Source(package, path.as_posix(), text))
     taken, size = [], 0
-    for source in sorted(found, key=order_key):
+    for source in sorted(found, key=hash_key):
         if size + len(source.text) <= megabytes * 1e6:
             taken.append(source)
             size += len(source.text)
@@ -178,10 +200,10 @@ def read_folder(package: str, root: Path, paths: Iterable[Path], megabytes: floa
 
 
 def collect() -> list[Source]:
-    """The standard library and every listed package that is installed."""
+    """Return the files of the standard library and of every package of `PACKAGES` that is installed."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     paths = [path.relative_to(stdlib) for path in stdlib.rglob("*.py")]
-    sources = read_folder("cpython", stdlib, paths, STDLIB_MEGABYTES)
+    sources = read_package("cpython", stdlib, paths, STDLIB_MEGABYTES)
     for name, _, megabytes in PACKAGES:
         try:
             files = importlib.metadata.distribution(name).files or []
@@ -190,90 +212,101 @@ def collect() -> list[Source]:
         if not files:
             continue
         root = Path(str(files[0].locate())).parents[len(files[0].parts) - 1]
-        sources += read_folder(name, root, (Path(file) for file in files), megabytes)
+        sources += read_package(name, root, (Path(file) for file in files), megabytes)
     return sources
 
 
-class Grammar:
-    """5-grams of lexical tokens as sorted unique 64-bit numbers; token ids follow first sight."""
+class NgramHasher:
+    """Hash the n-grams of lexical tokens. Token ids are given out in order of first occurrence."""
 
     def __init__(self) -> None:
-        self.ids: dict[str, int] = {}
+        self.token_ids: dict[str, int] = {}
 
-    def grams(self, text: str) -> Grams:
+    def hashes(self, text: str) -> NgramHashes:
+        """Return the sorted unique 64-bit hashes of the text's n-grams."""
         tokens = WORD.findall(text)
-        ids = np.fromiter((self.ids.setdefault(t, len(self.ids)) for t in tokens), np.uint64, len(tokens))
-        if len(ids) < 5:
+        known = self.token_ids
+        ids = np.fromiter((known.setdefault(token, len(known)) for token in tokens), np.uint64, len(tokens))
+        if len(ids) < NGRAM:
             return np.unique(ids)
-        mixed = np.zeros(len(ids) - 4, np.uint64)
-        for offset in range(5):  # wraps modulo 2**64, which is what a polynomial hash wants
-            mixed = (mixed + ids[offset : len(ids) - 4 + offset]) * np.uint64(0x9E3779B97F4A7C15)
+        count = len(ids) - NGRAM + 1
+        mixed = np.zeros(count, np.uint64)
+        for offset in range(NGRAM):  # a polynomial hash: uint64 products wrap modulo 2**64 on purpose
+            mixed = (mixed + ids[offset : count + offset]) * np.uint64(0x9E3779B97F4A7C15)
             mixed ^= mixed >> np.uint64(29)
         return np.unique(mixed)
 
 
-def jaccard(first: Grams, second: Grams) -> float:
-    """Shared 5-grams over all 5-grams."""
+def jaccard(first: NgramHashes, second: NgramHashes) -> float:
+    """Return the Jaccard similarity of two sets of n-grams: shared ones over all."""
     shared = len(np.intersect1d(first, second, assume_unique=True))
     return shared / max(1, len(first) + len(second) - shared)
 
 
-def near_duplicates(candidates: Sequence[Grams], references: Sequence[Grams]) -> list[bool]:
-    """For each candidate, whether it is too similar to any reference (exact, by an inverted index)."""
+def near_duplicates(candidates: Sequence[NgramHashes], references: Sequence[NgramHashes]) -> list[bool]:
+    """Return, for each candidate, whether its Jaccard similarity to any reference exceeds `NEAR_DUPLICATE`.
+
+    The comparison is exact. An inverted index from n-gram to references counts the shared n-grams of all
+    pairs.
+    """
     if not references:
         return [False] * len(candidates)
-    keys = np.concatenate(references)
-    owners = np.repeat(np.arange(len(references)), [len(grams) for grams in references])
-    order = np.argsort(keys, kind="stable")
-    keys, owners = keys[order], owners[order]
-    sizes = np.array([len(grams) for grams in references])
+    ngrams = np.concatenate(references)
+    owners = np.repeat(np.arange(len(references)), [len(hashes) for hashes in references])
+    order = np.argsort(ngrams, kind="stable")
+    ngrams, owners = ngrams[order], owners[order]
+    sizes = np.array([len(hashes) for hashes in references])
     verdicts = []
-    for grams in candidates:
-        low, high = np.searchsorted(keys, grams, "left"), np.searchsorted(keys, grams, "right")
+    for hashes in candidates:
+        low, high = np.searchsorted(ngrams, hashes, "left"), np.searchsorted(ngrams, hashes, "right")
         spans = high - low
         starts = np.repeat(low - np.concatenate([[0], np.cumsum(spans)[:-1]]), spans)
         shared = np.bincount(owners[starts + np.arange(spans.sum())], minlength=len(references))
-        verdicts.append(bool((shared > NEAR_DUPLICATE * (len(grams) + sizes - shared)).any()))
+        verdicts.append(bool((shared > NEAR_DUPLICATE * (len(hashes) + sizes - shared)).any()))
     return verdicts
 
 
-def deduplicate(sources: Sequence[Source], grams: Sequence[Grams]) -> list[int]:
-    """Indices to keep: exact copies and, by a sketch of the 64 smallest 5-grams, near copies go."""
+def deduplicate(sources: Sequence[Source], hashes: Sequence[NgramHashes]) -> list[int]:
+    """Return the indices of the files to keep: the first of each group of exact or near copies.
+
+    Exact copies differ in white space at most. Near copies share more than `NEAR_DUPLICATE` of the `SKETCH`
+    smallest n-gram hashes with an earlier file.
+    """
     owners: dict[int, list[int]] = {}
     seen: set[str] = set()
     kept = []
     for index, source in enumerate(sources):
-        normal = hashlib.blake2b(" ".join(source.text.split()).encode()).hexdigest()
-        sketch = [int(gram) for gram in grams[index][:64]]
-        votes = Counter(owner for gram in sketch for owner in owners.get(gram, ()))
-        alike = bool(votes) and votes.most_common(1)[0][1] > NEAR_DUPLICATE * len(sketch)
-        if normal in seen or alike:
+        digest = hashlib.blake2b(" ".join(source.text.split()).encode()).hexdigest()
+        sketch = [int(ngram) for ngram in hashes[index][:SKETCH]]
+        shared = Counter(owner for ngram in sketch for owner in owners.get(ngram, ()))
+        near_copy = bool(shared) and shared.most_common(1)[0][1] > NEAR_DUPLICATE * len(sketch)
+        if digest in seen or near_copy:
             continue
-        seen.add(normal)
+        seen.add(digest)
         kept.append(index)
-        for gram in sketch:
-            owners.setdefault(gram, []).append(index)
+        for ngram in sketch:
+            owners.setdefault(ngram, []).append(index)
     return kept
 
 
-def split(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """(training, held out), both in hash order and free of near-duplicates of each other."""
-    ordered = sorted(sources, key=order_key)
-    grammar = Grammar()
-    grams = [grammar.grams(source.text) for source in ordered]
-    kept = deduplicate(ordered, grams)
-    # The hash order is already random: the first eligible modules are a fair draw.
-    eligible = [i for i in kept if 4_000 <= len(ordered[i].text) <= 40_000 and "def " in ordered[i].text]
-    heldout = eligible[:HELDOUT_MODULES]
+def split_corpus(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
+    """Return (training files, held-out modules) in hash order, without near-duplicates of each other."""
+    ordered = sorted(sources, key=hash_key)
+    hasher = NgramHasher()
+    hashes = [hasher.hashes(source.text) for source in ordered]
+    kept = deduplicate(ordered, hashes)
+    shortest, longest = HELDOUT_CHARACTERS
+    eligible = [i for i in kept if shortest <= len(ordered[i].text) <= longest and "def " in ordered[i].text]
+    heldout = eligible[:HELDOUT_MODULES]  # a random sample, since the hash order is random
     chosen = set(heldout)
     rest = [i for i in kept if i not in chosen]
-    verdicts = near_duplicates([grams[i] for i in rest], [grams[i] for i in heldout])
-    training = [i for i, alike in zip(rest, verdicts, strict=True) if not alike]
+    verdicts = near_duplicates([hashes[i] for i in rest], [hashes[i] for i in heldout])
+    training = [i for i, duplicate in zip(rest, verdicts, strict=True) if not duplicate]
     return [ordered[i] for i in training], [ordered[i] for i in heldout]
 
 
-def describe(training: Sequence[Source], heldout: Sequence[Source]) -> Iterator[dict[str, object]]:
-    """One row per package for the model card."""
+def package_rows(training: Sequence[Source], heldout: Sequence[Source]) -> Iterator[dict[str, object]]:
+    """Yield one row per package for the table of the model card."""
     licences = {"cpython": "PSF-2.0"} | {name: licence for name, licence, _ in PACKAGES}
     for package in sorted({source.package for source in [*training, *heldout]}, key=str.lower):
         stdlib = package == "cpython"
@@ -287,23 +320,25 @@ def describe(training: Sequence[Source], heldout: Sequence[Source]) -> Iterator[
         }
 
 
-def write_lines(path: Path, rows: Iterable[object]) -> None:
+def write_jsonl(path: Path, rows: Iterable[object]) -> None:
+    """Write one JSON document per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_sources(path: Path) -> list[Source]:
+    """Read the files that `main` wrote."""
     return [Source(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Collect, clean and split the training corpus.")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    training, heldout = split(collect())
-    write_lines(out / "train.jsonl", map(asdict, training))
-    write_lines(out / "heldout.jsonl", map(asdict, heldout))
-    write_lines(out / "packages.jsonl", describe(training, heldout))
+    training, heldout = split_corpus(collect())
+    write_jsonl(out / "train.jsonl", map(asdict, training))
+    write_jsonl(out / "heldout.jsonl", map(asdict, heldout))
+    write_jsonl(out / "packages.jsonl", package_rows(training, heldout))
     for name, sources in (("train", training), ("held out", heldout)):
         print(f"{name}: {len(sources)} files, {sum(len(s.text) for s in sources) / 1e6:.1f} MB")
 

@@ -1,0 +1,1 @@
+"""Make the demo models: corpus, tokenizer, training, export and evaluation."""
