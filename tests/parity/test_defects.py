@@ -65,19 +65,19 @@ DYNAMIC_BY_PASS = (
 )
 MUTANTS = [
     Mutant(
-        "window one too wide", ((MASKS, "last - hides", "last - hides - 1"),), check(one_column, "gemma2")
+        "window one too wide", ((MASKS, "last - reach", "last - reach - 1"),), check(one_column, "gemma2")
     ),
     Mutant(
-        "window one too narrow", ((MASKS, "last - hides", "last - hides + 1"),), check(one_column, "gemma2")
+        "window one too narrow", ((MASKS, "last - reach", "last - reach + 1"),), check(one_column, "gemma2")
     ),
     Mutant(
         "window of a verifying pass measured from its first column",
-        ((MASKS, "keys > last - hides", "keys > last[:, :1] - hides"),),
+        ((MASKS, "keys > last - reach", "keys > last[:, :1] - reach"),),
         check(several_columns, "gemma2"),
     ),
     Mutant(
         "window edge off by one where a pass has several columns",
-        ((MASKS, "last - hides", "last - hides - int(last.shape[1] > 8)"),),
+        ((MASKS, "last - reach", "last - reach - int(last.shape[1] > 8)"),),
         check(several_columns, "gemma2"),
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "attention without its soft-cap",
         (
             (
-                attention._mixed,
+                attention._batch_attention,
                 "soft_cap(scores, spec.attention_softcap, spec.attention_scale)",
                 "scores.mul_(spec.attention_scale)",
             ),
@@ -156,12 +156,12 @@ MUTANTS = [
     ),
     Mutant(
         "window of every layer one too wide",
-        ((MASKS, "last - hides", "last - hides - 1"),),
+        ((MASKS, "last - reach", "last - reach - 1"),),
         check(one_column, "mistral"),
     ),
     Mutant(
         "window of every layer one too narrow",
-        ((MASKS, "last - hides", "last - hides + 1"),),
+        ((MASKS, "last - reach", "last - reach + 1"),),
         check(several_columns, "mistral"),
     ),
     Mutant(

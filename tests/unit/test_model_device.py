@@ -66,7 +66,9 @@ class Even:
         return None
 
 
-def test_constraint_masks_are_uploaded_without_blocking(sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraint_masks_are_uploaded_without_blocking(
+    sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: torch.full(shape, True))
     constraint.masks_along(Even(), [0], 3, CUDA)  # type: ignore[arg-type]
     assert sent == ["pinned", ("cuda", True)] * 2
