@@ -291,12 +291,12 @@ MUTANTS = [
     ),
     Mutant(
         "dynamic base of the position before",
-        ((rope._grown_theta, "torch.arange(1, positions + 1)", "torch.arange(0, positions)"),),
+        ((rope._dynamic_theta, "torch.arange(1, positions + 1)", "torch.arange(0, positions)"),),
         check(one_column, "llama-dynamic"),
     ),
     Mutant(
         "dynamic base not grown",
-        ((rope._grown_theta, "stretch **", "1.0 **"),),
+        ((rope._dynamic_theta, "stretch **", "1.0 **"),),
         check(one_column, "mistral-dynamic"),
     ),
     Mutant(

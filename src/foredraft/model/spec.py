@@ -137,7 +137,7 @@ def _positions(read: ConfigReader, rope: Rope) -> int:
     """How far the model reaches. Some scaled linearly keep the unscaled length in the usual place."""
     trained = read.count("max_position_embeddings")
     scaled = read.count("max_sequence_length", trained, null=trained) if rope.kind == "linear" else trained
-    return rope.reach(max(trained, scaled))
+    return rope.usable_positions(max(trained, scaled))
 
 
 def _dtype(read: ConfigReader) -> str:
