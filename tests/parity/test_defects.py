@@ -251,7 +251,7 @@ MUTANTS = [
         "scores scaled by the head's size",
         (
             (
-                families._gemma,
+                families._gemma_common,
                 'read.number("query_pre_attn_scalar", 256)',
                 '(0 * read.number("query_pre_attn_scalar", 256) + 24)',
             ),
@@ -270,7 +270,7 @@ MUTANTS = [
     ),
     Mutant(
         "yarn's attention factor from the factor alone",
-        ((rope_config._attention_factor, "of(over) / of(under)", "of(1.0)"),),
+        ((rope_config._attention_factor, "scaled(mscale) / scaled(mscale_all_dim)", "scaled(1.0)"),),
         check(loaded_anew, "llama-yarn-mscale"),
     ),
     Mutant(

@@ -7,7 +7,8 @@ the sequences sets `lengths`, at commit only; neither this module nor a forward 
 
 Layout: values are stored position after position. Keys are stored the same way for PyTorch's operators; the
 C kernels need them in blocks of 32 positions, [D / word, 32, word] each, where a word is one float32 or two
-bfloat16. Only this module and the kernels know the layout: other modules read, write, copy and wipe positions.
+bfloat16. Only this module and the kernels know the layout; other modules read, write, copy and wipe
+positions.
 
 A row offers `positions` positions. `slack` more follow them, which the padding of the row's longest pass may
 overwrite, and from `scratch` on another `slack`, where the idle rows of a batch write.

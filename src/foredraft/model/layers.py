@@ -1,7 +1,7 @@
 """The parts of a decoder that work on one position at a time: products, norms, activations.
 
-Contract: weights only, no run state. How many rows a product takes at once changes the bits of its result, not
-its meaning; the caller passes it as the `RowSpan` of the pass.
+Contract: weights only, no run state. The number of rows in a product changes the bits of its result, not its
+meaning; the `RowSpan` argument restricts that number.
 """
 
 from __future__ import annotations

@@ -134,6 +134,6 @@ def _yarn(rope: Rope, inverse: Tensor) -> Tensor:
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    width = last - first or 0.001  # as in the paper's code, which must not divide by 0
+    width = last - first or 0.001  # transformers widens an empty ramp by 0.001 too
     stretched = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
     return inverse / rope.factor * stretched + inverse * (1 - stretched)
