@@ -220,9 +220,9 @@ MUTANTS = [
         "norms of queries and keys without their offset",
         (
             (
-                weights.build_decoder,
+                weights._Builder.norm,
                 "weight.float() + 1.0 if offset",
-                "weight.float() + float(size == hidden) if offset",
+                "weight.float() + float(size is None) if offset",
             ),
         ),
         check(loaded_anew, "gemma3"),

@@ -34,7 +34,8 @@ REASONING = (
 STANDARD = {"tools", "documents", "add_generation_prompt", *SPECIAL}
 # Options of `apply_chat_template` that are not template variables, with the remedy for each.
 FORMATS = "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs".split()
-NOT_VARIABLES: dict[str, Text] = dict.fromkeys(FORMATS, "the ids are always one list, so leave it out") | {
+NOT_VARIABLES: dict[str, Text] = {
+    **dict.fromkeys(FORMATS, "the ids are always one list, so leave it out"),
     "chat_template": f"put the template into the model's folder as {FILE}",
     "continue_final_message": "pass to generate the ids of encode_chat followed by those of the begun reply",
     "conversation": "its name is messages",
