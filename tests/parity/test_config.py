@@ -33,9 +33,9 @@ HEADS: dict[str, dict[str, Any]] = {
 def test_an_absent_key_has_the_default_of_transformers(family: str, key: str) -> None:
     config_class, model_class, base = FAMILIES[family]
     rest = {name: value for name, value in {**base, **HEADS.get(family, {})}.items() if name != key}
-    spelled = {**rest, key: config_class(**rest).to_dict()[key]}
+    written = {**rest, key: config_class(**rest).to_dict()[key]}
     names = {"architectures": [model_class.__name__]}
-    assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | spelled)
+    assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | written)
 
 
 OLD = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -117,8 +117,8 @@ def test_scaled_frequencies_equal_those_of_transformers(family: str, rope: dict[
     config = config_class(**base, rope_scaling=copy.deepcopy(rope), rope_theta=700.0)
     by_layer = {"layer_type": "full_attention"} if family == "gemma3" else {}
     expected, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **by_layer)
-    spelled = {"rope_scaling": rope, "rope_theta": 700.0, "architectures": [model_class.__name__]}
-    spec = ModelSpec.from_hf({**base, **spelled})
+    written = {"rope_scaling": rope, "rope_theta": 700.0, "architectures": [model_class.__name__]}
+    spec = ModelSpec.from_hf({**base, **written})
     torch.testing.assert_close(frequencies(spec.rope, spec.head_dim), expected, rtol=1e-6, atol=0)
     assert spec.rope.attention_factor == attention
 

@@ -42,32 +42,34 @@ def sentencepiece(size: int = 420, *, metaspace: bool = False) -> tokenizers.Tok
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
     merges = [(left, right) for left, right in model["merges"]]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
     if metaspace:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     else:
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    made.decoder = decoders.Sequence(
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return made
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
 
 
 def word_piece() -> tokenizers.Tokenizer:
     """Return a WordPiece tokenizer, which lowercases text and has no token for a line break."""
-    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
     trainer = trainers.WordPieceTrainer(
         vocab_size=400, special_tokens=["[UNK]", "[CLS]"], show_progress=False
     )
-    made.train_from_iterator([TEXT], trainer)
-    return made
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
 
 
 def changed(inner: tokenizers.Tokenizer, change: Callable[[dict[str, Any]], Any]) -> tokenizers.Tokenizer:

@@ -162,9 +162,9 @@ def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) ->
 
 
 def ours(folder: Path) -> Tokenizer:
-    made = Tokenizer.from_folder(folder)
-    assert made is not None and made.chat is not None
-    return made
+    loaded = Tokenizer.from_folder(folder)
+    assert loaded is not None and loaded.chat is not None
+    return loaded
 
 
 def theirs(folder: Path) -> Any:
@@ -310,10 +310,10 @@ def test_templates_are_read_from_files_and_from_the_config(tmp_path: Path) -> No
 
 
 def test_a_conversation_without_a_template_is_refused(tmp_path: Path) -> None:
-    made = Tokenizer.from_folder(save(tmp_path, None))
-    assert made is not None and made.chat is None
+    loaded = Tokenizer.from_folder(save(tmp_path, None))
+    assert loaded is not None and loaded.chat is None
     with pytest.raises(RequestError, match=r"no chat template; give a plain prompt, .* chat_template\.jinja"):
-        made.encode_chat([USER])
+        loaded.encode_chat([USER])
     (tmp_path / "tokenizer_config.json").unlink()
     assert ChatTemplate.from_folder(tmp_path) is None
 
@@ -469,19 +469,19 @@ def test_an_endless_template_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "template",
     [
         "{% set n = namespace(self=1, values=2, made=3) %}{% set n.self = 4 %}{{ n.self }}{{ n.values }}{{ n.made }}",
         "{% set n = namespace({'a': 1}, b=2) %}{{ n.a + n.b }}",
         "{{ dict(a=1) }}{{ dict([['a', 1]], b=2) }}{{ dict.fromkeys(['a', 'b']) }}{{ dict.fromkeys(['a'], 5) }}",
     ],
 )  # fmt: skip
-def test_namespace_and_dict_work_as_in_transformers(tmp_path: Path, made: str) -> None:
-    assert_alike(save(tmp_path, made), [USER])
+def test_namespace_and_dict_work_as_in_transformers(tmp_path: Path, template: str) -> None:
+    assert_alike(save(tmp_path, template), [USER])
 
 
 @pytest.mark.parametrize(
-    "made",
+    "template",
     [
         "{% set n = namespace(_x=1) %}",
         "{% set n = namespace() %}{% set n._x = 1 %}",
@@ -490,8 +490,8 @@ def test_namespace_and_dict_work_as_in_transformers(tmp_path: Path, made: str) -
         "{{ namespace.__init__.__globals__ }}",
     ],
 )
-def test_a_template_cannot_leave_the_sandbox(tmp_path: Path, made: str) -> None:
-    folder = save(tmp_path, made)
+def test_a_template_cannot_leave_the_sandbox(tmp_path: Path, template: str) -> None:
+    folder = save(tmp_path, template)
     with pytest.raises(jinja2.TemplateError):
         theirs(folder).apply_chat_template([USER], tokenize=False)
     with pytest.raises(RequestError, match="cannot be rendered with these messages") as caught:

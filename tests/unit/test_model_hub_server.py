@@ -208,13 +208,13 @@ def test_an_incomplete_cache_is_reported_when_the_hub_is_unreachable(
         ("owner/small", "v1", "model.safetensors"),
         ("owner/small", "v1", "config.json"),
     ):
-        spelled = name if revision is None else f"{name}@{revision}"
-        folder = client.resolve(spelled)
+        named = name if revision is None else f"{name}@{revision}"
+        folder = client.resolve(named)
         for kept in client.home.rglob("trees"):
             shutil.rmtree(kept)
         (folder / file).unlink()
-        message = client.refused(spelled, **environment)
-        assert message == f"not all of {spelled} is in the local hub cache ({file} is missing), and {reason}"
+        message = client.refused(named, **environment)
+        assert message == f"not all of {named} is in the local hub cache ({file} is missing), and {reason}"
     assert client.resolve("owner/small@v1") == folder  # online, the missing file is downloaded
 
 
@@ -290,10 +290,10 @@ def test_each_refusal_of_the_hub_is_reported_in_one_line(
     )
     message = client.refused("owner/none", **environment)
     assert message.startswith(
-        "owner/none is neither a local folder nor a model on the hub; check its spelling"
+        "owner/none is neither a local folder nor a model on the hub; check its arguments"
     )
-    for spelling in (["owner/big@v2"], ["owner/big", "v2"], ["owner/big", "0" * 40]):
-        message = client.refused(*spelling, **environment)
+    for arguments in (["owner/big@v2"], ["owner/big", "v2"], ["owner/big", "0" * 40]):
+        message = client.refused(*arguments, **environment)
         assert (
             message.startswith("owner/big has no revision ")
             and "give one of its branches, tags or full commit" in message

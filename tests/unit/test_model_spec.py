@@ -193,9 +193,9 @@ def test_a_null_key_counts_as_absent(family: str) -> None:
 def test_the_error_on_attn_factor_gives_both_replacements() -> None:
     """deepseek-ai/DeepSeek-R1-0528-Qwen3-8B has the key; in YaRN's own code it multiplies the factor."""
     rope = {**YARN, "attn_factor": 0.8782488562869419}
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as caught:
         ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": rope})
-    assert str(told.value).endswith("replace it by attention_factor: 1 to apply it, 1.13863 to ignore it")
+    assert str(caught.value).endswith("replace it by attention_factor: 1 to apply it, 1.13863 to ignore it")
     written = {**YARN, "attention_factor": 1}
     assert ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": written}).rope.attention_factor == 1
     default = ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": YARN}).rope.attention_factor

@@ -29,9 +29,9 @@ from tests.support.checkpoints import TEXT, tiny_tokenizer
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    made = Tokenizer.from_folder(folder)
-    assert made is not None
-    return made
+    loaded = Tokenizer.from_folder(folder)
+    assert loaded is not None
+    return loaded
 
 
 BYTE_LEVEL = Tokenizer(tiny_tokenizer())
@@ -96,12 +96,12 @@ def test_text_survives_a_round_trip_and_special_tokens_are_added(tokenizer: Toke
     assert tokenizer.decode([*ids, 10**6]) == TEXT  # an id without a token
 
 
-@pytest.mark.parametrize("made", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
-def test_streamed_pieces_join_to_the_decoded_text(made: Tokenizer) -> None:
-    text = "a b aé 漢字 🙂 b" if made is SENTENCEPIECE else TEXT
-    ids = made.encode(text, add_special_tokens=False)
-    pieces = streamed(made, ids)
-    assert "".join(pieces) == made.decode(ids) == whole(made, ids) == text
+@pytest.mark.parametrize("loaded", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+def test_streamed_pieces_join_to_the_decoded_text(loaded: Tokenizer) -> None:
+    text = "a b aé 漢字 🙂 b" if loaded is SENTENCEPIECE else TEXT
+    ids = loaded.encode(text, add_special_tokens=False)
+    pieces = streamed(loaded, ids)
+    assert "".join(pieces) == loaded.decode(ids) == whole(loaded, ids) == text
     assert not any(BAD in piece for piece in pieces)
     assert pieces[-1] == ""
 
@@ -186,21 +186,21 @@ def test_invalid_byte_level_bytes_are_returned_with_the_next_id() -> None:
     assert pieces == ["", *[BAD] * 100]
 
 
-@pytest.mark.parametrize("made", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("loaded", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
 @given(data=st.data())
-def test_prompt_and_output_join_at_every_split(made: Tokenizer, data: st.DataObject) -> None:
+def test_prompt_and_output_join_at_every_split(loaded: Tokenizer, data: st.DataObject) -> None:
     """The text of the prompt plus that of the output is the whole text, streamed or decoded."""
     text = data.draw(st.text(st.sampled_from("ab é漢🙂\n"), max_size=24))
-    ids = made.encode(text)
+    ids = loaded.encode(text)
     at = data.draw(st.integers(0, len(ids)))
     prompt, new = ids[:at], ids[at:]
-    shown = whole(made, prompt)
-    added = made.decode(new, prompt)
-    assert "".join(streamed(made, new, prompt)) == added
-    if not shown.endswith(BAD):
-        assert shown + added == whole(made, ids)
+    before = whole(loaded, prompt)
+    added = loaded.decode(new, prompt)
+    assert "".join(streamed(loaded, new, prompt)) == added
+    if not before.endswith(BAD):
+        assert before + added == whole(loaded, ids)
     else:  # the prompt ends within a character, which the output completes
-        assert added and whole(made, ids).endswith(added)
+        assert added and whole(loaded, ids).endswith(added)
 
 
 @given(FALLBACK, st.lists(st.integers(0, 12), max_size=6), FALLBACK, st.booleans())
@@ -259,13 +259,13 @@ def test_each_push_decodes_a_bounded_window(monkeypatch: pytest.MonkeyPatch) -> 
         return text(self, ids, skip_special)
 
     monkeypatch.setattr(Tokenizer, "text", recorded)
-    for made, ids in (
+    for loaded, ids in (
         (SENTENCEPIECE, [A, 260]),
         (SENTENCEPIECE, HAN),
         (SENTENCEPIECE, byte_ids(0xFF)),
         (BYTE_LEVEL, [7]),
     ):
-        assert made.decode(ids * 500, [A] * 500)
+        assert loaded.decode(ids * 500, [A] * 500)
     assert most < 80
 
 
@@ -281,9 +281,9 @@ def test_truncation_in_the_file_is_switched_off(tmp_path: Path) -> None:
     inner = tiny_tokenizer()
     inner.enable_truncation(4)
     inner.save(str(tmp_path / "tokenizer.json"))
-    made = Tokenizer.from_folder(tmp_path)
-    assert made is not None
-    assert len(made.encode(TEXT)) > 4
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded is not None
+    assert len(loaded.encode(TEXT)) > 4
 
 
 def test_an_absent_tokenizer_is_none_and_a_broken_one_is_refused(tmp_path: Path) -> None:
@@ -319,9 +319,9 @@ def test_added_tokens_of_the_config_must_be_in_the_tokenizer(
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": tokens}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if problem is None:
-        made = Tokenizer.from_folder(tmp_path)
+        loaded = Tokenizer.from_folder(tmp_path)
         reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        assert made is not None and made.encode(TEXT) == reference(TEXT)["input_ids"]
+        assert loaded is not None and loaded.encode(TEXT) == reference(TEXT)["input_ids"]
         return
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.from_folder(tmp_path)

@@ -96,61 +96,63 @@ TOKENIZERS = {
 NAMES = sorted(TOKENIZERS)
 
 
-def ids_of(made: Tokenizer) -> st.SearchStrategy[list[int]]:
+def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     """Draw ids: mixtures of encoded texts, random ids and special tokens."""
     texts = st.text(st.sampled_from("ab the\n'é漢🙂𝄞👩‍👧\u0301\N{REPLACEMENT CHARACTER}"), max_size=6)
     parts = st.one_of(
-        texts.map(lambda text: made.encode(text, add_special_tokens=False)),
-        st.lists(st.integers(0, made.size + 1), max_size=4),
-        st.sampled_from(SPECIAL).map(lambda text: [made._inner.token_to_id(text)]),
+        texts.map(lambda text: tokenizer.encode(text, add_special_tokens=False)),
+        st.lists(st.integers(0, tokenizer.size + 1), max_size=4),
+        st.sampled_from(SPECIAL).map(lambda text: [tokenizer._inner.token_to_id(text)]),
     )
     lists = st.lists(parts, max_size=6).map(lambda found: [*chain.from_iterable(found)])
-    return lists.filter(lambda ids: longest_run(made, ids) <= MAX_HELD_BYTES)
+    return lists.filter(lambda ids: longest_run(tokenizer, ids) <= MAX_HELD_BYTES)
 
 
-def longest_run(made: Tokenizer, ids: list[int]) -> int:
+def longest_run(tokenizer: Tokenizer, ids: list[int]) -> int:
     longest = run = 0
     for id in ids:
-        if made.is_visible(id, True):
-            run = 0 if made.byte(id) is None else run + 1
+        if tokenizer.is_visible(id, True):
+            run = 0 if tokenizer.byte(id) is None else run + 1
             longest = max(longest, run)
     return longest
 
 
-def settled(made: Tokenizer, ids: list[int], skip_special: bool) -> str:
+def settled(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
     """Return the text of these ids that no further id can change, by its definition.
 
     An open run of byte tokens and an incomplete character are left out.
     """
-    shown = [id for id in ids if made.is_visible(id, skip_special)]
-    while shown and made.byte(shown[-1]) is not None:
+    shown = [id for id in ids if tokenizer.is_visible(id, skip_special)]
+    while shown and tokenizer.byte(shown[-1]) is not None:
         shown.pop()
-    return made.text(shown, skip_special).removesuffix(BAD if made.ends_mid_character(shown) else "")
+    return tokenizer.text(shown, skip_special).removesuffix(
+        BAD if tokenizer.ends_mid_character(shown) else ""
+    )
 
 
-def corners(made: Tokenizer) -> list[list[int]]:
+def corners(tokenizer: Tokenizer) -> list[list[int]]:
     """Return ids that put long characters and special tokens at every offset from the end of a window."""
     found = []
     for words in range(10):
-        text = made.encode("the " * words + "𝄞𐍈" * 4, False)
+        text = tokenizer.encode("the " * words + "𝄞𐍈" * 4, False)
         found += [
             text,
-            [*made.encode("the drafter " * 4, False), *[0, 1] * words, *made.encode(" a b", False)],
+            [*tokenizer.encode("the drafter " * 4, False), *[0, 1] * words, *tokenizer.encode(" a b", False)],
         ]
         found += [[*chain.from_iterable([id, *[2] * (words % 4)] for id in text[:MAX_HELD_BYTES])]]
-    return [ids for ids in found if longest_run(made, ids) <= MAX_HELD_BYTES]
+    return [ids for ids in found if longest_run(tokenizer, ids) <= MAX_HELD_BYTES]
 
 
-def assert_streams(made: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool) -> None:
+def assert_streams(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool) -> None:
     """Check that pieces join to the decoded text, are final, and come as early as possible."""
-    expected = made.text(ids, skip_special)
-    stream, shown = made.detokenizer(skip_special=skip_special), ""
+    expected = tokenizer.text(ids, skip_special)
+    stream, shown = tokenizer.detokenizer(skip_special=skip_special), ""
     for count, id in enumerate(ids, start=1):
         shown += stream.push([id])
-        assert len(shown) >= len(settled(made, ids[:count], skip_special))
+        assert len(shown) >= len(settled(tokenizer, ids[:count], skip_special))
         assert expected.startswith(shown)
     assert shown + stream.flush() == expected
-    stream, out, at = made.detokenizer(skip_special=skip_special), "", 0
+    stream, out, at = tokenizer.detokenizer(skip_special=skip_special), "", 0
     for cut in cuts:
         out += stream.push(ids[at : at + cut])
         at += cut
@@ -158,36 +160,38 @@ def assert_streams(made: Tokenizer, ids: list[int], cuts: list[int], skip_specia
 
 
 def check_text(name: str) -> None:
-    made = TOKENIZERS[name]
-    for ids in corners(made):
-        assert_streams(made, ids, [1, 2, 3], True)
+    tokenizer = TOKENIZERS[name]
+    for ids in corners(tokenizer):
+        assert_streams(tokenizer, ids, [1, 2, 3], True)
 
     @settings(max_examples=150, database=None, report_multiple_bugs=False)
-    @given(ids_of(made), st.lists(st.integers(0, 7), max_size=8), st.booleans())
+    @given(ids_of(tokenizer), st.lists(st.integers(0, 7), max_size=8), st.booleans())
     def any_ids(ids: list[int], cuts: list[int], skip_special: bool) -> None:
-        assert_streams(made, ids, cuts, skip_special)
+        assert_streams(tokenizer, ids, cuts, skip_special)
 
     any_ids()
 
 
 def check_prompt(name: str) -> None:
     """Check that the text of the prompt is not returned again, however the prompt ends."""
-    made = TOKENIZERS[name]
+    tokenizer = TOKENIZERS[name]
 
     @settings(max_examples=150, database=None, report_multiple_bugs=False)
-    @given(ids_of(made), ids_of(made))
+    @given(ids_of(tokenizer), ids_of(tokenizer))
     def continues(prompt: list[int], new: list[int]) -> None:
-        if longest_run(made, prompt + new) > MAX_HELD_BYTES:
+        if longest_run(tokenizer, prompt + new) > MAX_HELD_BYTES:
             return
         before, whole, added = (
-            made.text(prompt, True),
-            made.text(prompt + new, True),
-            made.decode(new, prompt),
+            tokenizer.text(prompt, True),
+            tokenizer.text(prompt + new, True),
+            tokenizer.decode(new, prompt),
         )
         assert whole.endswith(added)
-        assert made.decode([], prompt) == ""
-        shown = [id for id in prompt if made.is_visible(id, True)]
-        if not made.ends_mid_character(shown) and not any(made.byte(id) is not None for id in shown[-1:]):
+        assert tokenizer.decode([], prompt) == ""
+        shown = [id for id in prompt if tokenizer.is_visible(id, True)]
+        if not tokenizer.ends_mid_character(shown) and not any(
+            tokenizer.byte(id) is not None for id in shown[-1:]
+        ):
             assert before + added == whole
 
     continues()
@@ -195,19 +199,19 @@ def check_prompt(name: str) -> None:
 
 def check_cost() -> None:
     """Check that the library decodes a bounded number of ids per pushed id."""
-    for made in TOKENIZERS.values():
-        for ids in streams(made):
-            assert decoded(made, ids * 40) < 40 * len(ids) * 40
-            few, many = decoded(made, ids * 20), decoded(made, ids * 40)
+    for tokenizer in TOKENIZERS.values():
+        for ids in streams(tokenizer):
+            assert decoded(tokenizer, ids * 40) < 40 * len(ids) * 40
+            few, many = decoded(tokenizer, ids * 20), decoded(tokenizer, ids * 40)
             assert many < 2.2 * few + 100
 
 
-def streams(made: Tokenizer) -> list[list[int]]:
+def streams(tokenizer: Tokenizer) -> list[list[int]]:
     texts = ["the drafter guesses ", "漢字", "🙂", BAD, "é\n"]
-    return [made.encode(text, False) * 4 for text in texts] + [[made.size + 1] * 8, [0, 1, 2] * 4]
+    return [tokenizer.encode(text, False) * 4 for text in texts] + [[tokenizer.size + 1] * 8, [0, 1, 2] * 4]
 
 
-def decoded(made: Tokenizer, ids: list[int]) -> int:
+def decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
     """Return how many ids the library decodes while these are pushed one by one."""
     count = 0
     text = Tokenizer.text
@@ -219,7 +223,7 @@ def decoded(made: Tokenizer, ids: list[int]) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "text", recorded)
-        stream = made.detokenizer()
+        stream = tokenizer.detokenizer()
         for id in ids:
             stream.push([id])
         stream.flush()
@@ -229,10 +233,10 @@ def decoded(made: Tokenizer, ids: list[int]) -> int:
 def check_genuine() -> None:
     """Check that a U+FFFD token and an invalid byte are returned at once, since no id can complete them."""
     for name in NAMES:
-        made = TOKENIZERS[name]
-        ids = made.encode(BAD, False)[-1:]
-        stream = made.detokenizer()
-        if made.text(ids, True) == BAD:
+        tokenizer = TOKENIZERS[name]
+        ids = tokenizer.encode(BAD, False)[-1:]
+        stream = tokenizer.detokenizer()
+        if tokenizer.text(ids, True) == BAD:
             assert [stream.push(ids) for _ in range(3)] == [BAD] * 3, name
     stray = TOKENIZERS["gpt2"]._inner.token_to_id("ÿ")  # the byte 0xFF in the table
     stream = TOKENIZERS["gpt2"].detokenizer()
@@ -240,7 +244,13 @@ def check_genuine() -> None:
     begun, added = (TOKENIZERS["gpt2"]._inner.token_to_id(token) for token in ("ð", f"a {BAD}"))  # ð: 0xF0
     stream = TOKENIZERS["gpt2"].detokenizer()
     assert [stream.push([id]) for id in (begun, added)] == ["", f"{BAD}a {BAD}"]
-    assert sum(made.text(made.encode(BAD, False)[-1:], True) == BAD for made in TOKENIZERS.values()) >= 5
+    assert (
+        sum(
+            tokenizer.text(tokenizer.encode(BAD, False)[-1:], True) == BAD
+            for tokenizer in TOKENIZERS.values()
+        )
+        >= 5
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -270,13 +280,15 @@ def test_the_byte_level_table_equals_that_of_the_library() -> None:
 
 def test_the_tokenizers_of_this_module_differ_as_intended() -> None:
     """Byte tokens appear where they should, and words elsewhere; otherwise the tests above prove little."""
-    for name, made in TOKENIZERS.items():
-        ids = made.encode("the 漢", False)
-        assert made.text(ids, True) == "the 漢", name
-        assert (longest_run(made, ids) == 3) is (not made._byte_level), name
-        assert len(made.encode("the drafter", False)) < 11
-        assert made.has(made.encode("x<s>y")[-2]) and "<s>" not in made.decode(made.encode("x<s>y")), name
-        assert "<s>" in made.decode(made.encode("x<s>y"), skip_special=False)
+    for name, tokenizer in TOKENIZERS.items():
+        ids = tokenizer.encode("the 漢", False)
+        assert tokenizer.text(ids, True) == "the 漢", name
+        assert (longest_run(tokenizer, ids) == 3) is (not tokenizer._byte_level), name
+        assert len(tokenizer.encode("the drafter", False)) < 11
+        assert tokenizer.has(tokenizer.encode("x<s>y")[-2]) and "<s>" not in tokenizer.decode(
+            tokenizer.encode("x<s>y")
+        ), name
+        assert "<s>" in tokenizer.decode(tokenizer.encode("x<s>y"), skip_special=False)
     assert TOKENIZERS["qwen"].decode(TOKENIZERS["qwen"].encode("e\u0301")) == "é"
 
 
