@@ -86,7 +86,7 @@ class RandomWeights:
         self.damped_from, self.factor = damped_from, factor
         self.tensors: dict[str, Tensor] = {}
 
-    def take(self, shapes: Shapes) -> Tensor:
+    def load(self, shapes: Shapes) -> Tensor:
         rows = [shape[0] for shape in shapes.values()]
         columns = next(iter(shapes.values()))[1:]
         joined = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
@@ -95,9 +95,9 @@ class RandomWeights:
             self.tensors[name] = part
         return joined
 
-    lend = take  # a packed copy lies beside what is kept here
+    load_temporary = load  # a packed copy lies beside what is kept here
 
-    def end_loans(self) -> None:
+    def free_temporary(self) -> None:
         return None
 
     def _draw(self, name: str, weight: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Files that are whole or absent: written beside their place, then renamed.
+"""Write files atomically: into a temporary file beside the target, which is then renamed.
 
-Contract: a link goes on to be one, and what is no regular file, a pipe or a device, is written to in place.
-`option` is the one whose value the file is; every error is a ConfigError that names it.
+A symbolic link stays a link. A pipe or a device is written in place. Every failure is a ConfigError that
+names the option whose value is the file.
 """
 
 from __future__ import annotations
@@ -17,45 +17,67 @@ __all__ = ["check_place", "write_whole"]
 
 
 def check_place(file: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before there is anything to write. One that is there stays so."""
-    with _told(file, option):
+    """Check that a file can be written, before the work whose result it will hold.
+
+    An existing file is left as it is.
+
+    Args:
+        file: The file to be written later.
+        option: The option whose value the file is.
+
+    Raises:
+        ConfigError: The folder does not exist, or the file cannot be written.
+    """
+    with _errors_named(file, option):
         if file.is_dir() or not file.absolute().parent.is_dir():
-            raise ConfigError(f"{option} is {str(file)!r}; give a file in a folder that there is")
-        if _replaceable(file):
-            beside = _beside(file)
-            beside.touch()
-            beside.unlink()
+            raise ConfigError(option=option, value=str(file), remedy="give a file in a folder that exists")
+        if _is_replaceable(file):
+            temporary = _temporary(file)
+            temporary.touch()
+            temporary.unlink()
 
 
 def write_whole(file: Path, text: str, option: str) -> None:
-    """Write UTF-8 text; a file that is there is replaced, and kept where that fails."""
-    with _told(file, option):
-        if not _replaceable(file):
+    """Write text to a file atomically; an existing file is replaced, or kept where writing fails.
+
+    Args:
+        file: The file to write.
+        text: The content, written as UTF-8.
+        option: The option whose value the file is.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    with _errors_named(file, option):
+        if not _is_replaceable(file):
             file.write_text(text, encoding="utf-8")
             return
-        beside = _beside(file)
+        temporary = _temporary(file)
         try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(file.resolve())
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file.resolve())
         except OSError:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise
 
 
-def _replaceable(file: Path) -> bool:
+def _is_replaceable(file: Path) -> bool:
+    """Return whether the file is a regular file or absent; a pipe or a device must not be renamed over."""
     return file.is_file() or not file.exists()
 
 
-def _beside(file: Path) -> Path:
-    place = file.resolve()
-    return place.with_name(f".{place.name}.{os.getpid()}")
+def _temporary(file: Path) -> Path:
+    target = file.resolve()  # the target of a link, so that the link itself stays
+    return target.with_name(f".{target.name}.{os.getpid()}")
 
 
 @contextmanager
-def _told(file: Path, option: str) -> Iterator[None]:
-    """What the system refuses, in words."""
+def _errors_named(file: Path, option: str) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the option."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{option} is {str(file)!r}, which cannot be written ({error.strerror})") from error
+        raise ConfigError(
+            f"which cannot be written ({error.strerror})", option=option, value=str(file)
+        ) from error

@@ -1,4 +1,4 @@
-"""Names of a package that are imported where they are first used, so that the package itself is cheap."""
+"""Import names of a package at their first use, so that importing the package itself is cheap (PEP 562)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any
 __all__ = ["lazily"]
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The package's `__getattr__` (PEP 562); homes: the module of each name."""
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module-level `__getattr__` that imports each name from its module at first use.
+
+    Args:
+        package: The package's own name, for the AttributeError of an unknown name.
+        modules: The module that defines each name.
+    """
 
     def get(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        return getattr(import_module(modules[name]), name)
 
     return get

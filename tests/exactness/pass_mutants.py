@@ -188,9 +188,9 @@ MUTANTS = [
         "an ordinary weight in the buffer that the next one overwrites",
         (
             (
-                weights.build_decoder,
-                "tensors.lend(weights) if copies else tensors.take(weights)",
-                "tensors.lend(weights)",
+                weights._Builder.linear,
+                "tensors.load_temporary(weights) if self.packs else tensors.load(weights)",
+                "tensors.load_temporary(weights)",
             ),
         ),
         unpacked,

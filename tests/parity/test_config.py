@@ -1,7 +1,7 @@
-"""A config.json as transformers reads it: what is absent, and where rotary parameters and windows come from.
+"""`ModelSpec` reads a config.json as transformers does: defaults, rotary parameters and windows.
 
-Seen to fail on: soft-caps off where absent, key heads of a Gemma 2 defaulting to its heads, Llama tied by
-default, the refusal of contradicting rotary parameters left out.
+Seen to fail on: absent soft-caps read as off, Gemma 2's key heads defaulting to its query heads, Llama tied by
+default, contradicting rotary parameters accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.checkpoints import DEFAULTS, FAMILIES, FULL, GEMMA3, LLAMA, L
 
 TOKENS = ["bos_token_id", "eos_token_id"]
 CASES = [(family, key) for family, keys in DEFAULTS.items() for key in keys + TOKENS]
-# transformers' number of key heads must divide the heads
+# head counts that the default number of key heads divides
 HEADS: dict[str, dict[str, Any]] = {
     "mistral": {"num_attention_heads": 8},
     "qwen2": {"num_attention_heads": 32, "hidden_size": 128},
@@ -33,9 +33,9 @@ HEADS: dict[str, dict[str, Any]] = {
 def test_an_absent_key_has_the_default_of_transformers(family: str, key: str) -> None:
     config_class, model_class, base = FAMILIES[family]
     rest = {name: value for name, value in {**base, **HEADS.get(family, {})}.items() if name != key}
-    spelled = {**rest, key: config_class(**rest).to_dict()[key]}
+    written = {**rest, key: config_class(**rest).to_dict()[key]}
     names = {"architectures": [model_class.__name__]}
-    assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | spelled)
+    assert ModelSpec.from_hf(names | rest) == ModelSpec.from_hf(names | written)
 
 
 OLD = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -61,7 +61,7 @@ def config_of(keys: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_rope_is_read_alike(keys: dict[str, Any]) -> None:
+def test_rotary_parameters_equal_those_of_transformers(keys: dict[str, Any]) -> None:
     found = LlamaConfig(**config_of(keys)).rope_parameters
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaled = [found[name] for name in names] if found["rope_type"] == "llama3" else []
@@ -77,8 +77,8 @@ def test_rope_is_read_alike(keys: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_rope_that_contradicts_itself_is_refused(keys: dict[str, Any]) -> None:
-    """transformers takes rope_scaling before rope_parameters, and the theta inside before the one outside."""
+def test_contradicting_rotary_parameters_are_refused(keys: dict[str, Any]) -> None:
+    """transformers prefers rope_scaling to rope_parameters, and the inner rope_theta to the outer one."""
     with pytest.raises(CheckpointError, match="keep the one that the model was trained with"):
         ModelSpec.from_hf(config_of(keys))
 
@@ -111,14 +111,14 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
     ],
     ids=str,
 )
-def test_scalings_are_those_of_transformers(family: str, rope: dict[str, Any]) -> None:
-    """The frequencies themselves and the factor of attention, by transformers' own functions."""
+def test_scaled_frequencies_equal_those_of_transformers(family: str, rope: dict[str, Any]) -> None:
+    """Both the frequencies and the attention factor are compared."""
     config_class, model_class, base = FAMILIES[family]
     config = config_class(**base, rope_scaling=copy.deepcopy(rope), rope_theta=700.0)
     by_layer = {"layer_type": "full_attention"} if family == "gemma3" else {}
     expected, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **by_layer)
-    spelled = {"rope_scaling": rope, "rope_theta": 700.0, "architectures": [model_class.__name__]}
-    spec = ModelSpec.from_hf({**base, **spelled})
+    written = {"rope_scaling": rope, "rope_theta": 700.0, "architectures": [model_class.__name__]}
+    spec = ModelSpec.from_hf({**base, **written})
     torch.testing.assert_close(frequencies(spec.rope, spec.head_dim), expected, rtol=1e-6, atol=0)
     assert spec.rope.attention_factor == attention
 
@@ -144,12 +144,12 @@ def gemma3(keys: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_ropes_by_layer_are_read_alike(keys: dict[str, Any]) -> None:
+def test_rotary_parameters_by_layer_equal_those_of_transformers(keys: dict[str, Any]) -> None:
     found = Gemma3TextConfig(**gemma3(keys)).rope_parameters
     spec = ModelSpec.from_hf(gemma3(keys))
     for rope, kind in ((spec.rope, "full_attention"), (spec.window_rope, "sliding_attention")):
-        theirs = found[kind]
-        assert rope == Rope(theirs["rope_type"], theirs["rope_theta"], theirs.get("factor", 1.0))
+        expected = found[kind]
+        assert rope == Rope(expected["rope_type"], expected["rope_theta"], expected.get("factor", 1.0))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_ropes_by_layer_are_read_alike(keys: dict[str, Any]) -> None:
         ({"rope_local_base_freq": "1"}, "rope_local_base_freq is '1'"),
     ],
 )
-def test_ropes_by_layer_that_are_refused(keys: dict[str, Any], named: str) -> None:
+def test_wrong_rotary_parameters_by_layer_are_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         ModelSpec.from_hf(gemma3(keys))
     assert named in str(caught.value)
@@ -196,9 +196,11 @@ WINDOWS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "keys"), WINDOWS, ids=str)
-def test_windows_are_read_alike(family: str, keys: dict[str, Any]) -> None:
+def test_windows_equal_those_of_transformers(family: str, keys: dict[str, Any]) -> None:
     config_class, model_class, base = FAMILIES[family]
     config = config_class(**{**base, **keys})
-    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers  # Mistral has none
+    kinds = (
+        getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    )  # Mistral has no layer_types
     spec = ModelSpec.from_hf({"architectures": [model_class.__name__], **base, **keys})
     assert spec.windows == tuple(config.sliding_window if kind == SLIDING else None for kind in kinds)

@@ -1,8 +1,8 @@
-"""Logits against transformers (eager attention, float32) on tiny random checkpoints of every config variant.
+"""Logits equal those of transformers (eager attention, float32) on tiny random checkpoints of every variant.
 
-The tolerance is 1e-4 of the largest logit; a wrong norm, mask, window or angle is off by far more, as
-`test_defects.py` shows. A dynamic rotary base is compared with decoding token by token: there alone it is a
-function of the position in transformers too.
+The tolerance is 1e-4 of the largest logit; a wrong norm, mask, window or angle exceeds it by far, as
+`test_defects.py` shows. A dynamic rotary base is compared with decoding token by token, because only there the
+base of transformers depends on the position alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foredraft.model.runner import Runner
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import FAMILIES, VARIANTS, save_variant
 
-PROMPT = 300  # crosses a prefill chunk, and every sliding window of the variants many times
+PROMPT = 300  # longer than a prefill chunk and than every sliding window
 TOTAL = 320
 
 
@@ -29,7 +29,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 
 class Pair:
-    """The same checkpoint, loaded by transformers and by foredraft."""
+    """One checkpoint, loaded by transformers and by foredraft."""
 
     def __init__(self, folder: Path) -> None:
         self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -41,7 +41,7 @@ class Pair:
             self.expected = self._logits(self.tokens)  # [T, V]
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """In one pass; token by token where the reference rotates by the longest position of a pass."""
+        """Return the reference logits, from one pass, or token by token for a dynamic rotary base."""
         if "dynamic" not in str(self.reference.config.rope_parameters):
             return self.reference(tokens).logits[0]
         cache, rows = None, []
@@ -57,7 +57,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(save_variant(tmp_path_factory.mktemp("variant"), request.param))
 
 
-def test_every_position_of_a_prompt(pair: Pair) -> None:
+def test_prompt_logits_equal_those_of_transformers(pair: Pair) -> None:
     cache = pair.runner.new_cache(1, TOTAL)
     for start in range(0, TOTAL, 64):
         chunk = pair.tokens[:, start : start + 64]
@@ -66,7 +66,7 @@ def test_every_position_of_a_prompt(pair: Pair) -> None:
         assert close(got[0], pair.expected[start : start + 64])
 
 
-def test_token_by_token_after_prefill(pair: Pair) -> None:
+def test_decoding_logits_equal_those_of_transformers(pair: Pair) -> None:
     runner, cache = pair.runner, pair.runner.new_cache(2, TOTAL)
     ids = pair.tokens[0].tolist()
     runner.prefill(cache, 1, ids[:256], 0)
@@ -79,7 +79,7 @@ def test_token_by_token_after_prefill(pair: Pair) -> None:
 
 
 def greedy(pair: Pair, prompt: Tensor, count: int) -> list[int]:
-    """What transformers says."""
+    """Return the tokens that transformers generates greedily."""
     ids = pair.reference.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -91,7 +91,7 @@ def greedy(pair: Pair, prompt: Tensor, count: int) -> list[int]:
     return ids[0, prompt.shape[1] :].tolist()
 
 
-def test_sixty_four_greedy_tokens(pair: Pair) -> None:
+def test_64_greedy_tokens_equal_those_of_transformers(pair: Pair) -> None:
     prompt = pair.tokens[:, :20]
     expected = greedy(pair, prompt, 64)
     cache = pair.runner.new_cache(1, 128)
@@ -105,8 +105,8 @@ def test_sixty_four_greedy_tokens(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_past_the_trained_length(tmp_path: Path, family: str) -> None:
-    """A dynamic base, from `load` to ids: 48 trained positions, 144 that may be used, whoever drafts."""
+def test_speculation_past_the_trained_length_keeps_the_greedy_tokens(tmp_path: Path, family: str) -> None:
+    """With a dynamic rotary base, 48 trained positions and 144 usable ones, under every drafter."""
     pair = Pair(save_variant(tmp_path, f"{family}-dynamic"))
     prompts = [pair.tokens[:, :20], pair.tokens[:, 30:33]]
     expected = [greedy(pair, prompt, 110) for prompt in prompts]
@@ -119,11 +119,14 @@ def test_drafts_past_the_trained_length(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 0.25), (torch.float16, 0.04)], ids=str)
-def test_low_precision(tmp_path: Path, name: str, dtype: torch.dtype, apart: float) -> None:
-    """It rounds otherwise than transformers, and not farther: neither from float32 nor from transformers.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.25), (torch.float16, 0.04)], ids=str)
+def test_low_precision_logits_are_as_accurate_as_those_of_transformers(
+    tmp_path: Path, name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The rounding error is no larger than that of transformers.
 
-    `apart` is a share of the logits' norm; these small models have large weights, which multiply rounding."""
+    `tolerance` is a share of the norm of the logits; the large weights of these small models amplify rounding.
+    """
     pair = Pair(save_variant(tmp_path, name))
     runner = Runner(load_decoder(tmp_path, dtype=dtype))
     cache = runner.new_cache(1, TOTAL)
@@ -133,4 +136,4 @@ def test_low_precision(tmp_path: Path, name: str, dtype: torch.dtype, apart: flo
     with torch.inference_mode():
         theirs = low(pair.tokens).logits[0].float()
     assert (ours - pair.expected).norm() <= 1.1 * (theirs - pair.expected).norm()
-    assert (ours - theirs).norm() <= apart * pair.expected.norm()
+    assert (ours - theirs).norm() <= tolerance * pair.expected.norm()

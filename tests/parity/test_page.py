@@ -1,7 +1,7 @@
-"""docs/models.md names what is tested: its table is made of `checkpoints.VARIANTS`, and nothing else.
+"""The table of docs/models.md lists exactly the config values of `checkpoints.VARIANTS`.
 
-Every cell stands for variants that `test_logits.py` compares with transformers. To renew the table after a
-change of `VARIANTS`, put what the failing test prints between the page's two marks.
+`test_logits.py` compares each of these variants with transformers. After a change of `VARIANTS`, copy the table
+that the failing test prints between the two marks of the page.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.support.checkpoints import ABSENT, FAMILIES, VARIANTS
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- the tested variants -->", "<!-- end of the tested variants -->"
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-# how models are drawn or fed, and what transformers writes but does not read
-UNSAID = SIZES | {
+# keys that are no variants: sizes, initialisation and special ids, and a key that transformers does not read
+NOT_LISTED = SIZES | {
     "initializer_range",
     "bos_token_id",
     "eos_token_id",
@@ -29,33 +29,34 @@ PLAIN_ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_positio
 LLAMA3 = {"low_freq_factor", "high_freq_factor"}
 
 
-def said(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a config value as the table shows it."""
     if value is ABSENT:
         return "absent"
     if isinstance(value, list):
         return "listed"
     if isinstance(value, dict):
-        return said_of_rope(value)
+        return shown_rope(value)
     return f"`{json.dumps(value)}`"
 
 
-def said_of_rope(rope: dict[str, Any]) -> str:
+def shown_rope(rope: dict[str, Any]) -> str:
     if "full_attention" in rope:
-        return f"{said_of_rope(rope['full_attention'])} / {said_of_rope(rope['sliding_attention'])}"
+        return f"{shown_rope(rope['full_attention'])} / {shown_rope(rope['sliding_attention'])}"
     kind = str(rope.get("rope_type", rope.get("type")))
     more = sorted(rope.keys() - PLAIN_ROPE - LLAMA3)
     return f"{kind} with {', '.join(f'`{key}`' for key in more)}" if more else kind
 
 
 def table() -> str:
-    """One row a config key, one column a family, the tested values in the cells."""
+    """Return the table: one row per config key, one column per family, the tested values in the cells."""
     cells: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for family, keys in VARIANTS.values():
         base = FAMILIES[family][2]
         for key, value in {**base, **keys}.items():
             cell = cells[key][family]
-            if key not in UNSAID | {"max_position_embeddings"} and said(value) not in cell:
-                cell.append(said(value))
+            if key not in NOT_LISTED | {"max_position_embeddings"} and shown(value) not in cell:
+                cell.append(shown(value))
     lines = [
         f"| key | {' | '.join(FAMILIES[family][1].__name__ for family in FAMILIES)} |",
         "|---" * (len(FAMILIES) + 1) + "|",
@@ -67,12 +68,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_table_is_what_is_tested() -> None:
+def test_the_table_lists_the_tested_values() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == table(), f"\n{table()}"
 
 
-def test_every_family_has_its_paragraph_and_its_variants() -> None:
+def test_every_family_is_documented_and_tested() -> None:
     text = PAGE.read_text(encoding="utf-8")
     tested = {FAMILIES[family][1].__name__ for family, _ in VARIANTS.values()}
     assert tested == set(ARCHITECTURES)

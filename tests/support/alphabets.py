@@ -1,5 +1,6 @@
-"""Tokenizers of every kind that a draft model may come with, made here: byte-level, SentencePiece's two
-spellings, WordPiece, and relatives of a given one.
+"""Make small tokenizers of every type a draft model may have: byte-level, SentencePiece, WordPiece.
+
+Further functions change a given tokenizer, for pairs of related vocabularies.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def byte_level(size: int = 384) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE tokenizer."""
     return tiny_tokenizer(size)
 
 
 def sentencepiece(size: int = 420, *, metaspace: bool = False) -> tokenizers.Tokenizer:
-    """As Llama 2's: a space in front of every text, unknown characters as bytes. metaspace: as its newer files
-    write it, with a pre-tokenizer instead of a normalizer."""
+    """Return a tokenizer like Llama 2's: a space before every text, and byte tokens.
+
+    Args:
+        size: The size of the vocabulary.
+        metaspace: Use a pre-tokenizer, as newer files do, instead of a normalizer.
+    """
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(SPACE)
     trainer = trainers.BpeTrainer(
@@ -36,43 +42,45 @@ def sentencepiece(size: int = 420, *, metaspace: bool = False) -> tokenizers.Tok
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
     merges = [(left, right) for left, right in model["merges"]]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
     if metaspace:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     else:
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    made.decoder = decoders.Sequence(
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return made
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
 
 
 def word_piece() -> tokenizers.Tokenizer:
-    """It lowers cases and has no way to write a line break."""
-    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece(cleanup=False)
+    """Return a WordPiece tokenizer, which lowercases text and has no token for a line break."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
     trainer = trainers.WordPieceTrainer(
         vocab_size=400, special_tokens=["[UNK]", "[CLS]"], show_progress=False
     )
-    made.train_from_iterator([TEXT], trainer)
-    return made
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
 
 
 def changed(inner: tokenizers.Tokenizer, change: Callable[[dict[str, Any]], Any]) -> tokenizers.Tokenizer:
-    """The tokenizer whose file is another's after a change."""
+    """Return a copy of a tokenizer whose tokenizer.json was changed."""
     content = json.loads(inner.to_str())
     change(content)
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
 def permuted(inner: tokenizers.Tokenizer, seed: int = 0) -> tuple[tokenizers.Tokenizer, list[int]]:
-    """The same tokens under other ids, and the new id of each old one."""
+    """Return the tokenizer with permuted ids, and the new id of each old one."""
     import random
 
     size = inner.get_vocab_size()
@@ -91,6 +99,7 @@ def permuted(inner: tokenizers.Tokenizer, seed: int = 0) -> tuple[tokenizers.Tok
 
 
 def save(inner: tokenizers.Tokenizer, folder: Path) -> None:
+    """Save a tokenizer as the tokenizer.json of a checkpoint folder."""
     inner.save(str(folder / FILE))
 
 
@@ -103,4 +112,5 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 
 def make(name: str) -> Tokenizer:
+    """Return one of `KINDS`."""
     return Tokenizer(KINDS[name]())

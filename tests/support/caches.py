@@ -1,4 +1,4 @@
-"""What a cache holds, however its keys lie."""
+"""Read the content of a KV cache in either layout of its keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from foredraft.model.cache import KVCache
 
 
 def dense(cache: KVCache) -> Tensor:
-    """[layers, k|v, R, H, P, D], a copy."""
+    """Return a copy of all keys and values, [layers, 2, R, H, P, D]."""
     return _held(cache, 0, cache.rows, cache.stored)
 
 
 def held(cache: KVCache, row: int, length: int) -> Tensor:
-    """A row's first positions, [layers, k|v, H, length, D], a copy."""
+    """Return a copy of the first `length` positions of a row, [layers, 2, H, length, D]."""
     return _held(cache, row, 1, length)[:, :, 0]
 
 
@@ -26,7 +26,7 @@ def _held(cache: KVCache, first_row: int, count: int, length: int) -> Tensor:
 
 
 def poison(cache: KVCache, row: int, position: int) -> None:
-    """Have all layers' keys and values of one position be no numbers."""
+    """Set the keys and values of one position to NaN in every layer."""
     layers, _, _, heads, _, dim = cache.memory.shape
     broken = torch.full((heads, 1, dim), math.nan)
     for layer in range(layers):

@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every family and variant, saved by transformers; every test suite uses these.
+"""Save tiny random checkpoints of every family and variant with transformers, for all tests.
 
-Contract: the same arguments give the same weights. Nothing here is downloaded. Importing it puts torch on one
-thread: models this small gain nothing from more, and on busy cores lose a factor of ten.
+Contract: the same arguments give the same weights, and nothing is downloaded. Importing this module limits torch
+to one thread: models this small gain nothing from more, and are ten times slower with them on busy cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GEMMA2: dict[str, Any] = {
 }
 GEMMA3: dict[str, Any] = {
     **{key: value for key, value in GEMMA2.items() if "softcapping" not in key},
-    "num_hidden_layers": 7,  # so that one of them sees everything
+    "num_hidden_layers": 7,  # so that the sixth has full attention
 }
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
@@ -60,7 +60,7 @@ FAMILIES = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, GEMMA2),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, GEMMA3),
 }
-# keys that a config.json may leave out
+# config keys that have a default
 DEFAULTS: dict[str, list[str]] = {
     "llama": """attention_bias head_dim hidden_act mlp_bias num_key_value_heads rms_norm_eps rope_parameters
         tie_word_embeddings""".split(),
@@ -77,11 +77,11 @@ DEFAULTS: dict[str, list[str]] = {
         layer_types num_key_value_heads query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window
         tie_word_embeddings use_bidirectional_attention""".split(),
 }
-ABSENT = object()  # as a key's value: transformers' default, and the key is not in config.json
+ABSENT = object()  # the value of a key that is not in config.json, and has the default of transformers
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},  # of 48 trained positions
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},  # of the 48 positions in TRAINED
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 500.0,
@@ -98,18 +98,18 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 LLAMA3_ROPE = ROPES["llama3"]
-TRAINED = {"dynamic": {"max_position_embeddings": 48}}  # so that a test's text goes far beyond it
+TRAINED = {"dynamic": {"max_position_embeddings": 48}}  # so that test texts exceed it
 
 
 def _scaled(family: str, kind: str, **keys: Any) -> dict[str, Any]:
-    """The keys of a variant with scaled rotary positions; `keys` are further ones of the scaling."""
+    """Return the config keys of a variant with RoPE scaling; `keys` are further keys of the scaling."""
     rope = ROPES[kind] | keys
     local = {"rope_type": "default", "rope_theta": 50.0}
     nested = {FULL: rope, SLIDING: local} if family == "gemma3" else rope
     return {"rope_parameters": nested, **TRAINED.get(kind, {})}
 
 
-# every variant of the config that changes the arithmetic: name -> (family, changed keys)
+# every config variant that changes the arithmetic: its family, and the keys that differ from the base
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gqa-tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -234,14 +234,14 @@ for _family, _keys in DEFAULTS.items():
 def reference_model(
     family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **keys: Any
 ) -> transformers.PreTrainedModel:
-    """A random model of transformers with eager attention; `keys` change the tiny config."""
+    """Return a random model of transformers with eager attention; `keys` change its tiny config."""
     config_class, model_class, base = FAMILIES[family]
     config = config_class(**{key: value for key, value in {**base, **keys}.items() if value is not ABSENT})
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
-        for name, tensor in model.named_parameters():  # transformers starts norms at 1 and biases at 0
+        for name, tensor in model.named_parameters():  # transformers initialises norms to 1 and biases to 0
             if name.endswith("bias"):
                 torch.nn.init.normal_(tensor, std=0.3)
             elif "norm" in name:
@@ -259,36 +259,36 @@ def save_checkpoint(
     tokenizer: bool = False,
     **keys: Any,
 ) -> Path:
-    """Save a tiny random checkpoint; with `tokenizer`, its vocabulary is the tokenizer's."""
+    """Save a tiny random checkpoint; with `tokenizer`, also a tokenizer of the same vocabulary."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
-        made = tiny_tokenizer(keys.pop("vocab_size", 384))
-        made.save(str(folder / "tokenizer.json"))
-        keys["vocab_size"] = made.get_vocab_size()
+        trained = tiny_tokenizer(keys.pop("vocab_size", 384))
+        trained.save(str(folder / "tokenizer.json"))
+        keys["vocab_size"] = trained.get_vocab_size()
     model = reference_model(family, seed=seed, dtype=dtype, **keys)
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "1GB")
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    spelled = {**config, **keys}  # as they were given, where transformers would write them otherwise
-    file.write_text(json.dumps({key: value for key, value in spelled.items() if value is not ABSENT}))
+    written = {**config, **keys}  # keys as given, not as transformers rewrites them
+    file.write_text(json.dumps({key: value for key, value in written.items() if value is not ABSENT}))
     return folder
 
 
 def save_pair(folder: Path) -> Path:
-    """Save `big` and `small`, a target and a draft of one tokenizer that never end a text."""
+    """Save `big` and `small`, a target and a draft model with one tokenizer and no end-of-text id."""
     save_checkpoint(folder / "big", tokenizer=True, seed=1, eos_token_id=None)
     save_checkpoint(folder / "small", tokenizer=True, seed=2, eos_token_id=None, num_hidden_layers=1)
     return folder
 
 
 def save_variant(folder: Path, name: str, **options: Any) -> Path:
-    """Save one of `VARIANTS`."""
+    """Save the checkpoint of one of `VARIANTS`."""
     family, keys = VARIANTS[name]
     return save_checkpoint(folder, family, **{**keys, **options})
 
 
 def tiny_tokenizer(vocab_size: int = 384) -> Tokenizer:
-    """A byte-level BPE tokenizer trained on `TEXT`, with <pad>, <s> (put first) and </s> as ids 0, 1, 2."""
+    """Return a byte-level BPE tokenizer trained on `TEXT`; <pad>, <s> and </s> are ids 0 to 2, <s> is prepended."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,8 +1,8 @@
-"""A hub on 127.0.0.1: as much of the Hugging Face hub's protocol as a client meets that fetches a model.
+"""A Hugging Face hub on 127.0.0.1, with the part of the protocol that downloading a model uses.
 
-Contract: what a repository holds at a revision is a folder; its commit is a hash of name and revision. Small
-files are answered at once; those that the hub keeps in large-file storage by a redirect to a second server,
-which knows no tokens, counts bytes and serves ranges. `log` holds every request.
+Contract: each revision of a repository is a local folder; its commit is a hash of name and revision. The server
+sends small files itself, and redirects large ones to a storage server, which ignores tokens and serves byte
+ranges. `log` holds every request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """revisions: names -> folders. gated: anyone sees it, nobody may have its files; private: TOKEN's alone."""
+    """A repository on the hub."""
 
-    revisions: dict[str, Path]
-    gated: bool = False
-    private: bool = False
+    revisions: dict[str, Path]  # the folder of each revision
+    gated: bool = False  # visible to all clients, but no client may download its files
+    private: bool = False  # visible only to clients that send TOKEN
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Request:
 
 @dataclass
 class Hub:
-    """breaks: how often the connection breaks in the middle of a file; fails: files answered with 500."""
+    """The state of the hub, which tests change while it serves."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
-    breaks: dict[str, int] = field(default_factory=dict)
-    fails: set[str] = field(default_factory=set)
+    breaks: dict[str, int] = field(default_factory=dict)  # how often the transfer of a file breaks halfway
+    fails: set[str] = field(default_factory=set)  # files that are answered with status 500
     log: list[Request] = field(default_factory=list)
     endpoint: str = ""
     storage: str = ""
 
     def environment(self, home: Path, **changes: str) -> dict[str, str]:
-        """Of a client process that uses this hub, with a cache of its own."""
+        """Return the environment of a client process that uses this hub and the cache folder `home`."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -64,18 +64,20 @@ class Hub:
         return kept | ours | changes
 
     def fetched(self) -> list[str]:
-        """The files whose bytes were asked for, by name."""
+        """Return the names of the files whose bytes were requested."""
         return [
             Path(request.path).name for request in self.log if request.method == "GET" and _of_file(request)
         ]
 
 
 def commit(name: str, revision: str) -> str:
+    """Return the commit hash of a revision."""
     return hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
 
 
 @contextmanager
 def serving() -> Iterator[Hub]:
+    """Run the hub and its storage server on free ports."""
     hub = Hub()
     servers = []
     for kind in (HubHandler, StorageHandler):
@@ -99,12 +101,12 @@ class Handler(BaseHTTPRequestHandler):
     hub: ClassVar[Hub]
 
     def do_HEAD(self) -> None:
-        self.noted()
+        self.record()
 
     def do_GET(self) -> None:
-        self.noted()
+        self.record()
 
-    def noted(self) -> None:
+    def record(self) -> None:
         headers = self.headers
         path = urlsplit(self.path).path
         self.hub.log.append(
@@ -151,14 +153,14 @@ class HubHandler(Handler):
             self.send(404)
 
     def folder(self, name: str, revision: str, *, files: bool) -> tuple[Path, str] | None:
-        """Where a revision lies, and its commit; None once refused."""
+        """Return the folder and the commit of a revision; None after sending a refusal."""
         authorization = self.headers.get("Authorization")
         if authorization not in (None, f"Bearer {TOKEN}"):
             self.refuse(401, "", "Invalid credentials in Authorization header")
             return None
         repository = self.hub.repositories.get(name)
         if repository is None or (repository.private and authorization is None):
-            # without a token the hub does not tell what is private from what is not there
+            # without a token, the hub answers alike for private and for absent repositories
             self.refuse(401 if authorization is None else 404, "RepoNotFound", "Repository not found")
             return None
         if files and repository.gated:
@@ -214,7 +216,7 @@ class StorageHandler(Handler):
 
 def _of_file(request: Request) -> bool:
     return not request.path.startswith("/api/") and not (
-        RESOLVE.fullmatch(request.path) and _large(Path(request.path))  # the redirect, not the bytes
+        RESOLVE.fullmatch(request.path) and _large(Path(request.path))  # a redirect sends no bytes
     )
 
 
@@ -237,7 +239,7 @@ def _tree(folder: Path) -> list[dict[str, Any]]:
 
 
 def _blob(file: Path) -> str:
-    """Git's name of a file's content."""
+    """Return the git blob hash of a file."""
     content = file.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 

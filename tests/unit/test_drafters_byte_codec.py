@@ -88,7 +88,7 @@ def test_no_id_is_beyond_the_models(name: str) -> None:
     inner.post_processor = processors.TemplateProcessing(
         single="<tool> <s> $A", special_tokens=[("<tool>", size + 1), ("<s>", 1)]
     )
-    within, beyond = ByteCodec(Tokenizer(inner, vocabulary=size)), ByteCodec(Tokenizer(inner))
+    within, beyond = ByteCodec(Tokenizer(inner, model_vocab_size=size)), ByteCodec(Tokenizer(inner))
     text = "ab <plain> <tool> cd"
     for ids in (within.spell(text), within.encode(text)):
         assert max(ids) < size

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: what is written, what is kept, and what is refused beforehand."""
+"""Files are written atomically: complete, or the old content stays; unwritable files are refused early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foredraft import ConfigError
 from foredraft.files import check_place, write_whole
 
 
-def test_a_file_is_replaced_as_a_whole_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report"
     write_whole(file, "öne\n", "json")
     assert file.read_bytes() == "öne\n".encode()
@@ -22,14 +22,14 @@ def test_a_file_is_replaced_as_a_whole_or_kept(tmp_path: Path, monkeypatch: pyte
     assert file.read_bytes() == "öne\n".encode() and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_symbolic_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_whole(tmp_path / "link", "text", "json")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
     pipe, read = tmp_path / "pipe", list[str]()
     os.mkfifo(pipe)
     check_place(pipe, "json")
@@ -41,11 +41,11 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     assert pipe.is_fifo() and read == ["text"]
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused(tmp_path: Path) -> None:
     for file in (tmp_path, tmp_path / "no" / "file"):
-        with pytest.raises(ConfigError, match="html is .*; give a file in a folder that there is"):
+        with pytest.raises(ConfigError, match="html is .*; give a file in a folder that exists"):
             check_place(file, "html")
-    for length in (250, 300):  # the name beside it is longer
+    for length in (250, 300):  # at 250 only the temporary file's name is too long
         with pytest.raises(
             ConfigError, match=r"html is 'x+', which cannot be written \(File name too long\)"
         ):

@@ -1,4 +1,4 @@
-"""The cache: rows, rollback, the two copies, and what a forward may and may not touch."""
+"""The KV cache: layout, rollback, row copies, and which positions a forward writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_layout(runner: Runner) -> None:
+def test_a_new_cache_is_zeroed_and_has_slack(runner: Runner) -> None:
     cache = runner.new_cache(3, 700)
     assert (cache.rows, cache.positions, cache.lengths) == (3, 700, [0, 0, 0])
     assert cache.scratch == 700 + cache.slack
@@ -31,14 +31,14 @@ def test_layout(runner: Runner) -> None:
     assert one * 3 == cache.data.numel() * 4
 
 
-def test_a_forward_leaves_lengths_alone(runner: Runner) -> None:
+def test_a_forward_does_not_change_lengths(runner: Runner) -> None:
     cache = runner.new_cache(2, 100)
     cache.lengths[1] = 5
     runner.forward(cache, tokens(2, 4), [0, 5])
     assert cache.lengths == [0, 5]
 
 
-def test_a_forward_writes_only_from_its_start_on_and_only_its_rows(runner: Runner) -> None:
+def test_a_forward_writes_only_its_own_rows_and_positions(runner: Runner) -> None:
     cache = runner.new_cache(4, 100)
     cache.data.normal_()
     before = cache.data.clone()
@@ -51,8 +51,8 @@ def test_a_forward_writes_only_from_its_start_on_and_only_its_rows(runner: Runne
     assert torch.equal(cache.data[:, :, 1, :, 10 + widest :], before[:, :, 1, :, 10 + widest :])
 
 
-def test_one_row_and_many_rows_write_the_same(runner: Runner) -> None:
-    """A single row is written as a slice, several through flat indices."""
+def test_a_single_row_and_a_batch_write_the_same_values(runner: Runner) -> None:
+    """A single row is written through a slice, a batch through flat indices."""
     ids = tokens(3, 4)
     together, apart = runner.new_cache(3, 100), runner.new_cache(3, 100)
     runner.forward(together, ids, [0, 7, 30])
@@ -63,7 +63,7 @@ def test_one_row_and_many_rows_write_the_same(runner: Runner) -> None:
         )
 
 
-def test_a_copied_row_goes_on_like_its_donor(runner: Runner) -> None:
+def test_a_copied_row_gives_the_logits_of_its_source(runner: Runner) -> None:
     cache = runner.new_cache(3, 100)
     cache.data.normal_()
     ids = tokens(1, 30)
@@ -77,7 +77,7 @@ def test_a_copied_row_goes_on_like_its_donor(runner: Runner) -> None:
     assert torch.equal(one, two)
 
 
-def test_a_copy_is_no_longer_than_asked(runner: Runner) -> None:
+def test_a_row_copy_ends_at_its_length(runner: Runner) -> None:
     cache = runner.new_cache(2, 100)
     cache.data.normal_()
     before = cache.data.clone()
@@ -86,7 +86,7 @@ def test_a_copy_is_no_longer_than_asked(runner: Runner) -> None:
     assert torch.equal(cache.data[:, :, 1, :, 9:], before[:, :, 1, :, 9:])
 
 
-def test_a_zeroed_row_forgets_nan(runner: Runner) -> None:
+def test_a_zeroed_row_holds_no_nan(runner: Runner) -> None:
     cache = runner.new_cache(2, 100)
     cache.data[:, :, 1] = float("nan")
     cache.lengths[1] = 50
@@ -98,8 +98,8 @@ def test_a_zeroed_row_forgets_nan(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("back", [1, 3, 6])
-def test_rollback_is_forgetting_a_length(runner: Runner, back: int) -> None:
-    """After a rejected draft, a pass from the shorter length equals one that never saw the draft."""
+def test_rollback_by_length_equals_never_having_drafted(runner: Runner, back: int) -> None:
+    """The positions of rejected tokens are overwritten before any pass reads them."""
     ids, other = tokens(1, 60), tokens(1, 60, seed=2)
     dirty, clean = runner.new_cache(1, 100), runner.new_cache(1, 100)
     for cache in (dirty, clean):

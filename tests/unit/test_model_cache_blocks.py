@@ -1,4 +1,4 @@
-"""Keys in blocks, as the kernels want them: reading, writing, copying and wiping do what they do to a plain cache."""
+"""A cache with keys in blocks reads, writes, copies and wipes positions as a plain cache does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EDGES = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK 
 
 
 def pair(dtype: torch.dtype) -> tuple[KVCache, KVCache]:
-    """A plain cache and one in blocks that hold the same values everywhere."""
+    """Return a plain and a blocked cache that hold the same values everywhere."""
     plain, blocked = (
         KVCache(SPEC, ROWS, 500, device=torch.device("cpu"), dtype=dtype, blocked=blocked)
         for blocked in (False, True)
@@ -40,7 +40,7 @@ def pair(dtype: torch.dtype) -> tuple[KVCache, KVCache]:
     return plain, blocked
 
 
-def check_the_layout() -> None:
+def check_layout() -> None:
     for dtype in DTYPES:
         plain, blocked = pair(dtype)
         words = plain.data[:, 0].contiguous().view(torch.int32)  # [layers, R, H, P, W]
@@ -75,7 +75,7 @@ def check_copies() -> None:
 
 
 def check_spans() -> None:
-    """What was taken is what is put back, and nothing beside it."""
+    """`put_back` restores exactly the positions of the span, and no others."""
     for dtype, (start, stop) in itertools.product(DTYPES, itertools.combinations(EDGES, 2)):
         plain, blocked = pair(dtype)
         before = plain.data.clone()
@@ -88,10 +88,10 @@ def check_spans() -> None:
         assert torch.equal(plain.data[:, :, 1, :, within], before[:, :, 1, :, within])
         plain.data[:, :, 1, :, within] = 0
         assert not plain.data.any()
-        blocked_now = dense(blocked)
-        assert torch.equal(blocked_now[:, :, 1, :, within], before[:, :, 1, :, within]), (start, stop)
-        blocked_now[:, :, 1, :, within] = 0
-        assert not blocked_now.any(), (start, stop)
+        restored = dense(blocked)
+        assert torch.equal(restored[:, :, 1, :, within], before[:, :, 1, :, within]), (start, stop)
+        restored[:, :, 1, :, within] = 0
+        assert not restored.any(), (start, stop)
 
 
 def check_wipes() -> None:
@@ -103,16 +103,16 @@ def check_wipes() -> None:
         assert torch.equal(dense(blocked), plain.data), length
 
 
-CHECKS = [check_the_layout, check_reading_and_writing, check_copies, check_spans, check_wipes]
+CHECKS = [check_layout, check_reading_and_writing, check_copies, check_spans, check_wipes]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_blocks(check: object) -> None:
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_a_blocked_cache_holds_what_a_plain_cache_holds(check: object) -> None:
     assert callable(check)
     check()
 
 
-def test_keys_in_blocks_have_no_plain_view() -> None:
+def test_a_blocked_cache_has_no_view_in_order_of_positions() -> None:
     _, blocked = pair(torch.float32)
     with pytest.raises(AssertionError):
         _ = blocked.data
@@ -120,56 +120,56 @@ def test_keys_in_blocks_have_no_plain_view() -> None:
 
 MUTANTS = [
     Mutant(
-        "a key in the next lane",
+        "a key is written to the next lane",
         ((KVCache.write, "positions % BLOCK] = words", "(positions + 1) % BLOCK] = words"),),
-        check_the_layout,
+        check_layout,
     ),
     Mutant(
-        "a key in the next lane, written and read",
+        "a key is written to and read from the next lane",
         (
             (KVCache.write, "positions % BLOCK] = words", "(positions + 1) % BLOCK] = words"),
             (KVCache.read, ".flatten(4)", ".roll(-1, 3).flatten(4)"),
         ),
-        check_the_layout,
+        check_layout,
     ),
     Mutant(
-        "reading ends before the block that is read in part",
+        "reading leaves out the last partial block",
         ((KVCache.read, "math.ceil(length / BLOCK)", "length // BLOCK"),),
         check_reading_and_writing,
     ),
     Mutant(
-        "a block that is held in part left out of a copy",
-        ((KVCache._views, "found.append(keys[:, :, last, :, : stop % BLOCK])", "pass"),),
+        "a copy leaves out the last partial block",
+        ((KVCache._views, "views.append(keys[:, :, last, :, : stop % BLOCK])", "pass"),),
         check_copies,
     ),
     Mutant(
-        "a block that is held in part copied whole",
+        "a copy takes the last partial block whole",
         ((KVCache._views, ": stop % BLOCK])", "])"),),
         check_copies,
     ),
     Mutant(
-        "whole blocks forgotten",
+        "a copy leaves out the whole blocks",
         ((KVCache._views, "keys[:, :, first:last]", "keys[:, :, first:first]"),),
         check_copies,
     ),
     Mutant(
-        "a span begins at the next block",
-        ((KVCache._views, "found.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
+        "a span leaves out the first partial block",
+        ((KVCache._views, "views.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
         check_spans,
     ),
     Mutant(
-        "a span takes the block's earlier keys along",
+        "a span takes the first partial block whole",
         (
             (
                 KVCache._views,
-                "found.append(keys[:, :, first - 1, :, start % BLOCK :])",
-                "found.append(keys[:, :, first - 1])",
+                "views.append(keys[:, :, first - 1, :, start % BLOCK :])",
+                "views.append(keys[:, :, first - 1])",
             ),
         ),
         check_spans,
     ),
     Mutant(
-        "a span begins a position late",
+        "a span begins one position late",
         (
             (
                 KVCache._views,
@@ -180,33 +180,33 @@ MUTANTS = [
         check_spans,
     ),
     Mutant(
-        "a span within a block takes the rest of it along",
+        "a span within a block takes the rest of the block",
         ((KVCache._views, "start % BLOCK : stop % BLOCK]", "start % BLOCK :]"),),
         check_spans,
     ),
     Mutant(
-        "a span that is no copy",
+        "a span is a view, not a copy",
         ((KVCache.take, "part.clone()", "part"),),
         check_spans,
     ),
     Mutant(
-        "wiping takes the block's earlier keys along",
+        "wiping takes the first partial block whole",
         (
             (
                 KVCache._views,
-                "found.append(keys[:, :, first - 1, :, start % BLOCK :])",
-                "found.append(keys[:, :, first - 1])",
+                "views.append(keys[:, :, first - 1, :, start % BLOCK :])",
+                "views.append(keys[:, :, first - 1])",
             ),
         ),
         check_wipes,
     ),
     Mutant(
-        "wiping begins at the next block",
-        ((KVCache._views, "found.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
+        "wiping leaves out the first partial block",
+        ((KVCache._views, "views.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
         check_wipes,
     ),
     Mutant(
-        "wiping skips a block",
+        "wiping skips the first whole block",
         ((KVCache._views, "keys[:, :, first:last]", "keys[:, :, first + 1 : last]"),),
         check_wipes,
     ),

@@ -1,8 +1,8 @@
-"""Chat templates: the text that transformers makes of the same messages, and one line where there is none.
+"""Chat templates render the same text as transformers; every failure is one line.
 
-The templates are written in the shapes that checkpoints carry. Seen to fail on: white space around blocks kept,
-JSON escaped for HTML, the generation prompt left out, a token stored as an object, the older file of tokens
-unread, tools that do not choose their template, the caller's messages changed.
+The templates imitate those of published checkpoints. Seen to fail on: white space around blocks kept, JSON
+escaped for HTML, the generation prompt left out, a token stored as an object, special_tokens_map.json ignored,
+tools that do not select their template, the caller's messages changed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ CONVERSATIONS = [[USER], [USER, REPLY, AGAIN], [SYSTEM, USER], [SYSTEM, USER, RE
 
 
 def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) -> Path:
-    """A tokenizer's folder, its template where older checkpoints have it."""
+    """Save a tokenizer with its chat templates in tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = tiny_tokenizer()
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -162,9 +162,9 @@ def save(folder: Path, templates: dict[str, str] | str | None, **config: Any) ->
 
 
 def ours(folder: Path) -> Tokenizer:
-    made = Tokenizer.from_folder(folder)
-    assert made is not None and made.chat is not None
-    return made
+    loaded = Tokenizer.from_folder(folder)
+    assert loaded is not None and loaded.chat is not None
+    return loaded
 
 
 def theirs(folder: Path) -> Any:
@@ -172,7 +172,7 @@ def theirs(folder: Path) -> Any:
 
 
 def assert_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> None:
-    """The same text and the same ids, or neither has any."""
+    """Check that foredraft and transformers give the same text and ids, or both refuse."""
     mine, reference = ours(folder), theirs(folder)
     variables = {"add_generation_prompt": True} | variables
     refusal = ""
@@ -181,9 +181,9 @@ def assert_alike(folder: Path, messages: list[dict[str, Any]], **variables: Any)
     except Exception as error:
         refusal = " ".join(str(error).split())
     if refusal:
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as caught:
             mine.encode_chat(messages, **variables)
-        assert refusal in str(told.value)
+        assert refusal in str(caught.value)
         return
     assert mine.chat is not None
     assert mine.chat.render(messages, **variables) == expected
@@ -201,7 +201,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda m: "-".join(x["role"][0] for x in m))
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_text_is_that_of_transformers(folders: Path, name: str, messages: list[dict[str, Any]]) -> None:
+def test_a_conversation_renders_as_in_transformers(
+    folders: Path, name: str, messages: list[dict[str, Any]]
+) -> None:
     before = copy.deepcopy(messages)
     for prompt in (True, False):
         assert_alike(folders / name, messages, add_generation_prompt=prompt)
@@ -221,15 +223,15 @@ def test_the_text_is_that_of_transformers(folders: Path, name: str, messages: li
     ],
     ids=str,
 )
-def test_variables_reach_the_template(folders: Path, name: str, variables: dict[str, Any]) -> None:
+def test_variables_are_passed_to_the_template(folders: Path, name: str, variables: dict[str, Any]) -> None:
     assert_alike(folders / name, [USER, REPLY, AGAIN], **variables)
     plain = ours(folders / name).encode_chat([USER, REPLY, AGAIN])
-    told = ours(folders / name).encode_chat([USER, REPLY, AGAIN], **variables)
+    changed = ours(folders / name).encode_chat([USER, REPLY, AGAIN], **variables)
     inert = variables in ({"enable_thinking": True}, {"tools": []})
-    assert (plain == told) is inert
+    assert (plain == changed) is inert
 
 
-def test_calls_of_tools_and_their_results(folders: Path) -> None:
+def test_tool_calls_and_results_render_as_in_transformers(folders: Path) -> None:
     result = {"role": "tool", "content": "3", "name": "add"}
     for name in ("thinking", "tools"):
         assert_alike(folders / name, [USER, CALL, result], tools=[WEATHER])
@@ -245,13 +247,13 @@ TURNS = st.lists(
 
 
 @given(TURNS, st.sampled_from(sorted(TEMPLATES)), st.booleans())
-def test_any_messages_render_alike(
+def test_any_messages_render_as_in_transformers(
     folders: Path, messages: list[dict[str, Any]], name: str, prompt: bool
 ) -> None:
     assert_alike(folders / name, messages, add_generation_prompt=prompt)
 
 
-def test_special_tokens_are_those_of_the_files(tmp_path: Path) -> None:
+def test_special_tokens_are_read_from_both_files(tmp_path: Path) -> None:
     shown = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ messages[0].content }}"
     kept = {"content": "<pad>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     table = {"2": kept | {"content": "</s>", "special": True}}
@@ -278,7 +280,7 @@ def test_special_tokens_are_those_of_the_files(tmp_path: Path) -> None:
     }
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
+def test_templates_are_read_from_files_and_from_the_config(tmp_path: Path) -> None:
     def write(path: Path, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -300,16 +302,18 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         assert chat is not None
         assert (chat.render([USER]), chat.render([USER], tools=[WEATHER])) == (plain, tools)
     nameless = save(tmp_path / "nameless", {"rag": "rag", "tool_use": "tools"})
-    with pytest.raises(RequestError, match="has chat templates for rag, tool_use but none by default; put"):
+    with pytest.raises(
+        RequestError, match="has chat templates named rag, tool_use, but none named default; put"
+    ):
         ours(nameless).encode_chat([USER])
     assert ours(nameless).chat.render([USER], tools=[WEATHER]) == "tools"  # type: ignore[union-attr]
 
 
-def test_no_template(tmp_path: Path) -> None:
-    made = Tokenizer.from_folder(save(tmp_path, None))
-    assert made is not None and made.chat is None
+def test_a_conversation_without_a_template_is_refused(tmp_path: Path) -> None:
+    loaded = Tokenizer.from_folder(save(tmp_path, None))
+    assert loaded is not None and loaded.chat is None
     with pytest.raises(RequestError, match=r"no chat template; give a plain prompt, .* chat_template\.jinja"):
-        made.encode_chat([USER])
+        loaded.encode_chat([USER])
     (tmp_path / "tokenizer_config.json").unlink()
     assert ChatTemplate.from_folder(tmp_path) is None
 
@@ -317,20 +321,20 @@ def test_no_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "found", [5, [], [{"name": "default"}], [5], [{"name": 1, "template": ""}], {"a": "b"}]
 )
-def test_a_config_with_something_else_for_a_template(tmp_path: Path, found: Any) -> None:
+def test_a_malformed_chat_template_entry_is_refused(tmp_path: Path, found: Any) -> None:
     save(tmp_path, None, chat_template=found)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template is neither"):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_a_template_that_is_not_text(tmp_path: Path) -> None:
+def test_a_template_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (save(tmp_path, None) / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="has a chat template that cannot be read"):
         Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "expected"),
     [
         ("{{ raise_exception('no\n\nway') }}", "the chat template refuses the messages: no way"),
         ("{% if %}", "cannot be rendered with these messages (Expected an expression"),
@@ -342,10 +346,10 @@ def test_a_template_that_is_not_text(tmp_path: Path) -> None:
         ("{{ messages[0].content.encode('ascii') }}", "ascii"),
     ],
 )
-def test_a_template_that_fails_is_one_line(template: str, told: str) -> None:
+def test_a_failing_template_is_reported_in_one_line(template: str, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate({"default": template}).render([USER])
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 OPEN = """{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>
@@ -373,7 +377,7 @@ REASONED = [
     ],
     ids=str,
 )
-def test_the_template_says_what_a_message_must_have(tmp_path: Path, message: dict[str, Any]) -> None:
+def test_the_template_decides_which_keys_a_message_needs(tmp_path: Path, message: dict[str, Any]) -> None:
     before = copy.deepcopy(message)
     assert_alike(save(tmp_path, OPEN), [USER, message, AGAIN])
     assert message == before
@@ -397,27 +401,27 @@ class Share(float):
     [Grade.GOOD, np.float64(0.1), np.float32(0.5), np.int64(7), np.bool_(False), Share(0.5), np.str_("x"), (1, 2)],
     ids=repr,
 )  # fmt: skip
-def test_numbers_of_every_kind_are_numbers(tmp_path: Path, value: Any) -> None:
+def test_enumerations_and_numpy_scalars_render_as_in_transformers(tmp_path: Path, value: Any) -> None:
     assert_alike(save(tmp_path, OPEN), [{"role": "tool", "content": value}], shown=value)
 
 
-KNOT: list[Any] = []
-KNOT.append(KNOT)
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "expected"),
     [
         (
             {"enable_thinkng": False},
             "does not read 'enable_thinkng'; leave it out (it reads enable_thinking)",
         ),
-        ({"shown": KNOT}, "shown is nested too deeply, or holds itself"),
+        ({"shown": CYCLE}, "shown is nested too deeply, or contains itself"),
         ({"shown": np.zeros(2)}, "shown holds a ndarray"),
         ({"shown": np.longdouble(1)}, "shown holds a longdouble"),
         ({"shown": np.datetime64("2024-05-01")}, "shown holds a date"),
         *(
-            ({name: True}, f"{name} is no variable of a chat template: ")
+            ({name: True}, f"{name} is not a variable of a chat template; ")
             for name in (
                 "chat_template",
                 "continue_final_message",
@@ -436,25 +440,27 @@ KNOT.append(KNOT)
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_variables_that_would_be_ignored(folders: Path, variables: dict[str, Any], told: str) -> None:
+def test_a_variable_without_effect_is_refused(
+    folders: Path, variables: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         ours(folders / "thinking").encode_chat([USER], **variables)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_every_option_of_transformers_is_taken_or_refused(tmp_path: Path) -> None:
-    """None is taken for a variable of a template that happens to read one of its name."""
+def test_every_option_of_transformers_is_supported_or_refused(tmp_path: Path) -> None:
+    """Even a template that reads a variable of the same name does not receive the option."""
     options = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
     taken = {"self", "kwargs", "tools", "documents", "add_generation_prompt"}
     chat = ours(save(tmp_path, "{{ " + " }}{{ ".join(options) + " }}")).chat
     assert chat is not None
     assert len(options) > 15
     for option in options.keys() - taken:
-        with pytest.raises(RequestError, match=f"^{option} is no variable of a chat template: "):
+        with pytest.raises(RequestError, match=f"^{option} is not a variable of a chat template; "):
             chat.render([USER], **{option: None})
 
 
-def test_a_text_without_end_is_cut_off() -> None:
+def test_an_endless_template_is_stopped() -> None:
     endless = (
         "{% for a in range(99999) %}{% for b in range(99999) %}" + "x" * 999 + "{% endfor %}{% endfor %}"
     )
@@ -463,19 +469,19 @@ def test_a_text_without_end_is_cut_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "template",
     [
         "{% set n = namespace(self=1, values=2, made=3) %}{% set n.self = 4 %}{{ n.self }}{{ n.values }}{{ n.made }}",
         "{% set n = namespace({'a': 1}, b=2) %}{{ n.a + n.b }}",
         "{{ dict(a=1) }}{{ dict([['a', 1]], b=2) }}{{ dict.fromkeys(['a', 'b']) }}{{ dict.fromkeys(['a'], 5) }}",
     ],
 )  # fmt: skip
-def test_what_templates_make_is_alike(tmp_path: Path, made: str) -> None:
-    assert_alike(save(tmp_path, made), [USER])
+def test_namespace_and_dict_work_as_in_transformers(tmp_path: Path, template: str) -> None:
+    assert_alike(save(tmp_path, template), [USER])
 
 
 @pytest.mark.parametrize(
-    "made",
+    "template",
     [
         "{% set n = namespace(_x=1) %}",
         "{% set n = namespace() %}{% set n._x = 1 %}",
@@ -484,8 +490,8 @@ def test_what_templates_make_is_alike(tmp_path: Path, made: str) -> None:
         "{{ namespace.__init__.__globals__ }}",
     ],
 )
-def test_what_leads_out_of_the_sandbox_is_barred(tmp_path: Path, made: str) -> None:
-    folder = save(tmp_path, made)
+def test_a_template_cannot_leave_the_sandbox(tmp_path: Path, template: str) -> None:
+    folder = save(tmp_path, template)
     with pytest.raises(jinja2.TemplateError):
         theirs(folder).apply_chat_template([USER], tokenize=False)
     with pytest.raises(RequestError, match="cannot be rendered with these messages") as caught:
@@ -493,7 +499,7 @@ def test_what_leads_out_of_the_sandbox_is_barred(tmp_path: Path, made: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_values_are_copied_plain(folders: Path) -> None:
+def test_only_plain_values_reach_the_template(folders: Path) -> None:
     chat = ours(folders / "chatml").chat
     assert chat is not None
     assert chat.render([{"role": Role.USER, "content": "x"}]) == chat.render(
@@ -506,7 +512,7 @@ def test_values_are_copied_plain(folders: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "expected"),
     [
         ("hello", "messages is not a list"),
         (USER, "messages is not a list"),
@@ -515,14 +521,14 @@ def test_values_are_copied_plain(folders: Path) -> None:
         (["hello"], "messages[0] is not an object"),
         ([USER, {"content": "x"}], "messages[1] has no role"),
         ([{"role": 5, "content": "x"}], "messages[0] has no role that is text"),
-        ([{"role": "user"}], "'dict object' has no attribute 'content'"),  # this template's own need
+        ([{"role": "user"}], "'dict object' has no attribute 'content'"),  # a key that this template needs
         ([{"role": "user", "content": 5}], "can only concatenate str"),
-        ([{"role": "user", "content": KNOT}], "messages[0] is nested too deeply, or holds itself; give"),
+        ([{"role": "user", "content": CYCLE}], "messages[0] is nested too deeply, or contains itself; give"),
         ([{"role": "user", "content": "a\udcff"}], "a message is not valid Unicode"),
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_messages_that_are_none(folders: Path, messages: Any, told: str) -> None:
+def test_malformed_messages_are_refused(folders: Path, messages: Any, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         ours(folders / "chatml").encode_chat(messages)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Uploads never wait: what goes to a GPU goes out of pinned memory, and the host does not look back."""
+"""Uploads never block the host: they leave from pinned memory. Downloads synchronise once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is done to send a tensor to a GPU, in a place that has none."""
+    """Record the steps of an upload to a GPU, without a GPU."""
     done: list[Any] = []
 
     def pin(self: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return done
 
 
-def test_values_stay_where_the_host_is() -> None:
+def test_an_upload_to_the_cpu_copies_nothing() -> None:
     mask = torch.tensor([True, False])
     assert upload(mask, CPU) is mask
     assert upload([[1], [2]], CPU, torch.int32).tolist() == [[1], [2]]
@@ -41,18 +41,18 @@ def test_values_stay_where_the_host_is() -> None:
 
 
 @pytest.mark.parametrize("values", [[1, 2], torch.tensor([True, False])], ids=["numbers", "tensor"])
-def test_a_gpu_gets_them_without_waiting(sent: list[Any], values: Any) -> None:
+def test_an_upload_to_a_gpu_is_pinned_and_non_blocking(sent: list[Any], values: Any) -> None:
     upload(values, CUDA)
     assert sent == ["pinned", ("cuda", True)]
 
 
-def test_what_is_no_longer_the_hosts_is_not_pinned(sent: list[Any]) -> None:
+def test_a_tensor_off_the_host_is_not_pinned(sent: list[Any]) -> None:
     upload(torch.empty(2, device="meta"), CUDA)
     assert sent == [("cuda", True)]
 
 
 class Even:
-    """A constraint of its own."""
+    """A constraint that allows even tokens."""
 
     length = 0
 
@@ -66,7 +66,9 @@ class Even:
         return None
 
 
-def test_masks_are_uploaded(sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraint_masks_are_uploaded_without_blocking(
+    sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: torch.full(shape, True))
     constraint.masks_along(Even(), [0], 3, CUDA)  # type: ignore[arg-type]
     assert sent == ["pinned", ("cuda", True)] * 2
@@ -76,8 +78,8 @@ def test_masks_are_uploaded(sent: list[Any], monkeypatch: pytest.MonkeyPatch) ->
     assert sent == ["pinned", ("cuda", True)]
 
 
-def test_numbers_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off a device whose memory the host does not read, in one copy."""
+def test_a_download_keeps_every_bit_and_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for a device whose memory the host cannot read."""
     monkeypatch.setattr(device, "HOST", ())
     copies: list[torch.Size] = []
     cpu = Tensor.cpu

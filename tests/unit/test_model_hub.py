@@ -1,4 +1,4 @@
-"""Names of models: folders are taken as they are, and each way to miss one has its own message."""
+"""`resolve` returns a folder unchanged; every name that leads to no model has a message of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.hub import resolve
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_is_returned_unchanged(tmp_path: Path) -> None:
     assert resolve(tmp_path) == tmp_path
     assert resolve(str(tmp_path)) == tmp_path
 
@@ -24,7 +24,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "", "owner/"])
-def test_neither_folder_nor_hub_name(name: str) -> None:
+def test_a_name_that_is_neither_a_folder_nor_a_hub_name_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
         resolve(name if name else "no such folder")
 
@@ -32,44 +32,44 @@ def test_neither_folder_nor_hub_name(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["n" * 300, "o/" + "n" * 300, "o" * 300 + "/n", "~nosuchuser/x", "~nosuchuser", "a\0b", "o/a--b", "n/" * 5000]
 )  # fmt: skip
-def test_names_that_nothing_can_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_name_is_refused_in_one_short_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         CheckpointError, match="is neither a folder nor a (hub name|name that the hub)"
-    ) as told:
+    ) as caught:
         resolve(name)
-    assert "\n" not in str(told.value) and len(str(told.value)) < 200
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("name", ["owner/name@", "owner/name@a b", "@main", "owner@main"])
-def test_no_revision_is_no_hub_name(name: str) -> None:
+def test_a_malformed_revision_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
         resolve(name)
 
 
-def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+def test_a_local_folder_with_a_revision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a local folder, which has no revision 'v1'; leave"):
         resolve(tmp_path, "v1")
-    named = tmp_path / "owner/name@v1"  # a folder may be called so
+    named = tmp_path / "owner/name@v1"  # a folder may have such a name
     named.mkdir(parents=True)
     assert resolve(named) == named
 
 
-def test_two_revisions() -> None:
+def test_two_different_revisions_are_refused() -> None:
     with pytest.raises(ConfigError, match="owner/name@v1 names another revision than 'v2'; give one"):
         resolve("owner/name@v1", "v2")
 
 
-def test_offline_and_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncached_model_is_refused_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="not in the local hub cache.*HF_HUB_OFFLINE") as caught:
         resolve("foredraft-tests/no-such-model")
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> str:
-        # made without its constructor, which wants a response of whichever http client the hub uses
+        # bypass the constructor, which takes a response of an http client that differs between versions
         error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
         Exception.__init__(error, "404\nmany lines")
         raise error
@@ -90,10 +90,10 @@ def test_unknown_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["http client", "no message", "disk", "empty line"],
 )
-def test_whatever_the_download_raises_is_one_line(
+def test_any_error_of_the_download_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, shown: str
 ) -> None:
-    """The http client's errors derive from Exception alone, and which client it is changes with versions."""
+    """Errors of the http client derive from Exception only; the client differs between versions."""
 
     def broken(*_: object, **__: object) -> str:
         raise error
@@ -105,7 +105,7 @@ def test_whatever_the_download_raises_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_interrupt_is_no_download_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> str:
         raise KeyboardInterrupt
 

@@ -1,8 +1,8 @@
-"""Fetching from a hub, as `huggingface_hub` does it: what crosses the wire, what the cache keeps, what is told.
+"""Downloads from a hub on 127.0.0.1: the files requested, the files cached, and the errors.
 
-Each client is a process of its own with a cache of its own, because the hub's settings are read at import.
-Seen to fail on: every file of the repository wanted, the revision not passed on, the hub's own progress bars,
-weights not looked for, each kind of refusal told as another.
+Each client is a process with a cache of its own, because `huggingface_hub` reads its settings at import. Seen
+to fail on: all files of a repository requested, the revision not passed on, the hub's own progress bars, weights
+not requested, each kind of error reported as another.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from foredraft.errors import ForedraftError
 from foredraft.model.hub import resolve
 reports = []
 try:
-    told = "folder", str(resolve(sys.argv[1], *sys.argv[2:], report=lambda *report: reports.append(report)))
+    result = "folder", str(resolve(sys.argv[1], *sys.argv[2:], report=lambda *report: reports.append(report)))
 except ForedraftError as error:
-    told = type(error).__name__, str(error)
-print(json.dumps([*told, reports]))
+    result = type(error).__name__, str(error)
+print(json.dumps([*result, reports]))
 """
 LOAD = """
 import json, sys
@@ -44,7 +44,7 @@ print(json.dumps([output.token_ids, output.stats.drafted]))
 
 @dataclass
 class Client:
-    """Processes that share a cache."""
+    """Client processes that share one cache."""
 
     hub: Hub
     home: Path
@@ -66,7 +66,7 @@ class Client:
         return Path(folder)
 
     def refused(self, *arguments: str, **environment: str) -> str:
-        """The message of the error."""
+        """Return the message of the CheckpointError that `resolve` raises."""
         done = self.run(RESOLVE, *arguments, **environment)
         kind, message, _ = json.loads(done.stdout)
         assert (kind, "\n" in message) == ("CheckpointError", False)
@@ -74,7 +74,7 @@ class Client:
         return str(message)
 
 
-# what a repository may hold that no model is read from
+# files of a repository that no model is loaded from
 UNREAD = {
     "pytorch_model.bin",
     "consolidated.safetensors",
@@ -88,7 +88,7 @@ UNREAD = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`big` in shards, with files beside it that nobody needs; `small`; `other`, another revision of `big`."""
+    """Save `big` in shards with further files, `small`, and `other`, which serves as a revision of `big`."""
     folder = tmp_path_factory.mktemp("models")
     save_checkpoint(folder / "big", tokenizer=True, seed=1, shards=True)
     save_checkpoint(folder / "other", tokenizer=True, seed=3)
@@ -101,7 +101,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *UNREAD,
     ]:
         (big / path).parent.mkdir(exist_ok=True)
-        (big / path).write_text(json.dumps({path: path}))  # alike, they would be fetched once
+        (big / path).write_text(json.dumps({path: path}))  # equal contents would be downloaded once
     (big / "tokenizer_config.json").write_text("{}")
     return folder
 
@@ -118,7 +118,7 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_model_is_loaded_then_loaded_again_offline(client: Client, folders: Path) -> None:
+def test_a_downloaded_model_loads_again_offline(client: Client, folders: Path) -> None:
     first = client.run(LOAD, "main")
     assert first.returncode == 0, first.stderr
     assert "model-00001-of" in " ".join(client.hub.fetched())
@@ -127,7 +127,7 @@ def test_a_model_is_loaded_then_loaded_again_offline(client: Client, folders: Pa
     assert again.stdout == first.stdout
     ids, drafted = json.loads(first.stdout)
     assert len(ids) > 0 and drafted > 0
-    # what the folder itself says
+    # the local folder gives the same output
     script = LOAD.replace('"owner/big"', repr(str(folders / "big"))).replace(", revision=sys.argv[1]", "")
     local = client.run(script.replace('"owner/small@v1"', repr(str(folders / "small"))))
     assert local.stdout == first.stdout
@@ -135,7 +135,7 @@ def test_a_model_is_loaded_then_loaded_again_offline(client: Client, folders: Pa
     assert json.loads(other.stdout)[0] != ids
 
 
-def test_only_what_a_model_is_read_from_is_fetched(client: Client, folders: Path) -> None:
+def test_only_the_files_of_a_model_are_downloaded(client: Client, folders: Path) -> None:
     folder = client.resolve("owner/big")
     assert files(folder) == files(folders / "big") - UNREAD
     assert {"model.safetensors.index.json", "chat_template.jinja"} < files(folder)
@@ -148,15 +148,15 @@ def weights_of(hub: Hub) -> set[str]:
     return {file for file in hub.fetched() if file.endswith(".safetensors")}
 
 
-def test_weights_are_fetched_by_the_index(client: Client, folders: Path, tmp_path: Path) -> None:
-    """Whatever its files are called, and nothing that is called alike; a whole file goes before it."""
+def test_the_index_selects_the_weights_to_download(client: Client, folders: Path, tmp_path: Path) -> None:
+    """Shards may have any name, similar names do not count, and model.safetensors has priority."""
     odd = tmp_path / "odd"
     shutil.copytree(folders / "big", odd)
     index = json.loads((odd / "model.safetensors.index.json").read_text())
     names = {file: file.replace("model-", "weights[1] ") for file in index["weight_map"].values()}
     for old, new in names.items():
         shutil.copy(odd / old, odd / new)
-        (odd / old).write_bytes(old.encode())  # as other precisions lie beside
+        (odd / old).write_bytes(old.encode())  # stands for weights in another precision
     index["weight_map"] = {tensor: names[file] for tensor, file in index["weight_map"].items()}
     (odd / "model.safetensors.index.json").write_text(json.dumps(index))
     client.hub.repositories["owner/odd"] = Repository({"main": odd})
@@ -175,59 +175,61 @@ def test_weights_are_fetched_by_the_index(client: Client, folders: Path, tmp_pat
 
 
 @pytest.mark.parametrize("listed", [None, [], {"a": "../big/secret.safetensors", "b": "*.safetensors"}])
-def test_an_index_that_names_nothing_fetches_nothing(
+def test_an_index_without_valid_files_downloads_no_weights(
     client: Client, folders: Path, tmp_path: Path, listed: object
 ) -> None:
-    """What is wrong with it is told where the weights are read."""
+    """Loading the weights reports what is wrong with the index."""
     shutil.copytree(folders / "big", tmp_path / "broken")
     (tmp_path / "broken/model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
     client.hub.repositories["owner/broken"] = Repository({"main": tmp_path / "broken"})
     if isinstance(listed, dict):
-        told = client.refused("owner/broken")
-        assert "has no *.safetensors on the hub, though model.safetensors.index.json names it" in told
+        message = client.refused("owner/broken")
+        assert "has no *.safetensors on the hub, though model.safetensors.index.json names it" in message
     else:
         client.resolve("owner/broken")
     assert weights_of(client.hub) == set()
 
 
 @pytest.mark.parametrize(
-    ("environment", "why"),
+    ("environment", "reason"),
     [
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids to fetch it; unset that, or give a local folder"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids downloading it; unset HF_HUB_OFFLINE, or give a local folder"),
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached; go online, or give a local folder"),
     ],
     ids=["offline", "no network"],
 )  # fmt: skip
-def test_a_part_in_the_cache_is_no_part_missing_on_the_hub(
-    client: Client, folders: Path, environment: dict[str, str], why: str
+def test_an_incomplete_cache_is_reported_when_the_hub_is_unreachable(
+    client: Client, folders: Path, environment: dict[str, str], reason: str
 ) -> None:
-    """As older versions of the hub's client leave it, which keep no list of what there is."""
+    """Older versions of the hub client keep no list of the files of a repository."""
     shard = sorted(folders.glob("big/model-*.safetensors"))[1].name
     for name, revision, file in (
         ("owner/big", None, shard),
         ("owner/small", "v1", "model.safetensors"),
         ("owner/small", "v1", "config.json"),
     ):
-        spelled = name if revision is None else f"{name}@{revision}"
-        folder = client.resolve(spelled)
+        named = name if revision is None else f"{name}@{revision}"
+        folder = client.resolve(named)
         for kept in client.home.rglob("trees"):
             shutil.rmtree(kept)
         (folder / file).unlink()
-        told = client.refused(spelled, **environment)
-        assert told == f"not all of {spelled} is in the local hub cache ({file} is missing), and {why}"
-    assert client.resolve("owner/small@v1") == folder  # online, what is missing comes
+        message = client.refused(named, **environment)
+        assert message == f"not all of {named} is in the local hub cache ({file} is missing), and {reason}"
+    assert client.resolve("owner/small@v1") == folder  # online, the missing file is downloaded
 
 
-def test_what_is_in_the_cache_is_not_fetched_again(client: Client) -> None:
+def test_cached_files_are_not_downloaded_again(client: Client) -> None:
     folder = client.resolve("owner/small", "v1")
     assert client.resolve("owner/small@v1") == folder
     assert client.hub.fetched() == []
     whole = commit("owner/small", "v1")
     assert client.resolve("owner/small", whole) == folder
-    assert client.resolve("owner/small", whole, HF_ENDPOINT="http://127.0.0.1:9") == folder  # nobody is there
+    assert (
+        client.resolve("owner/small", whole, HF_ENDPOINT="http://127.0.0.1:9") == folder
+    )  # no server listens there
 
 
-def test_a_revision_is_the_one_that_was_asked_for(client: Client, folders: Path) -> None:
+def test_the_requested_revision_is_downloaded(client: Client, folders: Path) -> None:
     for name in ("owner/big@refs/pr/1", "owner/big@" + commit("owner/big", "refs/pr/1")):
         folder = client.resolve(name)
         assert folder.name == commit("owner/big", "refs/pr/1")
@@ -236,8 +238,8 @@ def test_a_revision_is_the_one_that_was_asked_for(client: Client, folders: Path)
     assert client.resolve("owner/big").name == commit("owner/big", "main")
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(client: Client, tmp_path: Path) -> None:
-    """The client keeps what came in chunks of 10 MiB, so the file is larger than two of them."""
+def test_an_interrupted_download_resumes(client: Client, tmp_path: Path) -> None:
+    """The client stores chunks of 10 MiB, so the file is larger than two of them."""
     folder = tmp_path / "long"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -251,14 +253,12 @@ def test_a_broken_connection_is_taken_up_where_it_broke(client: Client, tmp_path
     assert ranges == [None, f"bytes={10 * 2**20}-"]
 
 
-def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
-    client: Client, folders: Path
-) -> None:
+def test_a_failed_download_continues_with_the_missing_files(client: Client, folders: Path) -> None:
     last = max(folders.glob("big/model-*.safetensors"))
     client.hub.fails.add(last.name)
-    told = client.refused("owner/big")
-    assert told.startswith("owner/big could not be fetched from the hub (Server error '500")
-    assert "try again, or give a local folder" in told
+    message = client.refused("owner/big")
+    assert message.startswith("owner/big could not be downloaded from the hub (Server error '500")
+    assert "try again, or give a local folder" in message
     had = set(client.hub.fetched()) - client.hub.fails
     offline = client.refused("owner/big", HF_HUB_OFFLINE="1")
     assert offline.startswith(f"not all of owner/big is in the local hub cache ({last.name} is missing), and")
@@ -268,7 +268,7 @@ def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(
     assert had | set(client.hub.fetched()) == {Path(file).name for file in files(folder)}
 
 
-def test_the_token_goes_to_the_hub_and_nowhere_else(client: Client, folders: Path) -> None:
+def test_the_token_is_sent_to_the_hub_only(client: Client, folders: Path) -> None:
     client.hub.repositories["owner/secret"] = Repository({"main": folders / "other"}, private=True)
     assert "neither a local folder nor a model on the hub" in client.refused("owner/secret")
     client.resolve("owner/secret", HF_TOKEN=TOKEN)
@@ -279,38 +279,43 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(client: Client, folders: Pat
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
-def test_refusals_are_told_in_one_line(client: Client, folders: Path, token: str | None) -> None:
+def test_each_refusal_of_the_hub_is_reported_in_one_line(
+    client: Client, folders: Path, token: str | None
+) -> None:
     environment = {} if token is None else {"HF_TOKEN": token}
     client.hub.repositories["owner/gated"] = Repository({"main": folders / "other"}, gated=True)
-    told = client.refused("owner/gated", **environment)
-    assert told.startswith(
+    message = client.refused("owner/gated", **environment)
+    assert message.startswith(
         "owner/gated is gated on the hub; accept its terms there and log in (`hf auth login`"
     )
-    told = client.refused("owner/none", **environment)
-    assert told.startswith("owner/none is neither a local folder nor a model on the hub; check its spelling")
-    for spelling in (["owner/big@v2"], ["owner/big", "v2"], ["owner/big", "0" * 40]):
-        told = client.refused(*spelling, **environment)
+    message = client.refused("owner/none", **environment)
+    assert message.startswith(
+        "owner/none is neither a local folder nor a model on the hub; check its arguments"
+    )
+    for arguments in (["owner/big@v2"], ["owner/big", "v2"], ["owner/big", "0" * 40]):
+        message = client.refused(*arguments, **environment)
         assert (
-            told.startswith("owner/big has no revision ") and "give a branch, a tag or a whole commit" in told
+            message.startswith("owner/big has no revision ")
+            and "give one of its branches, tags or full commit" in message
         )
     assert "has no revision 'main' on the hub" in client.refused("owner/small", **environment)
 
 
-def test_a_token_that_the_hub_does_not_know(client: Client) -> None:
-    told = client.refused("owner/big", HF_TOKEN="hf_ofsomebodyelse")
-    assert told.startswith("the hub refuses the token that it got for owner/big; log in")
+def test_an_invalid_token_is_reported(client: Client) -> None:
+    message = client.refused("owner/big", HF_TOKEN="hf_invalid")
+    assert message.startswith("the hub rejects the token sent for owner/big; log in")
 
 
-def test_no_network(client: Client) -> None:
-    told = client.refused("owner/big", HF_ENDPOINT="http://127.0.0.1:9")
-    assert told == (
+def test_an_unreachable_hub_is_reported(client: Client) -> None:
+    message = client.refused("owner/big", HF_ENDPOINT="http://127.0.0.1:9")
+    assert message == (
         "owner/big is not in the local hub cache, or not all of it, and the hub cannot be reached; go online,"
         " or give a local folder"
     )
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "message"),
     [
         ("config.json", "owner/part has no config.json on the hub; choose a checkpoint"),
         ("model.safetensors", "owner/part has no model.safetensors on the hub; choose a repository or"),
@@ -320,17 +325,17 @@ def test_no_network(client: Client) -> None:
         ),
     ],
 )
-def test_a_repository_without_a_file(
-    client: Client, folders: Path, tmp_path: Path, missing: str, told: str
+def test_a_missing_file_on_the_hub_is_named(
+    client: Client, folders: Path, tmp_path: Path, missing: str, message: str
 ) -> None:
     shutil.copytree(folders / ("big" if "-of-" in missing else "other"), tmp_path / "part")
     (tmp_path / "part" / missing).rename(tmp_path / "part/pytorch_model.bin")
     client.hub.repositories["owner/part"] = Repository({"main": tmp_path / "part"})
-    assert client.refused("owner/part").startswith(told)
+    assert client.refused("owner/part").startswith(message)
 
 
 def test_progress_is_reported_and_not_printed(client: Client) -> None:
-    done = client.run(RESOLVE, "owner/big", TQDM_POSITION="-1")  # the hub's own bars would be forced out
+    done = client.run(RESOLVE, "owner/big", TQDM_POSITION="-1")  # forces the hub's own bars to show
     _, _, reports = json.loads(done.stdout)
     assert done.stderr == ""
     assert {stage for stage, _, _ in reports} == {"download"}

@@ -97,6 +97,6 @@ def test_a_kernel_that_splits_long_contexts_is_found_out(
             total = total + part
         return total.to(q.dtype)
 
-    monkeypatch.setattr(attention, "_mixed", blockwise)
+    monkeypatch.setattr(attention, "_batch_attention", blockwise)
     found = find_shapes(load_decoder(save_checkpoint(tmp_path, dtype=torch.bfloat16)))
     assert found == FALLBACK or found.length_quantum == 1024

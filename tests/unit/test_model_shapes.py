@@ -265,7 +265,7 @@ def test_attention_that_depends_on_the_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depends_on: str
 ) -> None:
     """Kernels that round by their shape: narrow passes, short lengths, or batches differ."""
-    original = attention._mixed
+    original = attention._batch_attention
 
     def rounding(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         out = original(spec, q, k, v, mask)
@@ -276,7 +276,7 @@ def test_attention_that_depends_on_the_shape(
         }
         return out * 1.001 if odd[depends_on] else out
 
-    monkeypatch.setattr(attention, "_mixed", rounding)
+    monkeypatch.setattr(attention, "_batch_attention", rounding)
     found = find_shapes(load_decoder(save_checkpoint(tmp_path)))
     assert found.found
     if depends_on == "queries":
@@ -290,9 +290,9 @@ def test_attention_that_depends_on_the_shape(
 def test_attention_that_never_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = attention._mixed
+    original = attention._batch_attention
     monkeypatch.setattr(
-        attention, "_mixed", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2] * a[2].shape[2])
+        attention, "_batch_attention", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2] * a[2].shape[2])
     )
     assert find_shapes(load_decoder(save_checkpoint(tmp_path))) == FALLBACK
     assert "no two query counts" in caplog.text
@@ -363,15 +363,15 @@ def test_batches_that_only_the_layers_find_out_attend_row_by_row(
     decoder = load_decoder(save_checkpoint(tmp_path))
     probed = probe_shapes(decoder, decoder.device)
     assert not probed.apart
-    original = attention.mix
+    original = attention.masked_attention
 
     def by_batch(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, apart: bool) -> Tensor:
         out = original(spec, q, k, v, mask, apart)
         return out if apart or len(q) == 1 else out * 1.001
 
-    monkeypatch.setattr(attention, "mix", by_batch)
+    monkeypatch.setattr(attention, "masked_attention", by_batch)
     assert find_shapes(decoder, probed) == replace(probed, apart=True)
-    monkeypatch.setattr(attention, "mix", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2]))
+    monkeypatch.setattr(attention, "masked_attention", lambda *a: original(*a) * (1 + 1e-3 * a[1].shape[2]))
     assert find_shapes(decoder, probed) == FALLBACK
     assert "model's layers" in caplog.text
 

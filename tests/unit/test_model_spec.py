@@ -1,4 +1,4 @@
-"""`ModelSpec`: what it reads, and that whatever it cannot honour is refused by name."""
+"""`ModelSpec` reads every supported config key, and refuses every other key or value by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def test_llama_reads_every_size() -> None:
+def test_llama_config_is_read() -> None:
     spec = ModelSpec.from_hf({**LLAMA_CONFIG, "num_key_value_heads": 2, "attention_bias": True})
     assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.groups) == (3, 4, 2, 16, 2)
     assert spec.windows == (None, None, None)
@@ -39,7 +39,7 @@ def test_llama_reads_every_size() -> None:
     assert not spec.tied
 
 
-def test_gemma2_reads_its_own_keys() -> None:
+def test_gemma2_config_is_read() -> None:
     spec = ModelSpec.from_hf(GEMMA2_CONFIG)
     assert spec.windows == (24, None, 24, None)
     assert (spec.attention_softcap, spec.logit_softcap) == (5.0, 8.0)
@@ -50,27 +50,27 @@ def test_gemma2_reads_its_own_keys() -> None:
     assert spec.post_norms
 
 
-def test_gemma2_layer_types_are_honoured() -> None:
+def test_gemma2_windows_follow_layer_types() -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     assert ModelSpec.from_hf({**GEMMA2_CONFIG, "layer_types": kinds}).windows == (None, 24, 24, None)
 
 
-def test_softcaps_may_be_null() -> None:
+def test_null_softcaps_switch_them_off() -> None:
     nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     spec = ModelSpec.from_hf({**GEMMA2_CONFIG, **nulls})
     assert spec.attention_softcap is None
     assert spec.logit_softcap is None
 
 
-def test_softcaps_that_are_absent_are_not_null() -> None:
-    """transformers writes null where a model has none; a config of before it did so means the defaults."""
+def test_absent_softcaps_have_their_defaults() -> None:
+    """transformers writes null for a model without soft-caps; older configs rely on the defaults."""
     spec = ModelSpec.from_hf(without(GEMMA2_CONFIG, "attn_logit_softcapping", "final_logit_softcapping"))
     assert (spec.attention_softcap, spec.logit_softcap) == (50.0, 30.0)
 
 
 @pytest.mark.parametrize("size", [24, None])
-def test_gemma2_may_spell_its_window_twice(size: int | None) -> None:
-    """As google/gemma-2-9b does."""
+def test_gemma2_may_have_both_window_keys(size: int | None) -> None:
+    """google/gemma-2-9b does."""
     assert ModelSpec.from_hf({**GEMMA2_CONFIG, "sliding_window_size": size}) == ModelSpec.from_hf(
         GEMMA2_CONFIG
     )
@@ -89,11 +89,11 @@ def test_gemma2_may_spell_its_window_twice(size: int | None) -> None:
     ],
     ids=["new", "old", "oldest", "both", "emptied"],
 )
-def test_every_spelling_of_rope(keys: dict[str, Any]) -> None:
+def test_every_spelling_of_rotary_parameters_is_read(keys: dict[str, Any]) -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}).rope == Rope("llama3", 500.0, 8.0, 1.0, 4.0, 64)
 
 
-def test_rope_defaults() -> None:
+def test_rotary_parameters_have_defaults() -> None:
     assert ModelSpec.from_hf(LLAMA_CONFIG).rope == Rope("default", 10000.0)
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "rope_scaling": None, "rope_theta": 5e5}).rope.theta == 5e5
 
@@ -108,19 +108,19 @@ def test_rope_defaults() -> None:
         ({"dtype": "bfloat16", "torch_dtype": "bfloat16"}, "bfloat16"),
     ],
 )
-def test_both_spellings_of_dtype(keys: dict[str, Any], dtype: str) -> None:
+def test_both_spellings_of_dtype_are_read(keys: dict[str, Any], dtype: str) -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}).dtype == dtype
 
 
-def test_end_tokens_are_those_of_both_files() -> None:
+def test_eos_ids_come_from_both_files() -> None:
     spec = ModelSpec.from_hf({**LLAMA_CONFIG, "eos_token_id": [2, 5]}, {"eos_token_id": [5, 9], "top_p": 0.9})
     assert spec.eos_token_ids == (2, 5, 9)
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "eos_token_id": None}).eos_token_ids == ()
     assert spec.bos_token_id == 1
 
 
-def test_ids_that_no_text_can_have() -> None:
-    """-1 is how some files say none; what generation_config.json has beyond the vocabulary is never said."""
+def test_negative_ids_and_ids_beyond_the_vocabulary_are_left_out() -> None:
+    """Some files write -1 for no id; generation_config.json may come from a larger vocabulary."""
     none = {"eos_token_id": -1, "bos_token_id": -1}
     for generation in (None, {"eos_token_id": -1, "bos_token_id": -(2**70)}):
         spec = ModelSpec.from_hf({**LLAMA_CONFIG, **none}, generation)
@@ -132,12 +132,12 @@ def test_ids_that_no_text_can_have() -> None:
         ModelSpec.from_hf(LLAMA_CONFIG, {"eos_token_id": "x"})
 
 
-def test_model_type_stands_in_for_architectures() -> None:
+def test_model_type_replaces_absent_architectures() -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, "architectures": None}).architecture == "LlamaForCausalLM"
 
 
-def test_end_tokens_that_are_nowhere_are_the_familys() -> None:
-    """As transformers has it: its config's default counts where no generation_config.json speaks."""
+def test_absent_eos_and_bos_ids_have_the_defaults_of_the_family() -> None:
+    """transformers applies its config defaults only where there is no generation_config.json."""
     bare = without(GEMMA2_CONFIG, "eos_token_id", "bos_token_id")
     spec = ModelSpec.from_hf(bare)
     assert (spec.eos_token_ids, spec.bos_token_id) == ((1,), 2)
@@ -151,7 +151,7 @@ NEUTRAL: list[dict[str, Any]] = [
     {"layer_types": ["full_attention"] * 3},
     {"residual_multiplier": 1.0, "embedding_multiplier": 1, "logits_scaling": 1.0},
     {"residual_multiplier": None, "attention_multiplier": None},
-    {"attention_multiplier": 0.25},  # what it stands for: 1 / sqrt(head_dim)
+    {"attention_multiplier": 0.25},  # the default scale, 1 / sqrt(head_dim)
     {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": None},
     {"auto_map": None, "quantization_config": None},
     {"num_key_value_heads": None, "head_dim": None},
@@ -159,16 +159,16 @@ NEUTRAL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("keys", NEUTRAL, ids=[", ".join(keys) for keys in NEUTRAL])
-def test_neutral_values_are_let_through(keys: dict[str, Any]) -> None:
+def test_neutral_values_are_accepted(keys: dict[str, Any]) -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}) == ModelSpec.from_hf(LLAMA_CONFIG)
 
 
-def test_harmless_keys_are_let_through() -> None:
+def test_harmless_keys_are_accepted() -> None:
     extras = {
         "use_cache": False,
         "transformers_version": "4.1",
         "initializer_range": 9.0,
-        "pretraining_tp": 2,  # transformers has no code for it any more
+        "pretraining_tp": 2,  # transformers dropped its code
         "use_return_dict": True,
         "neftune_noise_alpha": 5,
         "model_max_length": 4096,
@@ -178,8 +178,8 @@ def test_harmless_keys_are_let_through() -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_key_that_is_null_is_absent(family: str) -> None:
-    """If nobody knows it, or nobody reads it; and some that are read."""
+def test_a_null_key_counts_as_absent(family: str) -> None:
+    """Unknown keys, keys that are not read, and some keys that are."""
     nulls = dict.fromkeys(["num_experts", "compression_config", "is_decoder", "rope_interleaved"])
     read = {"attention_bias": None} | ({"mlp_bias": None} if family == "llama" else {})
     spec = ModelSpec.from_hf({**CONFIGS[family], **nulls, **read})
@@ -190,18 +190,16 @@ def test_a_key_that_is_null_is_absent(family: str) -> None:
     )
 
 
-def test_the_remedy_for_attn_factor_is_what_it_means() -> None:
-    """As deepseek-ai/DeepSeek-R1-0528-Qwen3-8B has it; in YaRN's own code it multiplies what yarn would do."""
+def test_the_error_on_attn_factor_gives_both_replacements() -> None:
+    """deepseek-ai/DeepSeek-R1-0528-Qwen3-8B has the key; in YaRN's own code it multiplies the factor."""
     rope = {**YARN, "attn_factor": 0.8782488562869419}
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as caught:
         ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": rope})
-    assert str(told.value).endswith(
-        "write attention_factor, which is 1 with it and 1.13863 without, and leave it out"
-    )
+    assert str(caught.value).endswith("replace it by attention_factor: 1 to apply it, 1.13863 to ignore it")
     written = {**YARN, "attention_factor": 1}
     assert ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": written}).rope.attention_factor == 1
-    unsaid = ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": YARN}).rope.attention_factor
-    assert f"{unsaid:.6g}" == "1.13863"
+    default = ModelSpec.from_hf({**CONFIGS["qwen3"], "rope_scaling": YARN}).rope.attention_factor
+    assert f"{default:.6g}" == "1.13863"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -211,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "num_experts = 8 is not known, and ignoring it could change the model's output; use",
     ),
     ({"logits_scaling": 8.0}, "is not supported, and ignoring it would change the model's output; use"),
-    ({"rope_scaling": {**YARN, "attn_factor": 0.5}}, "attn_factor is 0.5; transformers does not read it"),
+    ({"rope_scaling": {**YARN, "attn_factor": 0.5}}, "attn_factor is 0.5; transformers ignores it"),
     ({"rope_scaling": {**YARN, "attn_factor": 1.0, "mscale": "1"}}, "mscale is '1'"),
     (
         {"rope_scaling": {**YARN, "attn_factor": 0.5, "attention_factor": 1.0}},
@@ -238,10 +236,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {**YARN, "factor": -1}}, "factor is -1"),
     ({"rope_scaling": {**YARN, "attention_factor": "1"}}, "attention_factor is '1'"),
     ({"rope_scaling": {**YARN, "mscale": [1]}}, "mscale is [1]"),
-    ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_slow, 1.0, must be below beta_fast, 1.0"),
+    ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_slow, 1.0, must be less than beta_fast, 1.0"),
     ({"rope_scaling": {**YARN, "beta_slow": 64}}, "beta_slow is 64"),
     ({"rope_scaling": {**YARN, "truncate": None}}, "truncate is None"),
-    ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta is 1.0; yarn needs one above 1"),
+    ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta is 1.0; yarn needs a base above 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim is 2"),
     ({"rope_parameters": {"full_attention": YARN}}, "full_attention"),
     ({"num_experts": 8}, "num_experts = 8"),
@@ -308,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "named"), REFUSED, ids=[named for _, named in REFUSED])
-def test_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
+def test_a_refusal_names_the_key(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         ModelSpec.from_hf({**LLAMA_CONFIG, **keys})
     message = str(caught.value)
@@ -332,7 +330,7 @@ def test_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
     ],
 )
-def test_gemma2_refusals_name_the_key(keys: dict[str, Any], named: str) -> None:
+def test_a_gemma2_refusal_names_the_key(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         ModelSpec.from_hf({**GEMMA2_CONFIG, **keys})
 
@@ -363,7 +361,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (
         "gemma3",
         {"sliding_window_pattern": 2, "layer_types": ["full_attention"] * 7},
-        "layer_types says other",
+        "layer_types differs",
     ),
     ("gemma3", {"_sliding_window_pattern": 2}, "_sliding_window_pattern is 2; give layer_types"),
     ("gemma3", {"sliding_window": None}, "sliding_window is None"),
@@ -373,7 +371,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (
         "gemma3",
         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
-        "it reads more than text, so give a checkpoint of its language model alone",
+        "is not supported; give a checkpoint of its language model alone (supported are Gemma2",
     ),
     ("gemma3", {"layer_types": ["sliding_attention"] * 6 + [["full_attention"]]}, "layer_types is"),
     *(
@@ -384,7 +382,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "keys", "named"), OTHERS, ids=str)
-def test_refusals_of_the_other_families(family: str, keys: dict[str, Any], named: str) -> None:
+def test_a_refusal_of_another_family_names_the_key(family: str, keys: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         ModelSpec.from_hf({**CONFIGS[family], **keys})
     assert named in str(caught.value)
@@ -408,11 +406,11 @@ def test_refusals_of_the_other_families(family: str, keys: dict[str, Any], named
     ],
     ids=str,
 )
-def test_what_published_checkpoints_spell_out_is_let_through(family: str, keys: dict[str, Any]) -> None:
+def test_redundant_keys_of_published_checkpoints_are_accepted(family: str, keys: dict[str, Any]) -> None:
     assert ModelSpec.from_hf({**CONFIGS[family], **keys}) == ModelSpec.from_hf(CONFIGS[family])
 
 
-def test_what_the_families_differ_in() -> None:
+def test_families_differ_in_biases_norms_and_windows() -> None:
     specs = {family: ModelSpec.from_hf(config) for family, config in CONFIGS.items()}
     assert {family for family, spec in specs.items() if spec.qkv_bias} == {"qwen2"}
     assert {family for family, spec in specs.items() if spec.head_norms} == {"qwen3", "gemma3"}
@@ -426,7 +424,10 @@ def test_what_the_families_differ_in() -> None:
     ("keys", "positions"),
     [
         ({}, 2048),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),  # the key says the scaled length
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            2048,
+        ),  # max_position_embeddings is the scaled length
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 8192}, 8192),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": None}, 2048),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 64}, 2048),
@@ -439,7 +440,7 @@ def test_what_the_families_differ_in() -> None:
         ({"rope_scaling": OLD_ROPE}, 2048),
     ],
 )
-def test_how_far_a_request_may_go(keys: dict[str, Any], positions: int) -> None:
+def test_max_positions_follow_the_rope_scaling(keys: dict[str, Any], positions: int) -> None:
     assert ModelSpec.from_hf({**LLAMA_CONFIG, **keys}).max_positions == positions
 
 
@@ -479,7 +480,7 @@ _sliding_window_pattern rope_local_base_freq""".split()
         max_size=3,
     ),
 )
-def test_any_value_is_read_or_refused_in_one_line(config: dict[str, Any], keys: dict[str, Any]) -> None:
+def test_any_value_is_accepted_or_refused_in_one_line(config: dict[str, Any], keys: dict[str, Any]) -> None:
     message = ""
     try:
         ModelSpec.from_hf({**config, **keys})
@@ -495,7 +496,7 @@ def test_a_broken_config_file_is_named(tmp_path: Path, content: str | bytes) -> 
         ModelSpec.from_folder(tmp_path)
 
 
-def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no config.json"):
         ModelSpec.from_folder(tmp_path)
     with pytest.raises(CheckpointError, match="not a folder"):

@@ -1,8 +1,8 @@
-"""Streams of text over tokenizers of every shape that checkpoints have, and defects that they must not have.
+"""Streams of text over every type of tokenizer that checkpoints have, and planted defects that must be caught.
 
-What the text is, the `tokenizers` library says of all ids at once. Ids are those of real texts, any at all, and
-both with special tokens between them. Runs of byte tokens stay shorter than the longest that is held back: what
-happens to longer ones is in test_model_tokenizer.py.
+The reference is the `tokenizers` library, which decodes all ids at once. Ids come from real texts or are random,
+with special tokens between them. Runs of byte tokens stay shorter than `MAX_HELD_BYTES`; test_model_tokenizer.py
+tests longer ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
 
-from foredraft.model.tokenizer import BYTE_LEVEL, LONGEST_RUN, Detokenizer, Tokenizer
+from foredraft.model.tokenizer import BYTE_LEVEL, MAX_HELD_BYTES, Detokenizer, Tokenizer
 from tests.support.checkpoints import TEXT
 from tests.support.planting import Mutant, assert_caught
 
@@ -28,7 +28,7 @@ WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}
 
 
 def byte_level(*, words: bool, normal_form: bool) -> Tokenizer:
-    """GPT-2's own splitting, or a pattern's as Llama 3 has it; and, as Qwen has it, in normal form C."""
+    """Return a byte-level tokenizer: split as GPT-2's, or by a pattern as Llama 3's; in NFC as Qwen's."""
     inner = Inner(models.BPE())
     if normal_form:
         inner.normalizer = normalizers.NFC()
@@ -43,13 +43,13 @@ def byte_level(*, words: bool, normal_form: bool) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator([TEXT, *[BAD] * 50], trainer)
-    # added, not special, and not spelled in the table of bytes
+    # added tokens that are not special, in plain text
     inner.add_tokens([AddedToken("<think>", normalized=False), AddedToken(f"a {BAD}", normalized=False)])
     return Tokenizer(inner)
 
 
 def sentencepiece(normalizer: Any, pre_tokenizer: Any, *decoding: Any) -> Tokenizer:
-    """Words of ASCII and a few characters more; what else there is comes as bytes."""
+    """Return a tokenizer of ASCII words and a few more characters; all others become byte tokens."""
     known = "".join(c for c in TEXT if c.isascii()) + "éü"
     inner = Inner(models.BPE(unk_token="<unk>"))
     inner.normalizer = normalizers.Replace(" ", "▁")
@@ -70,7 +70,7 @@ def sentencepiece(normalizer: Any, pre_tokenizer: Any, *decoding: Any) -> Tokeni
 
 
 SPACES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-MADE = {
+TOKENIZERS = {
     "gpt2": byte_level(words=False, normal_form=False),
     "llama3": byte_level(words=True, normal_form=False),
     "qwen": byte_level(words=True, normal_form=True),
@@ -93,63 +93,66 @@ MADE = {
         None, pre_tokenizers.Metaspace(), decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()
     ),
 }
-NAMES = sorted(MADE)
+NAMES = sorted(TOKENIZERS)
 
 
-def ids_of(made: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Of texts, of any tokens, and of special ones, in turns."""
+def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Draw ids: mixtures of encoded texts, random ids and special tokens."""
     texts = st.text(st.sampled_from("ab the\n'é漢🙂𝄞👩‍👧\u0301\N{REPLACEMENT CHARACTER}"), max_size=6)
     parts = st.one_of(
-        texts.map(lambda text: made.encode(text, add_special_tokens=False)),
-        st.lists(st.integers(0, made.size + 1), max_size=4),
-        st.sampled_from(SPECIAL).map(lambda text: [made._inner.token_to_id(text)]),
+        texts.map(lambda text: tokenizer.encode(text, add_special_tokens=False)),
+        st.lists(st.integers(0, tokenizer.size + 1), max_size=4),
+        st.sampled_from(SPECIAL).map(lambda text: [tokenizer._inner.token_to_id(text)]),
     )
     lists = st.lists(parts, max_size=6).map(lambda found: [*chain.from_iterable(found)])
-    return lists.filter(lambda ids: longest_run(made, ids) <= LONGEST_RUN)
+    return lists.filter(lambda ids: longest_run(tokenizer, ids) <= MAX_HELD_BYTES)
 
 
-def longest_run(made: Tokenizer, ids: list[int]) -> int:
+def longest_run(tokenizer: Tokenizer, ids: list[int]) -> int:
     longest = run = 0
     for id in ids:
-        if made.shows(id, True):
-            run = 0 if made.byte(id) is None else run + 1
+        if tokenizer.is_visible(id, True):
+            run = 0 if tokenizer.byte(id) is None else run + 1
             longest = max(longest, run)
     return longest
 
 
-def settled(made: Tokenizer, ids: list[int], skip_special: bool) -> str:
-    """What of the text of these ids no further id can change, by its definition: a byte run that is open and a
-    character that is cut are left out."""
-    shown = [id for id in ids if made.shows(id, skip_special)]
-    while shown and made.byte(shown[-1]) is not None:
+def settled(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
+    """Return the text of these ids that no further id can change, by its definition.
+
+    An open run of byte tokens and an incomplete character are left out.
+    """
+    shown = [id for id in ids if tokenizer.is_visible(id, skip_special)]
+    while shown and tokenizer.byte(shown[-1]) is not None:
         shown.pop()
-    return made.text(shown, skip_special).removesuffix(BAD if made.cuts(shown) else "")
+    return tokenizer.text(shown, skip_special).removesuffix(
+        BAD if tokenizer.ends_mid_character(shown) else ""
+    )
 
 
-def corners(made: Tokenizer) -> list[list[int]]:
-    """Where windows end: characters of as many ids as can be, and special tokens, at every place."""
+def corners(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return ids that put long characters and special tokens at every offset from the end of a window."""
     found = []
     for words in range(10):
-        text = made.encode("the " * words + "𝄞𐍈" * 4, False)
+        text = tokenizer.encode("the " * words + "𝄞𐍈" * 4, False)
         found += [
             text,
-            [*made.encode("the drafter " * 4, False), *[0, 1] * words, *made.encode(" a b", False)],
+            [*tokenizer.encode("the drafter " * 4, False), *[0, 1] * words, *tokenizer.encode(" a b", False)],
         ]
-        found += [[*chain.from_iterable([id, *[2] * (words % 4)] for id in text[:LONGEST_RUN])]]
-    return [ids for ids in found if longest_run(made, ids) <= LONGEST_RUN]
+        found += [[*chain.from_iterable([id, *[2] * (words % 4)] for id in text[:MAX_HELD_BYTES])]]
+    return [ids for ids in found if longest_run(tokenizer, ids) <= MAX_HELD_BYTES]
 
 
-def assert_streams(made: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool) -> None:
-    """Pieces join to the whole, however pushed, with nothing in them that may still change, and nothing later
-    than need be."""
-    expected = made.text(ids, skip_special)
-    stream, shown = made.detokenizer(skip_special=skip_special), ""
+def assert_streams(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool) -> None:
+    """Check that pieces join to the decoded text, are final, and come as early as possible."""
+    expected = tokenizer.text(ids, skip_special)
+    stream, shown = tokenizer.detokenizer(skip_special=skip_special), ""
     for count, id in enumerate(ids, start=1):
         shown += stream.push([id])
-        assert len(shown) >= len(settled(made, ids[:count], skip_special))
+        assert len(shown) >= len(settled(tokenizer, ids[:count], skip_special))
         assert expected.startswith(shown)
     assert shown + stream.flush() == expected
-    stream, out, at = made.detokenizer(skip_special=skip_special), "", 0
+    stream, out, at = tokenizer.detokenizer(skip_special=skip_special), "", 0
     for cut in cuts:
         out += stream.push(ids[at : at + cut])
         at += cut
@@ -157,68 +160,70 @@ def assert_streams(made: Tokenizer, ids: list[int], cuts: list[int], skip_specia
 
 
 def check_text(name: str) -> None:
-    made = MADE[name]
-    for ids in corners(made):
-        assert_streams(made, ids, [1, 2, 3], True)
+    tokenizer = TOKENIZERS[name]
+    for ids in corners(tokenizer):
+        assert_streams(tokenizer, ids, [1, 2, 3], True)
 
     @settings(max_examples=150, database=None, report_multiple_bugs=False)
-    @given(ids_of(made), st.lists(st.integers(0, 7), max_size=8), st.booleans())
+    @given(ids_of(tokenizer), st.lists(st.integers(0, 7), max_size=8), st.booleans())
     def any_ids(ids: list[int], cuts: list[int], skip_special: bool) -> None:
-        assert_streams(made, ids, cuts, skip_special)
+        assert_streams(tokenizer, ids, cuts, skip_special)
 
     any_ids()
 
 
 def check_prompt(name: str) -> None:
-    """What a prompt says is not said again, however it ends."""
-    made = MADE[name]
+    """Check that the text of the prompt is not returned again, however the prompt ends."""
+    tokenizer = TOKENIZERS[name]
 
     @settings(max_examples=150, database=None, report_multiple_bugs=False)
-    @given(ids_of(made), ids_of(made))
+    @given(ids_of(tokenizer), ids_of(tokenizer))
     def continues(prompt: list[int], new: list[int]) -> None:
-        if longest_run(made, prompt + new) > LONGEST_RUN:
+        if longest_run(tokenizer, prompt + new) > MAX_HELD_BYTES:
             return
         before, whole, added = (
-            made.text(prompt, True),
-            made.text(prompt + new, True),
-            made.decode(new, prompt),
+            tokenizer.text(prompt, True),
+            tokenizer.text(prompt + new, True),
+            tokenizer.decode(new, prompt),
         )
         assert whole.endswith(added)
-        assert made.decode([], prompt) == ""
-        shown = [id for id in prompt if made.shows(id, True)]
-        if not made.cuts(shown) and not any(made.byte(id) is not None for id in shown[-1:]):
+        assert tokenizer.decode([], prompt) == ""
+        shown = [id for id in prompt if tokenizer.is_visible(id, True)]
+        if not tokenizer.ends_mid_character(shown) and not any(
+            tokenizer.byte(id) is not None for id in shown[-1:]
+        ):
             assert before + added == whole
 
     continues()
 
 
 def check_cost() -> None:
-    """Ids that the library decodes, per id pushed, are bounded: of all kinds of text, and of none."""
-    for made in MADE.values():
-        for ids in streams(made):
-            assert decoded(made, ids * 40) < 40 * len(ids) * 40
-            few, many = decoded(made, ids * 20), decoded(made, ids * 40)
+    """Check that the library decodes a bounded number of ids per pushed id."""
+    for tokenizer in TOKENIZERS.values():
+        for ids in streams(tokenizer):
+            assert decoded(tokenizer, ids * 40) < 40 * len(ids) * 40
+            few, many = decoded(tokenizer, ids * 20), decoded(tokenizer, ids * 40)
             assert many < 2.2 * few + 100
 
 
-def streams(made: Tokenizer) -> list[list[int]]:
+def streams(tokenizer: Tokenizer) -> list[list[int]]:
     texts = ["the drafter guesses ", "漢字", "🙂", BAD, "é\n"]
-    return [made.encode(text, False) * 4 for text in texts] + [[made.size + 1] * 8, [0, 1, 2] * 4]
+    return [tokenizer.encode(text, False) * 4 for text in texts] + [[tokenizer.size + 1] * 8, [0, 1, 2] * 4]
 
 
-def decoded(made: Tokenizer, ids: list[int]) -> int:
-    """How many ids the library is given to decode while these are pushed, one at a time."""
+def decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Return how many ids the library decodes while these are pushed one by one."""
     count = 0
     text = Tokenizer.text
 
-    def noted(self: Tokenizer, given: list[int], skip_special: bool) -> str:
+    def recorded(self: Tokenizer, given: list[int], skip_special: bool) -> str:
         nonlocal count
         count += len(given)
         return text(self, given, skip_special)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tokenizer, "text", noted)
-        stream = made.detokenizer()
+        patch.setattr(Tokenizer, "text", recorded)
+        stream = tokenizer.detokenizer()
         for id in ids:
             stream.push([id])
         stream.flush()
@@ -226,57 +231,65 @@ def decoded(made: Tokenizer, ids: list[int]) -> int:
 
 
 def check_genuine() -> None:
-    """A token that is U+FFFD, and a byte that begins nothing, are shown at once: nothing can complete them."""
+    """Check that a U+FFFD token and an invalid byte are returned at once, since no id can complete them."""
     for name in NAMES:
-        made = MADE[name]
-        ids = made.encode(BAD, False)[-1:]
-        stream = made.detokenizer()
-        if made.text(ids, True) == BAD:
+        tokenizer = TOKENIZERS[name]
+        ids = tokenizer.encode(BAD, False)[-1:]
+        stream = tokenizer.detokenizer()
+        if tokenizer.text(ids, True) == BAD:
             assert [stream.push(ids) for _ in range(3)] == [BAD] * 3, name
-    stray = MADE["gpt2"]._inner.token_to_id("ÿ")  # the byte 0xFF in the table
-    stream = MADE["gpt2"].detokenizer()
+    stray = TOKENIZERS["gpt2"]._inner.token_to_id("ÿ")  # the byte 0xFF in the table
+    stream = TOKENIZERS["gpt2"].detokenizer()
     assert [stream.push([stray]) for _ in range(3)] == [BAD] * 3
-    begun, added = (MADE["gpt2"]._inner.token_to_id(token) for token in ("ð", f"a {BAD}"))  # ð: 0xF0
-    stream = MADE["gpt2"].detokenizer()
+    begun, added = (TOKENIZERS["gpt2"]._inner.token_to_id(token) for token in ("ð", f"a {BAD}"))  # ð: 0xF0
+    stream = TOKENIZERS["gpt2"].detokenizer()
     assert [stream.push([id]) for id in (begun, added)] == ["", f"{BAD}a {BAD}"]
-    assert sum(made.text(made.encode(BAD, False)[-1:], True) == BAD for made in MADE.values()) >= 5
+    assert (
+        sum(
+            tokenizer.text(tokenizer.encode(BAD, False)[-1:], True) == BAD
+            for tokenizer in TOKENIZERS.values()
+        )
+        >= 5
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_join_to_the_whole(name: str) -> None:
+def test_streamed_pieces_join_to_the_decoded_text(name: str) -> None:
     check_text(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_is_not_said_again(name: str) -> None:
+def test_the_prompt_is_not_returned_again(name: str) -> None:
     check_prompt(name)
 
 
-def test_cost_is_linear() -> None:
+def test_decoding_cost_is_linear() -> None:
     check_cost()
 
 
-def test_a_genuine_replacement_character_is_complete() -> None:
+def test_a_genuine_replacement_character_is_returned_at_once() -> None:
     check_genuine()
 
 
-def test_the_table_of_bytes_is_the_librarys() -> None:
+def test_the_byte_level_table_equals_that_of_the_library() -> None:
     splits = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for code in [*range(0x800), 0x800, 0xFFFF, 0x10000, 0x40000, 0x80000, 0xC0000, 0x10FFFF]:
         [(piece, _)] = splits.pre_tokenize_str(chr(code))
         assert bytes(BYTE_LEVEL[character] for character in piece) == chr(code).encode()
 
 
-def test_the_shapes_are_what_they_stand_for() -> None:
-    """Bytes where they must come, and words elsewhere; else the properties would say little."""
-    for name, made in MADE.items():
-        ids = made.encode("the 漢", False)
-        assert made.text(ids, True) == "the 漢", name
-        assert (longest_run(made, ids) == 3) is (not made._byte_level), name
-        assert len(made.encode("the drafter", False)) < 11
-        assert made.has(made.encode("x<s>y")[-2]) and "<s>" not in made.decode(made.encode("x<s>y")), name
-        assert "<s>" in made.decode(made.encode("x<s>y"), skip_special=False)
-    assert MADE["qwen"].decode(MADE["qwen"].encode("e\u0301")) == "é"
+def test_the_tokenizers_of_this_module_differ_as_intended() -> None:
+    """Byte tokens appear where they should, and words elsewhere; otherwise the tests above prove little."""
+    for name, tokenizer in TOKENIZERS.items():
+        ids = tokenizer.encode("the 漢", False)
+        assert tokenizer.text(ids, True) == "the 漢", name
+        assert (longest_run(tokenizer, ids) == 3) is (not tokenizer._byte_level), name
+        assert len(tokenizer.encode("the drafter", False)) < 11
+        assert tokenizer.has(tokenizer.encode("x<s>y")[-2]) and "<s>" not in tokenizer.decode(
+            tokenizer.encode("x<s>y")
+        ), name
+        assert "<s>" in tokenizer.decode(tokenizer.encode("x<s>y"), skip_special=False)
+    assert TOKENIZERS["qwen"].decode(TOKENIZERS["qwen"].encode("e\u0301")) == "é"
 
 
 def each(check: Callable[[str], None], *names: str) -> Callable[[], None]:
@@ -289,11 +302,11 @@ def each(check: Callable[[str], None], *names: str) -> Callable[[], None]:
 
 MUTANTS = [
     Mutant(
-        "a provisional U+FFFD is shown",
+        "an incomplete character is returned",
         (
             (
                 Detokenizer._push,
-                "(text.endswith(UNDECODED) and self._tokenizer.cuts(self._window))",
+                "text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)",
                 "0",
             ),
         ),
@@ -301,42 +314,48 @@ MUTANTS = [
     ),
     Mutant(
         "a genuine U+FFFD is held back",
-        ((Detokenizer._push, " and self._tokenizer.cuts(self._window)", ""),),
+        ((Detokenizer._push, " and self._tokenizer.ends_mid_character(self._window)", ""),),
         check_genuine,
     ),
     Mutant(
-        "the window is cut within a character",
+        "the window is trimmed within a character",
         ((Detokenizer._push, "self._window[-CONTEXT:]", "self._window[-CONTEXT + 2 :]"),),
         each(check_text, "gpt2"),
     ),
     Mutant(
-        "the window is cut to nothing before a word",
+        "the window is emptied before a word",
         ((Detokenizer._push, "self._window[-CONTEXT:]", "[]"),),
         each(check_text, "llama2"),
     ),
     Mutant(
         "special tokens count as context",
-        ((Detokenizer._push, "not self._tokenizer.shows(id, self._skip_special)", "False"),),
+        ((Detokenizer._push, "not self._tokenizer.is_visible(id, self._skip_special)", "False"),),
         each(check_text, "llama2", "mistral"),
     ),
     Mutant(
-        "the window is never cut",
+        "the window is never trimmed",
         ((Detokenizer._push, "len(self._window) > 2 * CONTEXT", "False"),),
         check_cost,
     ),
     Mutant(
-        "a run of bytes is shown as it grows",
-        ((Detokenizer._push, "if self._held() < LONGEST_RUN or self._incomplete():", "if False:"),),
+        "a run of byte tokens is returned as it grows",
+        (
+            (
+                Detokenizer._push,
+                "if self._held_back() < MAX_HELD_BYTES or self._is_incomplete():",
+                "if False:",
+            ),
+        ),
         each(check_text, "gemma"),
     ),
     Mutant(
-        "the prompt's cut character is said again",
-        ((Detokenizer.__init__, "self._given = self._rest()", "self._given = ''"),),
+        "the prompt's incomplete character is returned again",
+        ((Detokenizer.__init__, "self._prompt_tail = self._rest()", "self._prompt_tail = ''"),),
         each(check_prompt, "gpt2"),
     ),
     Mutant(
-        "the prompt is no context",
-        ((Detokenizer.__init__, "self.push(self._suffix(after))", "pass"),),
+        "the prompt gives no left context",
+        ((Detokenizer.__init__, "self.push(self._context(after))", "pass"),),
         each(check_prompt, "llama2"),
     ),
 ]

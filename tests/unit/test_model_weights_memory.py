@@ -1,8 +1,8 @@
-"""Loading holds the weights once: the host's anonymous memory, sampled in a process of its own.
+"""Loading holds the weights once in the host's anonymous memory, sampled in a separate process.
 
-File pages do not count: the kernel takes them back when it likes. Seen to fail on: every tensor kept twice and
-probes run after the weights came (both stay below as tests), fused weights in a fresh copy each, the embedding
-taken before the layers.
+Pages of mapped files do not count, because the kernel can drop them at any time. Seen to fail on: every tensor
+kept twice and probes run after the weights are loaded (both are tests below), a new copy of each fused weight, the
+embedding loaded before the layers.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from foredraft.model import weights
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
-what, warm, folder, device, dtype, defect = sys.argv[1:]
+loader, warm, folder, device, dtype, defect = sys.argv[1:]
 torch.set_num_threads(1)
 
 def load(path):
-    if what == "decoder":
+    if loader == "decoder":
         return weights.load_decoder(pathlib.Path(path), device, getattr(torch, dtype))
     return loading.load(path, device=device, dtype=dtype, max_batch=1, max_length=512)
 
 load(warm)
 if defect == "twice":
-    view, kept = weights._Tensors.view, []
+    view, kept = weights._Checkpoint.view, []
     def keeping(self, *args):
         kept.append(view(self, *args).clone())
         return kept[-1]
-    weights._Tensors.view = keeping
+    weights._Checkpoint.view = keeping
 if defect == "late":
     def probe_late(path, device, dtype, deterministic, *others):
         return loading.Runner(weights.load_decoder(path, device, dtype), deterministic=deterministic)
     loading._runner = probe_late
 gc.collect()
-ctypes.CDLL(None).malloc_trim(0)  # or the load would first use up what the warm-up left free
+ctypes.CDLL(None).malloc_trim(0)  # otherwise the load would first reuse memory that the warm-up freed
 before, samples, done = anonymous(), [], threading.Event()
 
 def sample():
@@ -95,15 +95,19 @@ def checkpoint(folder: Path, dtype: str, tied: bool, shards: bool) -> Path:
 
 
 def measured(
-    made: Path, device: str, dtype: str, what: str = "decoder", defect: str = "none"
+    made: Path, device: str, dtype: str, loader: str = "decoder", defect: str = "none"
 ) -> tuple[float, float, float, float]:
-    """Peak and remainder, weights and embedding: bytes.
+    """Measure one load in a new process.
 
-    A whole load is warmed up on one layer of the same sizes: oneDNN keeps the kernels of every shape that it
-    met, some 12 MiB for each shape of a weight, however large that is.
+    A load of the whole model warms up with one layer of the same sizes, because oneDNN keeps kernels of about
+    12 MiB for each shape of a weight.
+
+    Returns:
+        In bytes: the peak of additional memory, the additional memory afterwards, and the sizes of the weights and
+        of the embedding.
     """
-    warm = made / ("tiny" if what == "decoder" else "shallow")
-    command = [sys.executable, "-c", MEASURE, what, str(warm), str(made), device, dtype, defect]
+    warm = made / ("tiny" if loader == "decoder" else "shallow")
+    command = [sys.executable, "-c", MEASURE, loader, str(warm), str(made), device, dtype, defect]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     peak, after = json.loads(ran.stdout)
@@ -136,7 +140,7 @@ def test_the_host_holds_the_weights_once(
     assert peak <= limit
 
 
-def test_a_model_kept_twice_is_noticed(folder: Path) -> None:
+def test_weights_kept_twice_are_noticed(folder: Path) -> None:
     made = checkpoint(folder, "bfloat16", True, False)
     peak, after, weights, embedding = measured(made, "cpu", "bfloat16", defect="twice")
     assert min(peak, after) > 1.1 * weights + embedding
@@ -144,14 +148,14 @@ def test_a_model_kept_twice_is_noticed(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_host_holds_nothing_of_a_model_on_another_device(folder: Path, dtype: str) -> None:
-    """torch's meta device stands for an accelerator."""
+    """The meta device stands for an accelerator."""
     made = checkpoint(folder, "float32", False, False)
     peak, after, weights, _ = measured(made, "meta", dtype)
     assert max(peak, after) < 0.05 * weights
 
 
-def room(made: Path, dtype: str) -> int:
-    """Bytes of the cache that a load of one sequence of 512 positions makes."""
+def cache_bytes(made: Path, dtype: str) -> int:
+    """Return the size of the KV cache for one sequence of 512 positions, in bytes."""
     return KVCache.bytes_per_row(ModelSpec.from_folder(made), 512, getattr(torch, dtype))
 
 
@@ -164,17 +168,17 @@ def room(made: Path, dtype: str) -> int:
         ("float32", False, False),
     ],
 )
-def test_a_whole_load_holds_the_weights_once_and_the_cache(
+def test_loading_a_model_holds_the_weights_once_and_the_cache(
     folder: Path, dtype: str, tied: bool, shards: bool
 ) -> None:
-    """The self-check included: its probes are gone before the weights come."""
+    """This includes the self-check, whose probes are freed before the weights are loaded."""
     made = checkpoint(folder, dtype, tied, shards)
     peak, after, weights, embedding = measured(made, "cpu", dtype, "model")
     assert after > 0.9 * weights
-    assert max(peak, after) - room(made, dtype) <= 1.1 * weights + embedding * tied
+    assert max(peak, after) - cache_bytes(made, dtype) <= 1.1 * weights + embedding * tied
 
 
-def test_probes_on_top_of_the_weights_are_noticed(folder: Path) -> None:
+def test_probes_beside_the_weights_are_noticed(folder: Path) -> None:
     made = checkpoint(folder, "float32", False, False)
     peak, _, weights, _ = measured(made, "cpu", "float32", "model", "late")
-    assert peak - room(made, "float32") > 1.1 * weights
+    assert peak - cache_bytes(made, "float32") > 1.1 * weights

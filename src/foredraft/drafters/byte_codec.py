@@ -29,7 +29,7 @@ class ByteCodec:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         content = json.loads(tokenizer.inner.to_str())
-        within = range(tokenizer.vocabulary)
+        within = range(tokenizer.model_vocab_size)
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in within]
         self._tokenizer = tokenizer
         # a copy of its own, to which the name of a special token, or of one beyond the model's, is text

@@ -1,5 +1,5 @@
-"""What a model is: spec, weights, cache, forward, tokenizer. It knows nothing of drafting.
+"""The model: specification, weights, KV cache, forward pass, tokenizer. It knows nothing of speculation.
 
-Rooms, downwards: spec -> layers, cache -> attention -> decoder -> runner -> weights; tokenizer and hub stand
-beside. Importing this package imports no torch; import the room that you need.
+Imports run downwards: weights -> runner -> decoder -> attention -> layers, cache -> spec. `tokenizer` and `hub`
+are independent of them. Importing this package does not import torch.
 """

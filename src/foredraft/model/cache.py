@@ -1,16 +1,17 @@
-"""Keys and values of every sequence: rows x positions, addressed by absolute position.
+"""The KV cache: keys and values of every sequence, in rows, addressed by absolute position.
 
-Contract: rollback is setting a length, on models with sliding windows too, because windows live in the mask
-(docs/architecture.md). What lies past a length must be finite garbage, since no mask hides NaN: the store
-starts zeroed, and who sees values that are not finite wipes or zeroes the row. The owner of the sequences
-sets `lengths`, at commit only; nothing here or in a forward does.
+Contract: rollback sets a length, on models with sliding windows too, because windows live in the mask
+(docs/architecture.md). Positions past a row's length must hold finite garbage, since a mask cannot hide NaN:
+the memory starts zeroed, and a caller that meets non-finite values calls `wipe` or `zero_row`. The owner of
+the sequences sets `lengths`, at commit only; neither this module nor a forward does.
 
-Values lie one position after the other. So do keys, for PyTorch's operators; the kernels want them in blocks
-of 32 positions, [D / word, 32, word] each, a word being one float or two bfloat16. Only this module and the
-kernels know: everybody else reads, writes, copies and wipes positions.
+Layout: values are stored position after position. Keys are stored the same way for PyTorch's operators; the
+C kernels need them in blocks of 32 positions, [D / word, 32, word] each, where a word is one float32 or two
+bfloat16. Only this module and the kernels know the layout; other modules read, write, copy and wipe
+positions.
 
-Past the `positions` that a row may use lie `slack` positions that the padding of its longest pass may
-overwrite, and `slack` more, from `scratch` on, where idle rows of a batch write.
+A row offers `positions` positions. `slack` more follow them, which the padding of the row's longest pass may
+overwrite, and from `scratch` on another `slack`, where the idle rows of a batch write.
 """
 
 from __future__ import annotations
@@ -24,31 +25,45 @@ from torch import Tensor
 from foredraft.kernels import huge_pages
 from foredraft.model.spec import ModelSpec
 
-QUANTUM = 1024  # rows hold a multiple of this many positions: any attended length can be padded to its bucket
-SLACK = 256
-BLOCK = 32  # positions of a block of keys
+# A row stores a multiple of this many positions, so that every attended length can be padded to its bucket.
+STORED_MULTIPLE = 1024
+SLACK = 256  # default `slack` in positions: the longest padding of a pass
+BLOCK = 32  # positions in one block of keys, as the C kernels read them
 
 
 def _stored(positions: int, slack: int) -> int:
-    return math.ceil((positions + 2 * slack) / QUANTUM) * QUANTUM
+    """Return the positions that a row stores to offer `positions` of them."""
+    return math.ceil((positions + 2 * slack) / STORED_MULTIPLE) * STORED_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A copy of some of a row's positions, from `start` on, before `stop`; parts: as the cache has them."""
+    """A copy of the positions `start` up to, not including, `stop` of one row."""
 
     row: int
     start: int
     stop: int
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor, ...]  # keys and values in the layout of the cache
 
     @property
     def bytes(self) -> int:
+        """The memory that the copy takes, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
 class KVCache:
-    """The store of one decoder; the run state of its forwards."""
+    """The KV cache of one decoder.
+
+    Attributes:
+        rows: R, the sequences that the cache holds.
+        positions: The positions that a row offers.
+        slack: Further positions that padding may overwrite.
+        scratch: The first position that idle rows of a batch write to.
+        stored: P, the positions that a row stores, slack and scratch included.
+        lengths: The valid positions of each row; the owner of the sequences sets them.
+        blocked: Whether keys are stored in blocks.
+        memory: All keys and values, [layers, 2, R, H, P, D].
+    """
 
     def __init__(
         self,
@@ -61,7 +76,17 @@ class KVCache:
         slack: int = SLACK,
         blocked: bool = False,
     ) -> None:
-        """blocked: keys lie as the kernels want them."""
+        """Allocate a zeroed cache.
+
+        Args:
+            spec: The model whose keys and values the cache holds.
+            rows: The number of sequences.
+            positions: The positions that each row offers.
+            device: Where the memory is.
+            dtype: The dtype of keys and values.
+            slack: Positions that the padding of a pass may overwrite; at least the longest padding.
+            blocked: Store keys in blocks, as the C kernels need them.
+        """
         self.rows = rows
         self.positions = positions
         self.slack = slack
@@ -71,7 +96,7 @@ class KVCache:
         self.device, self.dtype = device, dtype
         self.blocked = blocked
         shape = (spec.layers, 2, rows, spec.kv_heads, self.stored, spec.head_dim)
-        self.memory = huge_pages.zeros(shape, dtype, device)  # all of it, for the kernels
+        self.memory = huge_pages.zeros(shape, dtype, device)
         self._keys, self._values = self.memory.unbind(1)  # [layers, R, H, P, D] each
         if blocked:
             word = 4 // dtype.itemsize
@@ -80,13 +105,22 @@ class KVCache:
 
     @property
     def data(self) -> Tensor:
-        """[layers, k|v, R, H, P, D], where keys lie one position after the other."""
-        assert not self.blocked, "keys in blocks have no such view"
+        """Keys and values [layers, 2, R, H, P, D]; only for a cache that is not `blocked`."""
+        assert not self.blocked, "keys in blocks have no view in order of positions"
         return self.memory
 
     def read(self, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `count` rows, two times [B, H, L, D]: views on the store, or copies of keys in
-        blocks."""
+        """Return the keys and the values of several rows.
+
+        Args:
+            layer: The layer to read.
+            first_row: The first row to read.
+            count: B, the rows to read.
+            length: L, the positions to read, from 0 on.
+
+        Returns:
+            Keys and values, [B, H, L, D] each: views of the memory, except that keys in blocks are copied.
+        """
         rows = slice(first_row, first_row + count)
         keys, values = self._keys[layer, rows], self._values[layer, rows, :, :length]
         if self.blocked:
@@ -95,7 +129,7 @@ class KVCache:
         return keys[:, :, :length], values
 
     def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [H, T, D] of the positions from `start` on."""
+        """Store keys and values [H, T, D] of one row at the positions from `start` on."""
         stop = start + keys.shape[1]
         self._values[layer, row, :, start:stop] = values
         if not self.blocked:
@@ -107,55 +141,56 @@ class KVCache:
         self._keys[layer, row][:, positions // BLOCK, :, positions % BLOCK] = words.transpose(0, 1)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make `target` hold the first `length` positions of `source`."""
+        """Copy the first `length` positions of row `source` to row `target`, and set the target's length."""
         if source != target:
-            for one, other in zip(
-                self._views(source, 0, length), self._views(target, 0, length), strict=True
-            ):
-                other.copy_(one)
+            pairs = zip(self._views(source, 0, length), self._views(target, 0, length), strict=True)
+            for original, copy in pairs:
+                copy.copy_(original)
         self.lengths[target] = length
 
     def take(self, row: int, start: int, stop: int) -> Span:
-        """A copy of a row's positions from `start` on, before `stop`."""
+        """Return a copy of the positions `start` up to, not including, `stop` of one row."""
         return Span(row, start, stop, tuple(part.clone() for part in self._views(row, start, stop)))
 
     def put_back(self, span: Span) -> None:
-        """Make its row hold these positions as they were when it was taken."""
+        """Restore the positions of a span to what they held when the span was taken."""
         for part, place in zip(span.parts, self._views(span.row, span.start, span.stop), strict=True):
             place.copy_(part)
 
     def wipe(self, row: int, length: int) -> None:
-        """Zero what lies past the first `length` positions."""
+        """Zero every stored position of a row past the first `length`."""
         for part in self._views(row, length, self.stored):
             part.zero_()
 
     def _views(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """A row's values and keys from position `start` on, before `stop`, as views: keys in blocks are whole
-        blocks, and blocks in part before and after them."""
+        """Return views of a row's values and keys at the positions `start` up to, not including, `stop`.
+
+        Keys in blocks come as several views: the whole blocks, and a partial block before and after them.
+        """
         keys, values = self._keys[:, row], self._values[:, row, :, start:stop]
         if not self.blocked:
             return [values, keys[:, :, start:stop]]
-        first, last = math.ceil(start / BLOCK), stop // BLOCK  # of the whole ones
-        if first > last:  # all of it within one block [layers, H, D / word, 32, word]
+        first, last = math.ceil(start / BLOCK), stop // BLOCK  # the whole blocks are [first, last)
+        if first > last:  # the positions lie within a single block
             return [values, keys[:, :, last, :, start % BLOCK : stop % BLOCK]]
-        found = [values, keys[:, :, first:last]]
+        views = [values, keys[:, :, first:last]]
         if start % BLOCK:
-            found.append(keys[:, :, first - 1, :, start % BLOCK :])
+            views.append(keys[:, :, first - 1, :, start % BLOCK :])
         if stop % BLOCK:
-            found.append(keys[:, :, last, :, : stop % BLOCK])
-        return found
+            views.append(keys[:, :, last, :, : stop % BLOCK])
+        return views
 
     def zero_row(self, row: int) -> None:
-        """Forget a row, its garbage too."""
+        """Zero every stored position of a row and set its length to 0."""
         self.wipe(row, 0)
         self.lengths[row] = 0
 
     @staticmethod
     def bytes_per_row(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
-        """What one row of a cache with that many usable positions takes."""
+        """Return the memory of one row that offers `positions` positions, in bytes, slack included."""
         return KVCache.bytes_of(spec, _stored(positions, SLACK), dtype)
 
     @staticmethod
     def bytes_of(spec: ModelSpec, positions: int, dtype: torch.dtype) -> int:
-        """What the keys and values of so many positions take, by themselves."""
+        """Return the memory of the keys and values of `positions` positions, in bytes, without slack."""
         return 2 * spec.layers * spec.kv_heads * spec.head_dim * positions * dtype.itemsize

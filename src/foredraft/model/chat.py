@@ -1,10 +1,9 @@
-"""A conversation -> the text that the model goes on from, by the template that the checkpoint carries.
+"""Turn a conversation into the prompt text, by the checkpoint's chat template.
 
-Contract: the text is that of transformers' `apply_chat_template` for the same messages, and it already holds
-the special tokens, so it is encoded without adding any. Templates (`template.py`) are given plain values only
-(text, numbers, lists, objects), copies of the caller's, and what a message must have is theirs to say. What a
-message says is not told apart from what the template says: a special token that is spelled out in a message
-is one.
+Contract: the text equals that of transformers' `apply_chat_template` for the same messages. It already holds
+the special tokens, so it is encoded without adding any. A template (`template.py`) receives copies of plain
+values only (text, numbers, lists, objects), and decides itself which keys a message must have. A message that
+spells out a special token contains that token.
 """
 
 from __future__ import annotations
@@ -15,36 +14,45 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.errors import CheckpointError, RequestError
-from foredraft.model.config import read_json
-from foredraft.model.template import Refusal, names_in, rendered
+from foredraft.errors import CheckpointError, Option, RequestError, Text
+from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.model.template import Refusal, render, variables_of
 
 __all__ = ["ChatTemplate", "Message"]
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Any]  # one message: "role", and the other keys that the template reads
 
-FILE, MORE, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
+FILE, NAMED_FOLDER, CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, TOOL_USE = "default", "tool_use"
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has counts
-# Names that may be given to a template that does not read them.
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # keys for a message's reasoning; the first one present counts
+# Variables that a template may leave unread without an error.
 STANDARD = {"tools", "documents", "add_generation_prompt", *SPECIAL}
-# Options of `apply_chat_template` that no template gets to see, and what to do here.
-NO_IDS = "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs".split()
-ELSEWHERE = dict.fromkeys(NO_IDS, "ids come as one list, so leave it out") | {
+# Options of `apply_chat_template` that are not template variables, with the remedy for each.
+FORMATS = "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs".split()
+NOT_VARIABLES: dict[str, Text] = {
+    **dict.fromkeys(FORMATS, "the ids are always one list, so leave it out"),
     "chat_template": f"put the template into the model's folder as {FILE}",
-    "continue_final_message": "give generate the ids of encode_chat and of the reply's beginning, joined",
+    "continue_final_message": "pass to generate the ids of encode_chat followed by those of the begun reply",
     "conversation": "its name is messages",
-    "max_length": "a prompt that is too long is refused, unless generate gets truncate='left'",
-    "sanitize_control_tokens": "it is not supported; take special tokens out of the messages",
-    "truncation": "its name is truncate, and chat and generate take it",
+    "max_length": ("a prompt that is too long is refused, or shortened with ", Option("truncate", "left")),
+    "sanitize_control_tokens": "it is not supported, so remove special tokens from the messages",
+    "truncation": ("its name is ", Option("truncate"), ", an option of chat and generate"),
 }
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer, by name, and the special tokens that they may name.
+    """The chat templates of a tokenizer.
 
-    `DEFAULT` is used, or `TOOL_USE`, where there is one, for messages with tools.
+    The template named "default" is used; messages with tools use the one named "tool_use" if there is one.
+
+    Attributes:
+        templates: Jinja sources by name.
+        special_tokens: Texts of the special tokens, by the names that templates use, as in "bos_token".
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
@@ -53,9 +61,13 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The folder's templates: those in files of their own, else those in the tokenizer's config.
+        """Return the templates of a checkpoint: from their own files, or else from tokenizer_config.json.
 
-        None where there are none. Raises CheckpointError.
+        Returns:
+            The templates; None if the checkpoint has none.
+
+        Raises:
+            CheckpointError: A file cannot be read, or holds something else.
         """
         file = folder / CONFIG
         config = read_json(file) if file.is_file() else {}
@@ -71,35 +83,43 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text.
+        """Return the prompt text of a conversation.
 
-        messages: objects with a role, and with what else the template asks for, mostly content; a key whose
-        value is None counts as left out. add_generation_prompt: end where the model's reply begins. tools,
-        documents: descriptions, passed on to the template like all further variables, which it must read.
-        Raises RequestError: a message or a variable cannot be passed on, or the template refuses the
-        conversation or breaks.
+        Args:
+            messages: Mappings with "role" and the other keys that the template reads, such as "content". A
+                key whose value is None counts as absent.
+            add_generation_prompt: Append the beginning of the assistant's reply.
+            tools: Descriptions of tools, for templates that read them.
+            documents: Documents, for templates that read them.
+            **variables: Further variables; the template must read each of them.
+
+        Raises:
+            RequestError: A message or a variable is not plain, the template does not read a variable, refuses
+                the messages, or fails.
         """
-        for name in variables.keys() & ELSEWHERE.keys():
-            raise RequestError(f"{name} is no variable of a chat template: {ELSEWHERE[name]}")
+        for name in variables.keys() & NOT_VARIABLES.keys():
+            raise RequestError(f"{name} is not a variable of a chat template", remedy=NOT_VARIABLES[name])
         given = variables | {"tools": tools, "documents": documents}
         values = {name: _plain(value, name) for name, value in given.items()}
         values |= {"messages": _checked(messages), "add_generation_prompt": bool(add_generation_prompt)}
         source = self._source(tools is not None)
         try:
-            read = names_in(source)
-            text = rendered(source, self.special_tokens | values)
+            read = variables_of(source)
+            text = render(source, self.special_tokens | values)
         except Refusal as refusal:
             raise RequestError(f"the chat template refuses the messages: {_line(refusal)}") from None
-        except Exception as error:  # a template computes whatever it likes
+        except Exception as error:  # the expressions of a template may raise anything
             raise RequestError(
-                f"the chat template cannot be rendered with these messages ({_line(error)}); change them, or"
-                f" give the model's folder another {FILE}"
+                f"the chat template cannot be rendered with these messages ({_line(error)})",
+                remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
         _check_variables(variables, read)
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise RequestError("a message is not valid Unicode; give text that can be UTF-8") from None
+            raise RequestError(
+                "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
+            ) from None
         return text
 
     def _source(self, with_tools: bool) -> str:
@@ -108,33 +128,35 @@ class ChatTemplate:
         if DEFAULT not in self.templates:
             names = ", ".join(sorted(self.templates))
             raise RequestError(
-                f"the tokenizer has chat templates for {names} but none by default; put one into the model's"
-                f" folder as {FILE}"
+                f"the tokenizer has chat templates named {names}, but none named default",
+                remedy=f"put one into the model's folder as {FILE}",
             )
         return self.templates[DEFAULT]
 
 
 def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
-    """That the template reads them: what it does not would be ignored."""
+    """Check that the template reads every given variable, since it would ignore the others."""
     for name in given:
         if name not in STANDARD | read:
             others = ", ".join(sorted(read - STANDARD - {"messages"})) or "only the standard ones"
-            raise RequestError(f"the chat template does not read {name!r}; leave it out (it reads {others})")
+            raise RequestError(
+                f"the chat template does not read {name!r}", remedy=f"leave it out (it reads {others})"
+            )
 
 
 def _from_files(folder: Path) -> dict[str, str]:
     files = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
-    files |= {file.stem: file for file in sorted((folder / MORE).glob("*.jinja"))}
+    files |= {file.stem: file for file in sorted((folder / NAMED_FOLDER).glob("*.jinja"))}
     try:
         return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{folder} has a chat template that cannot be read ({error}); download it again"
+            f"{folder} has a chat template that cannot be read ({error})", remedy=DOWNLOAD_AGAIN
         ) from error
 
 
 def _from_config(found: Any, file: Path) -> dict[str, str]:
-    """A config holds one template, or a list of them with their names."""
+    """Return the templates of a tokenizer_config.json, which holds one, or a list of named ones."""
     if found is None:
         return {}
     listed = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
@@ -144,16 +166,17 @@ def _from_config(found: Any, file: Path) -> dict[str, str]:
         templates = {}
     if not all(isinstance(text, str) for pair in templates.items() for text in pair) or not templates:
         raise CheckpointError(
-            f"{file}: chat_template is neither a template nor a list of named ones; download it again"
+            f"{file}: chat_template is neither a template nor a list of named templates",
+            remedy=DOWNLOAD_AGAIN,
         )
     return templates
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Names and texts. A token may be an object that holds its text.
+    """Return the texts of the special tokens by name; a token may be an object that holds its text.
 
-    A config that does not list the added tokens is older than the rule that all is in it: a file of their own
-    has the last word then, as it has in transformers.
+    Older checkpoints list no added tokens in the config. For them special_tokens_map.json overrides the
+    config, as in transformers.
     """
     file = folder / "special_tokens_map.json"
     found = dict(config)
@@ -167,57 +190,69 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as plain values, without keys whose value is None."""
+    """Return the messages as plain values, without keys whose value is None."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError("messages is not a list; give one, of objects with role and content")
+        raise RequestError("messages is not a list", remedy="give a list of objects with role and content")
     if not messages:
-        raise RequestError("messages is empty; give at least one message")
+        raise RequestError("messages is empty", remedy="give at least one message")
     checked = []
-    for number, message in enumerate(messages):
-        at = f"messages[{number}]"
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise RequestError(f"{at} is not an object; give one with role and content")
-        plain = {key: value for key, value in _plain(message, at).items() if value is not None}
+            raise RequestError(f"{name} is not an object", remedy="give an object with role and content")
+        plain = {key: value for key, value in _plain(message, name).items() if value is not None}
         if not isinstance(plain.get("role"), str):
-            raise RequestError(f"{at} has no role that is text; give 'system', 'user' or 'assistant'")
+            raise RequestError(
+                f"{name} has no role that is text", remedy="give 'system', 'user' or 'assistant'"
+            )
         checked.append(_with_reasoning(plain))
     return checked
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates read a message's reasoning under one of two names; people write it under any of three."""
+    """Return a message with its reasoning under both keys that templates read."""
     for name in REASONING:
         if name in message:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
     return message
 
 
-def _plain(value: Any, at: str) -> Any:
-    """A copy in JSON's types (and tuples), so that a template gets no methods of anything else."""
+def _plain(value: Any, name: str) -> Any:
+    """Return a copy made of JSON's types and tuples, so that a template cannot call other methods.
+
+    Args:
+        value: The value that a caller passed.
+        name: Its name in error messages.
+    """
     try:
-        return _copied(value, at)
+        return _copied(value, name)
     except RecursionError:
-        raise RequestError(f"{at} is nested too deeply, or holds itself; give plain JSON values") from None
+        raise RequestError(
+            f"{name} is nested too deeply, or contains itself", remedy="give plain JSON values"
+        ) from None
 
 
-def _copied(value: Any, at: str) -> Any:
+def _copied(value: Any, name: str) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # an enumeration's member, say
+        return str.__str__(value)  # a member of a string enumeration, for one
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, Mapping):
-        return {_copied(key, at): _copied(item, at) for key, item in value.items()}
+        return {_copied(key, name): _copied(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_copied(item, at) for item in value]
+        items = [_copied(item, name) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
-        return _copied(number, at)
-    raise RequestError(f"{at} holds a {type(value).__name__}; give text, numbers, lists and objects of these")
+        return _copied(number, name)
+    raise RequestError(
+        f"{name} holds a {type(value).__name__}", remedy="give text, numbers, and lists and objects of these"
+    )
 
 
 def _line(error: Exception) -> str:
+    """Return the message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__

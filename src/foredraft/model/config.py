@@ -1,8 +1,8 @@
-"""Reading a `config.json` strictly: every key is consumed, known to be harmless, or checked to be neutral.
+"""Read a `config.json` strictly: every key is read, or known to be harmless, or has a neutral value.
 
-Contract: `ConfigReader` remembers which keys its caller took; `refuse_rest` refuses whatever is left and
-could change the mathematics, by name and value. Which keys mean what is the business of `spec.py`,
-`families.py` and `rope_config.py` alone.
+Contract: `ConfigReader` records the keys that its caller reads; `reject_unknown_keys` then refuses every
+other key that could change the model's output, by name and value. Only `spec.py`, `families.py` and
+`rope_config.py` know what a key means.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 from foredraft.errors import CheckpointError
 
-LARGEST = sys.float_info.max
-# Keys that say how a model was made, saved, trained or called, never what it computes.
+DOWNLOAD_AGAIN = "download it again"  # the remedy for a broken or incomplete file
+MAX_FLOAT = sys.float_info.max
+# Keys that describe how a model was made, saved, trained or called, not what a forward computes.
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
@@ -34,13 +35,13 @@ HARMLESS = frozenset(
     trust_remote_code typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
     """.split()
 )
-HARMLESS_IN_ROPE = frozenset({"finetuned"})
-# Keys that would change the mathematics, with the values that do not, besides null.
+HARMLESS_IN_ROPE = frozenset({"finetuned"})  # the same for rotary parameters
+# Keys that change what a forward computes, except with these values or null.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
     "attn_logit_softcapping": (),
-    "auto_map": ({},),  # modelling code that the checkpoint brings along
+    "auto_map": ({},),  # modelling code in the checkpoint
     "cross_attention_hidden_size": (),
     "embedding_multiplier": (1.0,),
     "final_logit_softcapping": (),
@@ -63,21 +64,31 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint."""
+    """Return the JSON object in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: The file cannot be read, or does not hold a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}); download it again") from error
+        raise CheckpointError(f"{path} is not readable JSON ({error})", remedy=DOWNLOAD_AGAIN) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object; download it again")
+        raise CheckpointError(f"{path} does not hold a JSON object", remedy=DOWNLOAD_AGAIN)
     return content
 
 
 class ConfigReader:
-    """A JSON object whose every key must be accounted for; `where` names it in messages.
+    """Read the keys of a JSON object, check their values, and record which keys were read.
 
-    A default stands in for a key that is absent. null is a value like any other to whoever takes a key, and
-    mostly a wrong one; a key that nobody takes may as well be absent.
+    A default replaces a key that is absent, not a key that is null: null is a value like any other, and most
+    keys refuse it. A null key that is never read counts as absent.
+
+    Attributes:
+        config: The JSON object.
+        where: Its name in error messages.
+        harmless: Keys that `reject_unknown_keys` ignores.
+        seen: Keys that were read.
     """
 
     def __init__(
@@ -89,55 +100,72 @@ class ConfigReader:
         self.seen: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, unchecked, and record the key as read."""
         self.seen.add(key)
         return self.config.get(key, default)
 
-    def part(self, key: str) -> ConfigReader | None:
-        """The object under a key; None where it is absent, null or empty."""
+    def section(self, key: str) -> ConfigReader | None:
+        """Return a reader of the JSON object under a key; None if it is absent, null or empty."""
         value = self.take(key)
         if value is not None and not isinstance(value, dict):
-            raise self.wrong(key, "it must be a JSON object or null")
+            raise self.error(key, "it must be a JSON object or null")
         return ConfigReader(value, f"{self.where}, {key}", HARMLESS_IN_ROPE) if value else None
 
     def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-            raise self.wrong(key, "it must be a finite number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_FLOAT:
+            raise self.error(key, "it must be a finite number above 0")
         return float(value)
 
     def count(
-        self, key: str, default: int | None = None, *, null: int | None = None, zero: bool = False
+        self, key: str, default: int | None = None, *, if_null: int | None = None, allow_zero: bool = False
     ) -> int:
-        """A whole number above 0, or from it with `zero`; `null` is what null stands for, if for anything."""
+        """Return a whole number above 0.
+
+        Args:
+            key: The key.
+            default: The value of an absent key.
+            if_null: The value of a null key; None refuses null.
+            allow_zero: Accept 0 too.
+        """
         value = self.take(key, default)
-        if value is None and null is not None:
-            return null
-        if zero and value == 0 and not isinstance(value, bool):
+        if value is None and if_null is not None:
+            return if_null
+        if allow_zero and value == 0 and not isinstance(value, bool):
             return 0
         value = self.number(key, default)
         if value != int(value) or value >= 2**31:
-            raise self.wrong(key, "it must be a whole number below 2^31")
+            raise self.error(key, "it must be a whole number below 2^31")
         return int(value)
 
-    def optional(self, key: str, default: float | None = None, *, zero: bool = False) -> float | None:
-        """A number, or None for null, and with `zero` for 0."""
+    def optional_number(
+        self, key: str, default: float | None = None, *, zero_is_null: bool = False
+    ) -> float | None:
+        """Return a finite number above 0; None for null and, with `zero_is_null`, for 0."""
         value = self.take(key, default)
-        return None if value is None or (zero and value == 0) else self.number(key, default)
+        return None if value is None or (zero_is_null and value == 0) else self.number(key, default)
 
-    def flag(self, key: str, default: bool = False, *, null: bool | None = None) -> bool:
-        """true or false; `null` is what null stands for, if for anything."""
+    def flag(self, key: str, default: bool = False, *, if_null: bool | None = None) -> bool:
+        """Return true or false; `if_null` is the value of a null key, and None refuses null."""
         value = self.take(key, default)
-        if value is None and null is not None:
-            return null
+        if value is None and if_null is not None:
+            return if_null
         if not isinstance(value, bool):
-            raise self.wrong(key, "it must be true or false")
+            raise self.error(key, "it must be true or false")
         return value
 
-    def wrong(self, key: str, remedy: str) -> CheckpointError:
+    def error(self, key: str, remedy: str) -> CheckpointError:
+        """Return the error of a key with a wrong value; `remedy` says which values are accepted."""
         found = f"is {shortened(self.config[key])}" if key in self.config else "is missing"
-        return CheckpointError(f"{self.where}: {key} {found}; {remedy}")
+        return CheckpointError(f"{self.where}: {key} {found}", remedy=remedy)
 
-    def refuse_rest(self) -> None:
+    def reject_unknown_keys(self) -> None:
+        """Check that every key was read, is harmless, or has a neutral value.
+
+        Raises:
+            CheckpointError: A key changes the model's output, or might; the message names it.
+        """
         for key, value in self.config.items():
             if key in self.seen or key in self.harmless or value is None:
                 continue
@@ -146,15 +174,16 @@ class ConfigReader:
             found = f"{self.where}: {key} = {shortened(value)}"
             if key in NEUTRAL:
                 raise CheckpointError(
-                    f"{found} is not supported, and ignoring it would change the model's output; use a"
-                    " checkpoint without it"
+                    f"{found} is not supported, and ignoring it would change the model's output",
+                    remedy="use a checkpoint without it",
                 )
             raise CheckpointError(
-                f"{found} is not known, and ignoring it could change the model's output; use a checkpoint"
-                " without it, or take it out if it says nothing of the model"
+                f"{found} is not known, and ignoring it could change the model's output",
+                remedy="use a checkpoint without it, or remove the key if it does not affect the model",
             )
 
 
 def shortened(value: object) -> str:
+    """Return the repr of a value in at most 80 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,9 +1,9 @@
-"""The decoder: embed, run any subset of sub-layers from any depth, head.
+"""The decoder: embedding, any range of layers with any subset of sub-layers, and the head.
 
-Contract: a `Decoder` is weights and their arithmetic, nothing else. It holds no cache, no mode and no record
-of its passes: which sub-layers run is a `Plan`, what a pass attends to is a `Pass`, both arguments. Skipping
-sub-layers of the very same object makes the self-drafter of Draft & Verify (arXiv:2309.08168); running it in
-two stretches makes the early exits of LayerSkip (arXiv:2404.16710) and Kangaroo (arXiv:2404.18911).
+Contract: a `Decoder` is weights and their arithmetic. It holds no cache, no mode and no state of a forward:
+the `Plan` argument says which sub-layers run, the `Pass` argument what they attend to. The same object with
+skipped sub-layers is the self-drafter of Draft & Verify (arXiv:2309.08168); run in two ranges of layers, it
+gives the early exits of LayerSkip (arXiv:2404.16710) and Kangaroo (arXiv:2404.18911).
 """
 
 from __future__ import annotations
@@ -22,57 +22,83 @@ from foredraft.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which sub-layers run."""
+    """Which sub-layers of each layer a forward runs.
+
+    Attributes:
+        attention: Whether each layer's attention runs.
+        mlp: Whether each layer's MLP runs.
+    """
 
     attention: tuple[bool, ...]
     mlp: tuple[bool, ...]
 
     @classmethod
     def full(cls, layers: int) -> Plan:
+        """Return the plan that runs every sub-layer of a model with `layers` layers."""
         return cls((True,) * layers, (True,) * layers)
 
     def without(self, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> Plan:
-        """This plan less the named layers' attention and the named layers' MLP."""
+        """Return this plan without the attention and the MLP of the given layers.
+
+        Args:
+            attention: Indices of the layers whose attention is skipped.
+            mlp: Indices of the layers whose MLP is skipped.
+
+        Raises:
+            ValueError: An index is not a layer of the model.
+        """
         return Plan(_cleared(self.attention, attention), _cleared(self.mlp, mlp))
 
 
 def _cleared(runs: tuple[bool, ...], skip: Iterable[int]) -> tuple[bool, ...]:
     skipped = frozenset(skip)
     if not skipped <= frozenset(range(len(runs))):
-        raise ValueError(f"layers {sorted(skipped)} to skip are not all among the {len(runs)} layers")
+        raise ValueError(f"cannot skip layers {sorted(skipped)}: the model has layers 0 to {len(runs) - 1}")
     return tuple(run and layer not in skipped for layer, run in enumerate(runs))
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Weights of one attention sub-layer."""
+    """The weights of one attention sub-layer."""
 
     norm: RMSNorm
-    qkv: Product
+    qkv: Product  # queries, keys and values fused
     output: Product
     post_norm: RMSNorm | None = None
-    q_norm: RMSNorm | None = None  # of each head's query
-    k_norm: RMSNorm | None = None  # of each head's key
+    q_norm: RMSNorm | None = None  # applied to each head's query
+    k_norm: RMSNorm | None = None  # applied to each head's key
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Weights of one gated MLP sub-layer."""
+    """The weights of one gated MLP sub-layer."""
 
     norm: RMSNorm
-    gate_up: Product
+    gate_up: Product  # gate and up projections fused
     down: Product
     post_norm: RMSNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """The weights of one layer."""
+
     attention: Attention
     mlp: MLP
 
 
 def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
-    """Queries, keys and values of every state, not yet rotated: [N, D] -> [N, H + 2 * Hk, D]."""
+    """Return the queries, keys and values of every hidden state, before rotation.
+
+    Args:
+        spec: The model.
+        weights: The attention sub-layer.
+        x: The hidden states that enter the layer, [N, hidden].
+        span: The row counts at which products are exact.
+
+    Returns:
+        Queries, keys and values side by side, [N, H + 2 * Hk, D].
+    """
     qkv = product(weights.qkv, weights.norm(x), span)
     qkv = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
     if weights.q_norm is not None and weights.k_norm is not None:
@@ -85,8 +111,19 @@ def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None
 def finish(
     spec: ModelSpec, layer: Layer, x: Tensor, attended: Tensor | None, mlp: bool, span: RowSpan | None
 ) -> Tensor:
-    """States entering a layer [N, D] and what its heads attended to [N, H * D] -> states leaving it; None, or
-    no `mlp`: that sub-layer is skipped."""
+    """Return the hidden states that leave a layer: the rest of its work after attention.
+
+    Args:
+        spec: The model.
+        layer: The layer.
+        x: The hidden states that enter the layer, [N, hidden].
+        attended: The output of the attention heads, [N, H * D]; None skips the attention sub-layer.
+        mlp: Whether the MLP sub-layer runs.
+        span: The row counts at which products are exact.
+
+    Returns:
+        Hidden states, [N, hidden].
+    """
     if attended is not None:
         y = product(layer.attention.output, attended, span)
         x = x + (y if layer.attention.post_norm is None else layer.attention.post_norm(y))
@@ -99,48 +136,68 @@ def finish(
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A layer's work on each state by itself, whatever its place: before attention, and after it."""
+    """The two position-wise parts of a layer, before and after attention; `torch.compile` replaces them."""
 
     project: Callable[[ModelSpec, Attention, Tensor, RowSpan | None], Tensor]
     finish: Callable[[ModelSpec, Layer, Tensor, Tensor | None, bool, RowSpan | None], Tensor]
 
 
-STEPS = Steps(project, finish)
+STEPS = Steps(project, finish)  # the eager implementation
 
 
-RunLayers = Callable[[Tensor, Pass, Plan, int, int], Tensor]  # what `Decoder.run` is
+RunLayers = Callable[[Tensor, Pass, Plan, int, int], Tensor]  # the signature of `Decoder.run`
 
 
 class Decoder:
-    """Weights only; shared freely between runners, drafters and threads."""
+    """The weights of a model and their arithmetic; runners, drafters and threads may share one.
+
+    Attributes:
+        spec: The model in numbers.
+        embedding: Token embeddings, [V, hidden].
+        layers: The weights of the layers.
+        norm: The final norm.
+        output: The linear layer of the head.
+        embedding_scale: The factor on embeddings, rounded to `dtype`; None for no factor.
+    """
 
     def __init__(
         self, spec: ModelSpec, embedding: Tensor, layers: tuple[Layer, ...], norm: RMSNorm, head: Product
     ) -> None:
         self.spec = spec
-        self.embedding = embedding  # [V, D]
+        self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.output = head
         self.device = embedding.device
         self.dtype = embedding.dtype
-        # the reference rounds the factor to the model's dtype before it multiplies
+        # transformers rounds the factor to the model's dtype before it multiplies
         scale = spec.embedding_scale
         self._scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self.embedding_scale = None if scale is None else float(torch.tensor(scale).to(self.dtype))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, D]"""
+        """Return the hidden states [B, T, hidden] that enter layer 0, for token ids [B, T]."""
         hidden = F.embedding(tokens, self.embedding)
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
     def run(
         self, hidden: Tensor, pass_: Pass, plan: Plan, start: int, stop: int, steps: Steps | None = None
     ) -> Tensor:
-        """States entering layer `start` -> states entering layer `stop`, [B, T, D] or [N, D] both; `steps`
-        stand in for the ones of this module."""
+        """Run the layers `start` up to, not including, `stop`.
+
+        Args:
+            hidden: The hidden states that enter layer `start`, [B, T, hidden] or [N, hidden].
+            pass_: The shared inputs of the forward.
+            plan: The sub-layers to run.
+            start: The first layer.
+            stop: The layer after the last.
+            steps: Another implementation of the position-wise parts; None runs this module's.
+
+        Returns:
+            The hidden states that enter layer `stop`, in the shape of `hidden`.
+        """
         spec, span, steps = self.spec, pass_.span, steps or STEPS
-        x = hidden.reshape(-1, hidden.shape[-1])  # [N, D]
+        x = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
         for index in range(start, stop):
             layer = self.layers[index]
             attended = None
@@ -150,8 +207,16 @@ class Decoder:
         return x.view(hidden.shape)
 
     def head(self, hidden: Tensor, span: RowSpan | None = None) -> Tensor:
-        """States after the last layer -> logits [..., V] in float32, the soft-cap included."""
-        x = self.norm(hidden.reshape(-1, hidden.shape[-1]))  # [N, D]
+        """Return the logits of hidden states.
+
+        Args:
+            hidden: The hidden states that leave the last layer, [..., hidden].
+            span: The row counts at which products are exact.
+
+        Returns:
+            Logits [..., V] in float32, soft-capped where the model is.
+        """
+        x = self.norm(hidden.reshape(-1, hidden.shape[-1]))  # [N, hidden]
         logits = product(self.output, x, span).float()  # [N, V]
         if self.spec.logit_softcap is not None:
             logits = soft_cap(logits, self.spec.logit_softcap)

@@ -1,7 +1,7 @@
-"""Host to device without waiting, and back by waiting once; and what a dtype is called.
+"""Move values between host and device with as few synchronisations as possible, and name dtypes.
 
-Contract: the round reads the device once, at its end. A plain `torch.tensor(values, device="cuda")` would
-make the host wait for all work under way, several times a round; a copy out of pinned memory does not.
+Contract: a round synchronises with the device once, at its end. `torch.tensor(values, device="cuda")` would
+block the host until the device is idle, several times a round; a copy from pinned memory does not.
 """
 
 from __future__ import annotations
@@ -12,45 +12,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOST = ("cpu",)  # devices whose memory the host reads as it lies
+HOST = ("cpu",)  # device types whose memory the host reads directly
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As people and options spell it: bfloat16."""
+    """Return the name of a dtype as options spell it, "bfloat16" for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """On the device: `torch.tensor(values, dtype=dtype)` of numbers or lists, or a tensor as it is."""
-    made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    """Copy values to a device without blocking the host.
+
+    Args:
+        values: A tensor, or numbers or nested lists of them as `torch.tensor` takes them.
+        device: The device to copy to.
+        dtype: The dtype of the result; ignored for a tensor, which keeps its own.
+
+    Returns:
+        The tensor on the device; on a CPU a given tensor itself.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
-        return made
-    pinned = device.type == "cuda" and made.device.type == "cpu"
-    return (made.pin_memory() if pinned else made).to(device, non_blocking=True)
+        return tensor
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers on the host, integers, booleans or float32, by one copy for which the host waits. What
-    is there already is not copied."""
+    """Copy several tensors to the host with a single synchronisation.
+
+    Args:
+        tensors: Tensors of integers, booleans or float32, all on one device.
+
+    Returns:
+        The same values on the host, in the same shapes; the tensors themselves if they are there already.
+        Integers may arrive in a wider dtype.
+    """
     if tensors[0].device.type in HOST:
         return list(tensors)
-    whole = [bits(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
-    flat = torch.cat([tensor.reshape(-1) for tensor in whole]).cpu()
+    # float32 travels as int32 bits, so that one concatenation holds all dtypes without rounding
+    integers = [bits(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in integers]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [_as_was(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    return [_restored(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def bits(x: Tensor) -> Tensor:
-    """float32 as int32 that hold its bits."""
+    """Return the bits of a float32 tensor as int32, in the same shape."""
     return x.contiguous().view(torch.int32)
 
 
-def _as_was(part: Tensor, tensor: Tensor) -> Tensor:
-    part = part.view(tensor.shape)
-    return part.to(torch.int32).view(torch.float32) if tensor.is_floating_point() else part
+def _restored(part: Tensor, original: Tensor) -> Tensor:
+    part = part.view(original.shape)
+    return part.to(torch.int32).view(torch.float32) if original.is_floating_point() else part
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for all that the device was told to do, where somebody takes times; a CPU is never behind."""
+    """Wait until the device has finished all queued work, so that a timing covers it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,11 +1,13 @@
-"""The supported architectures: which keys of a `config.json` each reads, and what they mean there.
+"""The supported architectures: which keys of a `config.json` each one reads, and how.
 
-Contract: a family is one line of `FAMILIES` and one small function that turns its keys into fields of
-`ModelSpec`. A key that is absent has the value that `transformers` gives it in that family.
+Contract: a family is one line of `FAMILIES` and one function that turns config keys into fields of
+`ModelSpec`. An absent key has the default that `transformers` gives it in that family.
 
-Soft-caps and alternating windows: Gemma 2 (arXiv:2408.00118). Windows in every layer: Mistral
-(arXiv:2310.06825). Biases of queries, keys and values: Qwen 2 (arXiv:2407.10671). Norms of queries and keys:
-Qwen 3 (arXiv:2505.09388), Gemma 3 (arXiv:2503.19786), which also rotates its windowed layers by another base.
+    Mistral   sliding window in every layer (arXiv:2310.06825)
+    Qwen 2    biases of queries, keys and values (arXiv:2407.10671)
+    Qwen 3    norms of queries and keys (arXiv:2505.09388)
+    Gemma 2   soft-caps, alternating sliding windows (arXiv:2408.00118)
+    Gemma 3   norms of queries and keys, a rotary base of its own in windowed layers (arXiv:2503.19786)
 """
 
 from __future__ import annotations
@@ -18,13 +20,21 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader, shortened
 from foredraft.model.rope_config import read_rope, read_ropes
 
+# the activation of a config -> the name that `layers.gate` knows
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one architecture reads besides the common sizes, and the ids it means where none are given."""
+    """One architecture.
+
+    Attributes:
+        model_type: The `model_type` of its config.
+        fields: Reads the config keys of the architecture into fields of `ModelSpec`.
+        eos: The end-of-text id of a checkpoint that names none.
+        bos: The beginning-of-text id of a checkpoint that names none.
+    """
 
     model_type: str
     fields: Callable[[ConfigReader], dict[str, Any]]
@@ -33,35 +43,35 @@ class Family:
 
 
 def _llama(read: ConfigReader) -> dict[str, Any]:
-    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", null=False)
-    return _plain(read, read.count("num_key_value_heads", heads, null=heads), _share(read)) | {
+    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", if_null=False)
+    return _llama_like(read, read.count("num_key_value_heads", heads, if_null=heads), _head_dim(read)) | {
         "windows": _windows(read, {FULL: None}, [FULL]),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
-        "mlp_bias": read.flag("mlp_bias", null=False),
+        "mlp_bias": read.flag("mlp_bias", if_null=False),
     }
 
 
 def _mistral(read: ConfigReader) -> dict[str, Any]:
     heads, window = read.count("num_attention_heads"), _window(read)
     kind = FULL if window is None else SLIDING
-    return _plain(read, read.count("num_key_value_heads", 8, null=heads), _share(read)) | {
+    return _llama_like(read, read.count("num_key_value_heads", 8, if_null=heads), _head_dim(read)) | {
         "windows": _windows(read, {kind: window}, [kind]),
     }
 
 
 def _qwen2(read: ConfigReader) -> dict[str, Any]:
     heads = read.count("num_attention_heads")
-    return _plain(read, read.count("num_key_value_heads", 32, null=heads), _share(read)) | {
+    return _llama_like(read, read.count("num_key_value_heads", 32, if_null=heads), _head_dim(read)) | {
         "windows": _qwen_windows(read),
         "qkv_bias": True,
     }
 
 
 def _qwen3(read: ConfigReader) -> dict[str, Any]:
-    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", null=False)
-    kv_heads = read.count("num_key_value_heads", 32, null=heads)
-    return _plain(read, kv_heads, read.count("head_dim", 128)) | {
+    heads, attention_bias = read.count("num_attention_heads"), read.flag("attention_bias", if_null=False)
+    kv_heads = read.count("num_key_value_heads", 32, if_null=heads)
+    return _llama_like(read, kv_heads, read.count("head_dim", 128)) | {
         "windows": _qwen_windows(read),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
@@ -69,9 +79,9 @@ def _qwen3(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _plain(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """What Llama and those after its fashion have in common."""
-    return _heads(read, kv_heads, head_dim) | {
+def _llama_like(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Return the fields that Llama, Mistral and Qwen share."""
+    return _head_sizes(read, kv_heads, head_dim) | {
         "rope": read_rope(read),
         "attention_scale": head_dim**-0.5,
         "activation": _activation(read, "hidden_act", default="silu"),
@@ -81,32 +91,32 @@ def _plain(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
 
 def _gemma2(read: ConfigReader) -> dict[str, Any]:
     window = read.count("sliding_window", 4096)
-    if read.take("sliding_window_size") not in (None, window):  # Gemma-2-9B has both
-        raise read.wrong("sliding_window_size", f"it must equal sliding_window, {window}")
-    return _gemma(read) | {
+    if read.take("sliding_window_size") not in (None, window):  # google/gemma-2-9b has both keys
+        raise read.error("sliding_window_size", f"it must equal sliding_window, {window}")
+    return _gemma_common(read) | {
         "rope": read_rope(read),
         "windows": _windows(read, {SLIDING: window, FULL: None}, [SLIDING, FULL]),
-        "attention_softcap": read.optional("attn_logit_softcapping", 50.0),
-        "logit_softcap": read.optional("final_logit_softcapping", 30.0),
+        "attention_softcap": read.optional_number("attn_logit_softcapping", 50.0),
+        "logit_softcap": read.optional_number("final_logit_softcapping", 30.0),
     }
 
 
 def _gemma3(read: ConfigReader) -> dict[str, Any]:
     rope, window_rope = read_ropes(read)
-    return _gemma(read) | {
+    return _gemma_common(read) | {
         "rope": rope,
         "window_rope": window_rope,
         "windows": _gemma3_windows(read),
-        "logit_softcap": read.optional("final_logit_softcapping"),
+        "logit_softcap": read.optional_number("final_logit_softcapping"),
         "head_norms": True,
     }
 
 
-def _gemma(read: ConfigReader) -> dict[str, Any]:
-    """What Gemma 2 and Gemma 3 have in common."""
-    attention_bias = read.flag("attention_bias", null=False)
-    read.seen.add("hidden_act")  # the reference reads hidden_activation alone
-    return _heads(read, read.count("num_key_value_heads", 4), read.count("head_dim", 256)) | {
+def _gemma_common(read: ConfigReader) -> dict[str, Any]:
+    """Return the fields that Gemma 2 and Gemma 3 share."""
+    attention_bias = read.flag("attention_bias", if_null=False)
+    read.seen.add("hidden_act")  # transformers reads hidden_activation only
+    return _head_sizes(read, read.count("num_key_value_heads", 4), read.count("head_dim", 256)) | {
         "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
         "activation": _activation(read, "hidden_activation", default="gelu_pytorch_tanh"),
         "tied": read.flag("tie_word_embeddings", default=True),
@@ -128,18 +138,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def _share(read: ConfigReader) -> int:
-    """A head's size, by default its share of the hidden size."""
-    share = max(1, read.count("hidden_size") // read.count("num_attention_heads"))
-    return read.count("head_dim", share, null=share)
+def _head_dim(read: ConfigReader) -> int:
+    """Return the size of a head, by default the hidden size divided by the number of heads."""
+    default = max(1, read.count("hidden_size") // read.count("num_attention_heads"))
+    return read.count("head_dim", default, if_null=default)
 
 
-def _heads(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
+def _head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Return the fields of the heads, after checking that they fit together."""
     heads = read.count("num_attention_heads")
     if heads % kv_heads:
-        raise CheckpointError(f"config.json: num_key_value_heads = {kv_heads} does not divide {heads} heads")
+        raise CheckpointError(
+            f"config.json: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}",
+            remedy="correct one of them",
+        )
     if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary positions need an even one")
+        raise CheckpointError(
+            f"config.json: head_dim = {head_dim}", remedy="rotary embeddings need an even number"
+        )
     return {"kv_heads": kv_heads, "head_dim": head_dim}
 
 
@@ -147,20 +163,20 @@ def _activation(read: ConfigReader, key: str, default: str) -> str:
     name = read.take(key, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise CheckpointError(
-            f"config.json: {key} = {shortened(name)} is not supported; supported are "
-            f"{', '.join(sorted(ACTIVATIONS))}"
+            f"config.json: {key} = {shortened(name)} is not supported",
+            remedy=f"supported are {', '.join(sorted(ACTIVATIONS))}",
         )
     return ACTIVATIONS[name]
 
 
 def _window(read: ConfigReader) -> int | None:
-    """Mistral's and Qwen's window; null asks for none."""
+    """Return the sliding window of Mistral and Qwen in positions; None for null."""
     return None if read.take("sliding_window", 4096) is None else read.count("sliding_window", 4096)
 
 
 def _qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
-    """Windows are switched on by a flag, and count from a layer on."""
-    window, first = _window(read), read.count("max_window_layers", 28, zero=True)
+    """Return Qwen's windows: enabled by `use_sliding_window`, from layer `max_window_layers` on."""
+    window, first = _window(read), read.count("max_window_layers", 28, allow_zero=True)
     if not read.flag("use_sliding_window") or window is None:
         return _windows(read, {FULL: None}, [FULL])
     layers = read.count("num_hidden_layers")
@@ -169,26 +185,32 @@ def _qwen_windows(read: ConfigReader) -> tuple[int | None, ...]:
 
 
 def _gemma3_windows(read: ConfigReader) -> tuple[int | None, ...]:
-    """Every sixth layer sees everything, unless the older `sliding_window_pattern` names another."""
+    """Return Gemma 3's windows: full attention in every sixth layer, or every `sliding_window_pattern`-th."""
     pattern = read.count("sliding_window_pattern", 6)
     kinds = [
         FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(read.count("num_hidden_layers"))
     ]
     listed = read.take("layer_types")
     if "sliding_window_pattern" in read.config and listed not in (None, kinds):
-        raise read.wrong("sliding_window_pattern", "layer_types says otherwise; keep the one that is right")
-    # what transformers notes beside layer_types, and does not read
+        raise read.error("sliding_window_pattern", "layer_types differs from it; keep the key that is right")
+    # transformers writes this key beside layer_types, and does not read it
     if read.take("_sliding_window_pattern") not in (None, pattern) and listed is None:
-        raise read.wrong("_sliding_window_pattern", "give layer_types")
+        raise read.error("_sliding_window_pattern", "give layer_types")
     return _windows(read, {SLIDING: read.count("sliding_window", 4096), FULL: None}, kinds)
 
 
 def _windows(read: ConfigReader, known: dict[str, int | None], kinds: list[str]) -> tuple[int | None, ...]:
-    """One window a layer, from the known kinds of layer; without `layer_types`, `kinds` are taken in turn."""
+    """Return the window of every layer, in positions; None for full attention.
+
+    Args:
+        read: The config, whose `layer_types` names the kind of each layer.
+        known: The window of each kind of layer that the family supports.
+        kinds: The kinds that repeat over the layers where `layer_types` is absent.
+    """
     layers = read.count("num_hidden_layers")
     listed = read.take("layer_types")
     if listed is None:
         listed = [kinds[layer % len(kinds)] for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) != layers or any(kind not in [*known] for kind in listed):
-        raise read.wrong("layer_types", f"it must name {' or '.join(known)} for each of the {layers} layers")
+        raise read.error("layer_types", f"it must name {' or '.join(known)} for each of the {layers} layers")
     return tuple(known[kind] for kind in listed)

@@ -1,9 +1,8 @@
-"""generation_config.json: how a checkpoint's makers mean it to be sampled from.
+"""Read a checkpoint's sampling defaults from its `generation_config.json`.
 
-Contract: what it sets and a request can ask for becomes the request's default; the rest is known to change
-nothing here, or is named in a warning. Keys that are absent say nothing: the values that `transformers` would
-put in their place are its own, not the checkpoint's. End-of-text ids are `spec.py`'s to read; those that the
-model cannot say are named here.
+Contract: a key that is also an option of a request becomes that option's default. Every other key is known to
+change nothing here, or is named in a warning. An absent key sets nothing: the defaults of `transformers` are
+not the checkpoint's. `spec.py` reads the end-of-text ids; this module warns of ids beyond the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ __all__ = ["generation_defaults"]
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-# Keys that are options of a request, by the same names: those of greedy decoding too, and of sampling alone.
+# Keys that are options of a request of the same name: those that greedy decoding reads too, and the others.
 ALWAYS = "max_new_tokens min_new_tokens repetition_penalty".split()
 SAMPLING = "min_p temperature top_k top_p typical_p".split()
 COUNTS = {"max_new_tokens", "min_new_tokens", "top_k"}
-# Keys that decide nothing about the text here: ids read elsewhere, how results are returned, how caches and
-# drafts are kept by others, and limits on prompt and output together, which a request's own replace.
+# Keys that do not affect the generated text here: ids that other modules read, output formats, the caches and
+# assistants of transformers, and limits on prompt and output together, which a request's own limits replace.
 HARMLESS = frozenset(
     """
     _from_model_config _commit_hash assistant_confidence_threshold assistant_early_exit assistant_lookbehind
@@ -36,7 +35,7 @@ HARMLESS = frozenset(
     trust_remote_code use_cache
     """.split()
 )
-OFF: dict[str, tuple[object, ...]] = {  # values that ask for nothing, besides null
+NEUTRAL: dict[str, tuple[object, ...]] = {  # values that switch a feature off, besides null
     "diversity_penalty": (0.0,),
     "early_stopping": (False,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -58,34 +57,43 @@ OFF: dict[str, tuple[object, ...]] = {  # values that ask for nothing, besides n
 }
 
 
-def generation_defaults(folder: Path, vocabulary: int) -> dict[str, Any]:
-    """The options of a request that the folder's file sets; none without a file. Their values are the
-    caller's to check.
+def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """Return the request options that a checkpoint sets, by name; empty without a file.
 
-    vocabulary: how many ids the model has. do_sample = false is greedy decoding, whatever the file says of
-    sampling. What cannot be honoured gets a warning.
+    `do_sample = false` means temperature 0, whatever the file says about sampling. A warning is logged for
+    each key that is not supported.
+
+    Args:
+        folder: The checkpoint.
+        vocab_size: The number of token ids of the model.
+
+    Returns:
+        Option values, which the caller must validate.
+
+    Raises:
+        CheckpointError: The file is not a JSON object.
     """
     file = folder / FILE
     if not file.is_file():
         return {}
     config = {key: value for key, value in read_json(file).items() if value is not None}
     for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
-        if config[key] not in OFF.get(key, ()):
+        if config[key] not in NEUTRAL.get(key, ()):
             value = shortened(config[key])
             logger.warning("%s asks for %s = %s, which is not supported; it is left out", file, key, value)
     for key in ("bos_token_id", "eos_token_id"):
         for id in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
-            if isinstance(id, int) and id >= vocabulary:
-                told = "%s asks for %s = %s, but the model's vocabulary ends at %d; it is left out"
-                logger.warning(told, file, key, shortened(id), vocabulary - 1)
+            if isinstance(id, int) and id >= vocab_size:
+                message = "%s asks for %s = %s, but the model's vocabulary ends at %d; it is left out"
+                logger.warning(message, file, key, shortened(id), vocab_size - 1)
     greedy = config.get("do_sample") is False
-    asked = {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
-    asked |= {key: config[key] for key in ALWAYS if key in config}
+    options = {"temperature": 0.0} if greedy else {key: config[key] for key in SAMPLING if key in config}
+    options |= {key: config[key] for key in ALWAYS if key in config}
     if "stop_strings" in config:
-        asked["stop"] = config["stop_strings"]
-    return {key: _whole(value) if key in COUNTS else value for key, value in asked.items()}
+        options["stop"] = config["stop_strings"]
+    return {key: _integral(value) if key in COUNTS else value for key, value in options.items()}
 
 
-def _whole(value: Any) -> Any:
-    """20 for 20.0, as some write their counts."""
+def _integral(value: Any) -> Any:
+    """Return 20 for 20.0: some checkpoints write whole numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,11 +1,10 @@
-"""A model's name -> a local folder: a path is taken as it is, `owner/name` is fetched from the Hugging Face
-hub.
+"""Turn the name of a model into a local folder; `owner/name` is downloaded from the Hugging Face hub.
 
-Contract: `huggingface_hub` keeps the cache, so its environment counts (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE), and what is in the cache is not fetched again. A connection that breaks is taken up where it
-broke. Only the files that a model is read from are fetched, first the small ones, then the weights: one file
-of safetensors, or those that the index names. Whatever else a repository holds (pickles, GGUF, other
-precisions, originals in folders of their own) stays there. Nothing is printed; how much has come is reported.
+Contract: `huggingface_hub` manages the cache, so its environment variables apply (HF_HOME, HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE). Cached files are not downloaded again, and an interrupted download resumes. Only
+the files that a model is loaded from are downloaded: first the small ones, then the weights, which are one
+safetensors file or the shards that the index lists. Other files of the repository (pickles, GGUF, further
+precisions, subfolders) are left out. Nothing is printed; a callback receives the progress.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from foredraft.model.config import read_json, shortened
 __all__ = ["resolve"]
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-SMALL = (
+SMALL = (  # the files besides the weights
     CONFIG,
     "generation_config.json",
     "tokenizer.json",
@@ -33,42 +32,49 @@ SMALL = (
     "additional_chat_templates/*.jinja",
     INDEX,
 )
-REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@(\S+))?")
+REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@(\S+))?")  # owner/name, and a revision after @
 MEGABYTE = 10**6
 
-Report = Callable[[str, int, int], None]
+Report = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None, report: Report | None = None) -> Path:
-    """The folder of a model.
+    """Return the local folder of a model, downloading it if necessary.
 
-    name_or_path: a folder, `owner/name`, or `owner/name@revision`. revision: a branch, a tag or a commit of a
-    hub repository, by default its main branch. report: called as ("download", done, total), in megabytes.
-    Raises ConfigError (a revision of what has none), CheckpointError (the rest).
+    Args:
+        name_or_path: A folder, `owner/name`, or `owner/name@revision`.
+        revision: A branch, a tag or a commit of the hub repository; None is its main branch.
+        report: Progress callback, called as ("download", done, total) in megabytes.
+
+    Raises:
+        ConfigError: A local folder is given with a revision, or two different revisions are given.
+        CheckpointError: The model does not exist, or cannot be downloaded.
     """
     folder = _existing(name_or_path)
     name = str(name_or_path)
     if folder is not None and folder.is_dir():
         if revision is not None:
             raise ConfigError(
-                f"{name} is a local folder, which has no revision {revision!r}; leave the revision out"
+                f"{name} is a local folder, which has no revision {revision!r}",
+                remedy="leave the revision out",
             )
         return folder
     if folder is not None:
-        raise CheckpointError(f"{name} is a file; give the folder of a checkpoint")
-    found = REPOSITORY.fullmatch(name)
-    if found is None:
+        raise CheckpointError(f"{name} is a file", remedy="give the folder of a checkpoint")
+    match = REPOSITORY.fullmatch(name)
+    if match is None:
         raise CheckpointError(
-            f"{shortened(name)} is neither a folder nor a hub name of the form owner/name; check its spelling"
+            f"{shortened(name)} is neither a folder nor a hub name of the form owner/name",
+            remedy="check its spelling",
         )
-    repository, at = found.groups()
-    if at is not None and revision not in (None, at):
-        raise ConfigError(f"{name} names another revision than {revision!r}; give one of them")
-    return _fetch(repository, at or revision, report or _silent)
+    repository, named = match.groups()
+    if named is not None and revision not in (None, named):
+        raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
+    return _Download(repository, named or revision, report or _silent).run()
 
 
 def _existing(name: str | Path) -> Path | None:
-    """The path, if something is there. What is too long for a name, or in nobody's home, is not."""
+    """Return the path if it exists; a name that no path can have does not."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
@@ -80,38 +86,131 @@ def _silent(stage: str, done: int, total: int) -> None:
     return None
 
 
-def _fetch(repository: str, revision: str | None, report: Report) -> Path:
-    from huggingface_hub import snapshot_download
+class _Download:
+    """The download of one repository at one revision."""
 
-    name = repository if revision is None else f"{repository}@{revision}"
+    def __init__(self, repository: str, revision: str | None, report: Report) -> None:
+        self.repository, self.revision, self.report = repository, revision, report
+        self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
-    def fetched(at: str | None, patterns: Iterable[str]) -> Path:
+    def run(self) -> Path:
+        """Download the files that a model is loaded from, and return their folder."""
+        folder = self._fetch(self.revision, SMALL)
+        commit = folder.name  # the weights come from the same commit, even if the branch moves meanwhile
+        if missing := _missing(folder):
+            present = self._files_of(commit, missing[0])
+            if SINGLE in present:
+                missing = [*({CONFIG} & {*missing}), SINGLE]
+            for file in missing:
+                if file not in present:
+                    raise self._file_error(file)
+            self._fetch(commit, map(glob.escape, missing))
+        for file in _missing(folder):
+            raise self._incomplete_error(file)
+        return folder
+
+    def _fetch(self, revision: str | None, patterns: Iterable[str]) -> Path:
+        """Download the files that match one of the patterns."""
+        from huggingface_hub import snapshot_download
+
+        progress = _progress_class(self.report)
         try:
             return Path(
                 snapshot_download(
-                    repository, revision=at, allow_patterns=[*patterns], tqdm_class=_reporting(report)
+                    self.repository, revision=revision, allow_patterns=[*patterns], tqdm_class=progress
                 )
             )
-        except Exception as error:  # the hub lets errors of its http client through, whichever that is
-            raise CheckpointError(_explained(error, repository, revision, name)) from error
+        except Exception as error:  # errors of the http client, which differs between versions, pass through
+            raise self._hub_error(error, self.revision) from error
 
-    folder = fetched(revision, SMALL)
-    commit = folder.name  # what follows is of the same one, should the branch move on
-    if missing := _missing(folder):
-        there = _listed(repository, commit, name, missing[0])
-        if SINGLE in there:
-            missing = [*({CONFIG} & {*missing}), SINGLE]
-        for file in missing:
-            if file not in there:
-                raise CheckpointError(_lacking(file, name))
-        fetched(commit, map(glob.escape, missing))
-    for file in _missing(folder):
-        raise CheckpointError(_partial(file, name))
-    return folder
+    def _files_of(self, commit: str, missing: str) -> set[str]:
+        """Return the names of the files that the hub has at a commit.
+
+        `snapshot_download` does not tell whether it asked the hub or fell back to the cache. If the hub does
+        not answer here, the file `missing` is missing in the cache, not necessarily on the hub.
+        """
+        from huggingface_hub import model_info
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            siblings = model_info(self.repository, revision=commit).siblings
+            return {file.rfilename for file in siblings or ()}
+        except HfHubHTTPError as error:
+            raise self._hub_error(error, commit) from error
+        except Exception as error:  # errors of the http client, and of HF_HUB_OFFLINE
+            raise self._incomplete_error(missing) from error
+
+    def _file_error(self, file: str) -> CheckpointError:
+        """Return the error of a file that the hub does not have."""
+        problem = f"{self.name} has no {file} on the hub"
+        if file == CONFIG:
+            return CheckpointError(problem, remedy="choose a checkpoint for transformers")
+        if file == SINGLE:
+            return CheckpointError(problem, remedy="choose a repository or a revision with safetensors")
+        return CheckpointError(f"{problem}, though {INDEX} names it", remedy="choose another revision")
+
+    def _incomplete_error(self, file: str) -> CheckpointError:
+        """Return the error of a file that the cache does not have and the hub cannot give."""
+        reason, remedy = _why_unreachable()
+        return CheckpointError(
+            f"not all of {self.name} is in the local hub cache ({file} is missing), and {reason}",
+            remedy=remedy,
+        )
+
+    def _hub_error(self, error: Exception, revision: str | None) -> CheckpointError:
+        """Return the CheckpointError for an error of the hub or its client."""
+        from huggingface_hub import errors as hub
+
+        repository, name = self.repository, self.name
+        login = "log in (`hf auth login`, or HF_TOKEN)"
+        if isinstance(error, hub.GatedRepoError):
+            return CheckpointError(
+                f"{repository} is gated on the hub", remedy=f"accept its terms there and {login}"
+            )
+        if isinstance(error, hub.RepositoryNotFoundError):
+            return CheckpointError(
+                f"{repository} is neither a local folder nor a model on the hub",
+                remedy=f"check its spelling, or {login} if it is private",
+            )
+        if isinstance(error, hub.RevisionNotFoundError):
+            return CheckpointError(
+                f"{repository} has no revision {revision or 'main'!r} on the hub",
+                remedy="give one of its branches, tags or full commit hashes",
+            )
+        if isinstance(error, hub.HFValidationError):
+            return CheckpointError(
+                f"{shortened(name)} is neither a folder nor a name that the hub allows",
+                remedy="check its spelling",
+            )
+        cached_only = isinstance(error, hub.LocalEntryNotFoundError)
+        answer = error.__cause__ if cached_only else error  # a refusal hides behind the fallback to the cache
+        if isinstance(answer, hub.HfHubHTTPError) and answer.response.status_code == 401:
+            return CheckpointError(
+                f"the hub rejects the token sent for {name}", remedy=f"{login} with another one"
+            )
+        if cached_only and not isinstance(answer, hub.HfHubHTTPError):
+            reason, remedy = _why_unreachable()
+            return CheckpointError(
+                f"{name} is not in the local hub cache, or not all of it, and {reason}", remedy=remedy
+            )
+        line = next(iter(str(answer).strip().splitlines()), "") or type(answer).__name__
+        return CheckpointError(
+            f"{name} could not be downloaded from the hub ({line})",
+            remedy="try again, or give a local folder",
+        )
+
+
+def _why_unreachable() -> tuple[str, str]:
+    """Return why the hub cannot be asked, and the remedy."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE, or give a local folder"
+    return "the hub cannot be reached", "go online, or give a local folder"
 
 
 def _missing(folder: Path) -> list[str]:
-    """The files that a model cannot be read without and that are not in the folder."""
+    """Return the required files that are not in the folder."""
     weights = _shards(folder) if (folder / INDEX).is_file() else [SINGLE]
     if (folder / SINGLE).is_file():
         weights = []
@@ -119,88 +218,25 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _shards(folder: Path) -> list[str]:
-    """The files that the index names. One that is malformed is refused where the weights are read."""
-    listed = read_json(folder / INDEX).get("weight_map")
-    files = {*map(str, listed.values())} if isinstance(listed, dict) else set()
+    """Return the files that the index lists; `weights.py` reports a malformed index."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
     return sorted(file for file in files if Path(file).name == file)
 
 
-def _listed(repository: str, commit: str, name: str, missing: str) -> set[str]:
-    """What the hub has at a commit. `snapshot_download` does not tell whether it asked or, since nobody
-    answered, took what the cache has; without an answer, a file is missing in the cache, not on the hub."""
-    from huggingface_hub import model_info
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return {file.rfilename for file in model_info(repository, revision=commit).siblings or ()}
-    except HfHubHTTPError as error:
-        raise CheckpointError(_explained(error, repository, commit, name)) from error
-    except Exception as error:  # of the http client, or that it is to keep offline
-        raise CheckpointError(_partial(missing, name)) from error
-
-
-def _lacking(file: str, name: str) -> str:
-    """What to do about a file that the hub has not."""
-    if file == CONFIG:
-        return f"{name} has no {file} on the hub; choose a checkpoint for transformers"
-    if file == SINGLE:
-        return f"{name} has no {file} on the hub; choose a repository or a revision with safetensors"
-    return f"{name} has no {file} on the hub, though {INDEX} names it; choose another revision"
-
-
-def _partial(file: str, name: str) -> str:
-    return f"not all of {name} is in the local hub cache ({file} is missing), and {_out_of_reach()}"
-
-
-def _out_of_reach() -> str:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to fetch it; unset that, or give a local folder"
-    return "the hub cannot be reached; go online, or give a local folder"
-
-
-def _explained(error: Exception, repository: str, revision: str | None, name: str) -> str:
-    """What went wrong and what to do, in one line."""
-    from huggingface_hub import errors as hub
-
-    login = "log in (`hf auth login`, or HF_TOKEN)"
-    if isinstance(error, hub.GatedRepoError):
-        return f"{repository} is gated on the hub; accept its terms there and {login}"
-    if isinstance(error, hub.RepositoryNotFoundError):
-        return (
-            f"{repository} is neither a local folder nor a model on the hub; check its spelling, or {login}"
-            " if it is private"
-        )
-    if isinstance(error, hub.RevisionNotFoundError):
-        return (
-            f"{repository} has no revision {revision or 'main'!r} on the hub; give a branch, a tag or a whole"
-            " commit hash of it"
-        )
-    answer = error.__cause__ if isinstance(error, hub.LocalEntryNotFoundError) else error
-    if isinstance(answer, hub.HfHubHTTPError) and answer.response.status_code == 401:
-        return f"the hub refuses the token that it got for {name}; {login} with another one"
-    if isinstance(error, hub.LocalEntryNotFoundError) and not isinstance(answer, hub.HfHubHTTPError):
-        return f"{name} is not in the local hub cache, or not all of it, and {_out_of_reach()}"
-    line = next(iter(str(answer).strip().splitlines()), "") or type(answer).__name__
-    if isinstance(error, hub.HFValidationError):
-        return f"{shortened(name)} is neither a folder nor a name that the hub allows; check its spelling"
-    return f"{name} could not be fetched from the hub ({line}); try again, or give a local folder"
-
-
-def _reporting(report: Report) -> type[Any]:
-    """What the hub takes for its progress bars: those that count bytes report, none shows."""
+def _progress_class(report: Report) -> type[Any]:
+    """Return a progress bar class for the hub that shows nothing and reports downloaded bytes."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
-    class Reporting(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread that wakes them up
+    class Progress(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # start no monitor thread
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            options.pop("name", None)  # of the hub's own bars
+            options.pop("name", None)  # an argument of the hub's own bars
             super().__init__(*arguments, **(options | {"disable": False, "file": io.StringIO()}))
 
         def display(self, *arguments: Any, **options: Any) -> None:
             if self.unit == "B" and self.total:
                 report("download", int(self.n // MEGABYTE), -int(-self.total // MEGABYTE))
 
-    return Reporting
+    return Progress

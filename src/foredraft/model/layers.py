@@ -1,7 +1,7 @@
-"""The parts of a decoder that see one position at a time: products, norms, activations.
+"""The parts of a decoder that work on one position at a time: products, norms, activations.
 
-Contract: weights only, no run state. What decides bits but not meaning (how many rows a product may see at
-once) arrives as an argument, the `RowSpan` of the pass.
+Contract: weights only, no run state. The number of rows in a product changes the bits of its result, not its
+meaning; the `RowSpan` argument restricts that number.
 """
 
 from __future__ import annotations
@@ -17,35 +17,41 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Row counts at which a product gives each row the same bits: multiples of `step` in [low, high]."""
+    """The row counts at which a product gives each row the same bits: multiples of `step` in [low, high].
+
+    BLAS chooses its kernel by the number of rows, so a row alone and the same row in a batch may differ in
+    bits. Within a span they do not.
+    """
 
     low: int
     high: int
     step: int = 1
 
     def padded(self, rows: int) -> int:
-        """The smallest agreeing row count that holds `rows` (at most `high`) rows."""
+        """Return the smallest row count of the span that holds `rows` rows, which are at most `high`."""
         return max(self.low, math.ceil(rows / self.step) * self.step)
 
 
 class Product(Protocol):
-    """x [N, K] times a weight, plus its bias."""
+    """A linear layer: x [N, K] times a weight [M, K], plus its bias."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(M, K) of the weight."""
         ...
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product [N, M]."""
+        ...
 
     def dense(self) -> Tensor:
-        """The weight as an ordinary [M, K] tensor, a copy where it is stored otherwise."""
+        """Return the weight as an ordinary [M, K] tensor, copied if it is stored in another layout."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The product on an ordinary weight."""
+    """A linear layer whose weight is an ordinary tensor."""
 
     weight: Tensor  # [M, K]
     bias: Tensor | None = None  # [M]
@@ -63,7 +69,16 @@ class Linear:
 
 
 def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:
-    """`linear(x)` at row counts within the span: too few rows are padded up, too many are cut into pieces."""
+    """Return `linear(x)`, computed only at row counts of the span.
+
+    Args:
+        linear: The linear layer.
+        x: The input rows, [N, K].
+        span: The allowed row counts: too few rows are padded, too many are split. None allows any.
+
+    Returns:
+        The product, [N, M].
+    """
     rows = x.shape[0]
     if span is None:
         return linear(x)
@@ -78,13 +93,13 @@ def product(linear: Product, x: Tensor, span: RowSpan | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """Root mean square norm, arXiv:1910.07467, its statistics in float32.
+    """Root mean square norm with statistics in float32 (arXiv:1910.07467).
 
-    Llama rounds to the model's dtype before the weight; `offset` is Gemma's order: weight and product in
-    float32.
+    Llama rounds to the model's dtype before it multiplies by the weight. Gemma (`offset`) multiplies by
+    1 + weight in float32 and rounds last.
     """
 
-    weight: Tensor  # [D], of a state or of one head; with `offset` it holds 1 + weight, in float32
+    weight: Tensor  # [D] of a hidden state or of one head; with `offset`, 1 + weight in float32
     eps: float
     offset: bool = False
 
@@ -98,13 +113,13 @@ class RMSNorm:
 
 
 def gate(activation: str, gate_up: Tensor) -> Tensor:
-    """The gated activation on [N, 2 * I]: act(first half) times the second."""
-    first, second = gate_up.chunk(2, dim=-1)
+    """Return act(gate) * up, [N, I], from both projections side by side, [N, 2 * I]."""
+    gate_half, up_half = gate_up.chunk(2, dim=-1)
     if activation == "silu":
-        return F.silu(first).mul_(second)
-    return F.gelu(first, approximate="tanh").mul_(second)
+        return F.silu(gate_half).mul_(up_half)
+    return F.gelu(gate_half, approximate="tanh").mul_(up_half)
 
 
 def soft_cap(x: Tensor, cap: float, scale: float = 1.0) -> Tensor:
-    """cap * tanh(scale * x / cap), in place: the values stay within (-cap, cap)."""
+    """Replace x by cap * tanh(scale * x / cap), in place, so that values stay within (-cap, cap)."""
     return x.mul_(scale / cap).tanh_().mul_(cap)

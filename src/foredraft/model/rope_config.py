@@ -1,8 +1,8 @@
-"""The rotary keys of a `config.json`, in every spelling, as `Rope`s.
+"""Read the rotary keys of a `config.json`, in every spelling, into `Rope`.
 
-Contract: `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it; in families whose
-windowed layers rotate otherwise, one set for each kind of layer. Spellings that are both there must say the
-same. Each kind of scaling knows its own keys; any other is refused.
+Contract: the keys are `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it. Gemma 3 has
+one set of parameters for layers with full attention and one for windowed layers. If both spellings are
+present they must agree. Each scaling type reads its own keys; any other key is refused.
 """
 
 from __future__ import annotations
@@ -14,116 +14,145 @@ from foredraft.errors import CheckpointError
 from foredraft.model.config import ConfigReader, shortened
 from foredraft.model.rope import Rope
 
-GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
+# the default rotary bases of Gemma 3's full-attention and windowed layers; all other families have the latter
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 ORIGINAL = "original_max_position_embeddings"
+KEEP_TRAINED = "keep the one that the model was trained with"
 
 
 def read_rope(read: ConfigReader) -> Rope:
-    """The rotary parameters of a family that rotates all layers alike."""
-    parts = [part for key in ("rope_parameters", "rope_scaling") if (part := read.part(key))]
-    return _agreeing(read, parts, "rope_theta", LOCAL_THETA)
+    """Return the rotary parameters of a family that rotates all layers alike.
+
+    Raises:
+        CheckpointError: A key is missing, has a wrong value, is not supported, or contradicts another.
+    """
+    sections = [section for key in ("rope_parameters", "rope_scaling") if (section := read.section(key))]
+    return _read_all(read, sections, "rope_theta", LOCAL_THETA)
 
 
 def read_ropes(read: ConfigReader) -> tuple[Rope, Rope]:
-    """Those of layers that see everything, and of layers with a window (Gemma 3)."""
-    nested = read.part("rope_parameters")
-    everything = nested.part("full_attention") if nested else None
-    windowed = nested.part("sliding_attention") if nested else None
+    """Return Gemma 3's rotary parameters: of layers with full attention, and of windowed layers.
+
+    Raises:
+        CheckpointError: As in `read_rope`.
+    """
+    nested = read.section("rope_parameters")
+    full = nested.section("full_attention") if nested else None
+    windowed = nested.section("sliding_attention") if nested else None
     if nested:
-        nested.refuse_rest()
-    scaling = read.part("rope_scaling")  # of layers that see everything alone
+        nested.reject_unknown_keys()
+    scaling = read.section("rope_scaling")  # applies to layers with full attention only
     if scaling and "rope_type" not in scaling.config and "type" in scaling.config:
-        raise scaling.wrong("type", "spell it rope_type: transformers ignores type here in this family")
+        raise scaling.error("type", "spell it rope_type, because transformers ignores type in this family")
     ropes = (
-        _agreeing(read, [part for part in (everything, scaling) if part], "rope_theta", GLOBAL_THETA),
-        _agreeing(read, [windowed] if windowed else [], "rope_local_base_freq", LOCAL_THETA),
+        _read_all(read, [section for section in (full, scaling) if section], "rope_theta", GLOBAL_THETA),
+        _read_all(read, [windowed] if windowed else [], "rope_local_base_freq", LOCAL_THETA),
     )
-    for part in filter(None, (everything, windowed, scaling)):
-        if part.take("truncate") is False:
-            raise part.wrong("truncate", "transformers does not honour it in this family; leave it out")
+    for section in filter(None, (full, windowed, scaling)):
+        if section.take("truncate") is False:
+            raise section.error("truncate", "transformers ignores it in this family, so leave it out")
     return ropes
 
 
-def _agreeing(read: ConfigReader, parts: list[ConfigReader], theta_key: str, theta: float) -> Rope:
-    """What the spellings say; what one leaves out is taken from beside it."""
-    ropes = [_rope_of(read, part, theta_key, theta) for part in parts or [ConfigReader({})]]
+def _read_all(read: ConfigReader, sections: list[ConfigReader], theta_key: str, theta: float) -> Rope:
+    """Read every spelling that is present, and check that they agree.
+
+    Args:
+        read: The whole config.
+        sections: The JSON objects with rotary parameters; none means the default type.
+        theta_key: The key of the whole config that holds the base where a section does not.
+        theta: The default base.
+    """
+    ropes = [_read_one(read, section, theta_key, theta) for section in sections or [ConfigReader({})]]
     if ropes[0] != ropes[-1]:
         raise CheckpointError(
-            f"config.json: rope_parameters = {shortened(parts[0].config)} and rope_scaling = "
-            f"{shortened(parts[1].config)} differ; keep the one that the model was trained with"
+            f"config.json: rope_parameters = {shortened(sections[0].config)} and rope_scaling = "
+            f"{shortened(sections[1].config)} differ",
+            remedy=KEEP_TRAINED,
         )
     return ropes[0]
 
 
-def _rope_of(read: ConfigReader, part: ConfigReader, theta_key: str, default_theta: float) -> Rope:
-    kind = part.take("rope_type", part.take("type", "default"))
-    if part.take("type") not in (None, kind):
-        raise part.wrong("type", f"rope_type is {shortened(kind)}; keep one of them")
-    theta = _theta(read, part, theta_key, default_theta)
+def _read_one(read: ConfigReader, section: ConfigReader, theta_key: str, default_theta: float) -> Rope:
+    kind = section.take("rope_type", section.take("type", "default"))
+    if section.take("type") not in (None, kind):
+        raise section.error("type", f"rope_type is {shortened(kind)}; keep one of them")
+    theta = _theta(read, section, theta_key, default_theta)
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(
-            f"{part.where}: rope type {shortened(kind)} is not supported; supported are {', '.join(KINDS)}"
+            f"{section.where}: rope type {shortened(kind)} is not supported",
+            remedy=f"supported are {', '.join(KINDS)}",
         )
-    rope = KINDS[kind](part, theta, read.count("max_position_embeddings"))
-    part.refuse_rest()
+    rope = KINDS[kind](section, theta, read.count("max_position_embeddings"))
+    section.reject_unknown_keys()
     return rope
 
 
-def _theta(read: ConfigReader, part: ConfigReader, key: str, default: float) -> float:
-    if "rope_theta" not in part.config:
+def _theta(read: ConfigReader, section: ConfigReader, key: str, default: float) -> float:
+    """Return the rotary base, from the section or else from `key` of the whole config."""
+    if "rope_theta" not in section.config:
         return read.number(key, default)
-    theta = part.number("rope_theta")
+    theta = section.number("rope_theta")
     if read.take(key) not in (None, theta):
-        raise read.wrong(key, f"{part.where} says {theta}; keep the one that the model was trained with")
+        raise read.error(key, f"{section.where} has {theta}; {KEEP_TRAINED}")
     return theta
 
 
-def _default(part: ConfigReader, theta: float, trained: int) -> Rope:
+def _default(section: ConfigReader, theta: float, trained: int) -> Rope:
     return Rope("default", theta)
 
 
-def _linear(part: ConfigReader, theta: float, trained: int) -> Rope:
-    part.seen.add(ORIGINAL)  # transformers does not read it here
-    return Rope("linear", theta, factor=part.number("factor"))
+def _linear(section: ConfigReader, theta: float, trained: int) -> Rope:
+    section.seen.add(ORIGINAL)  # transformers ignores it for this type
+    return Rope("linear", theta, factor=section.number("factor"))
 
 
-def _dynamic(part: ConfigReader, theta: float, trained: int) -> Rope:
-    part.seen.add(ORIGINAL)  # nor here: it grows the base from max_position_embeddings on
-    return Rope("dynamic", theta, factor=part.number("factor"), original_positions=trained)
+def _dynamic(section: ConfigReader, theta: float, trained: int) -> Rope:
+    section.seen.add(ORIGINAL)  # ignored too: the base grows from max_position_embeddings on
+    return Rope("dynamic", theta, factor=section.number("factor"), original_positions=trained)
 
 
-def _llama3(part: ConfigReader, theta: float, trained: int) -> Rope:
+def _llama3(section: ConfigReader, theta: float, trained: int) -> Rope:
     rope = Rope(
         "llama3",
         theta,
-        factor=part.number("factor"),
-        low_frequency=part.number("low_freq_factor"),
-        high_frequency=part.number("high_freq_factor"),
-        original_positions=part.count(ORIGINAL, trained),
+        factor=section.number("factor"),
+        low_frequency=section.number("low_freq_factor"),
+        high_frequency=section.number("high_freq_factor"),
+        original_positions=section.count(ORIGINAL, trained),
     )
     if rope.low_frequency >= rope.high_frequency:
-        raise part.wrong("low_freq_factor", f"it must be below high_freq_factor, {rope.high_frequency}")
+        raise section.error(
+            "low_freq_factor", f"it must be less than high_freq_factor, {rope.high_frequency}"
+        )
     return rope
 
 
-def _yarn(part: ConfigReader, theta: float, trained: int) -> Rope:
-    original = part.count(ORIGINAL, trained)
-    slow, fast = part.optional("beta_slow", zero=True) or 1.0, part.optional("beta_fast", zero=True) or 32.0
+def _yarn(section: ConfigReader, theta: float, trained: int) -> Rope:
+    original = section.count(ORIGINAL, trained)
+    slow = section.optional_number("beta_slow", zero_is_null=True) or 1.0
+    fast = section.optional_number("beta_fast", zero_is_null=True) or 32.0
     if slow >= fast:
-        given = "beta_slow" if "beta_slow" in part.config else "beta_fast"
-        raise part.wrong(given, f"beta_slow, {slow}, must be below beta_fast, {fast}")
+        given = "beta_slow" if "beta_slow" in section.config else "beta_fast"
+        raise section.error(given, f"beta_slow, {slow}, must be less than beta_fast, {fast}")
     if theta <= 1:
-        raise part.wrong("rope_theta", f"yarn needs one above 1, and it is {theta}")
-    # null, not absence, asks for the ratio of the lengths
-    unsaid = "factor" in part.config and part.take("factor") is None
-    factor = trained / original if unsaid else part.number("factor")
-    scales = part.optional("mscale", zero=True), part.optional("mscale_all_dim", zero=True)
-    attention = part.optional("attention_factor") or _attention_factor(factor, scales)
-    if "attention_factor" not in part.config and (more := part.optional("attn_factor")) not in (None, 1):
-        raise part.wrong(
+        raise section.error("rope_theta", f"yarn needs a base above 1, not {theta}")
+    # a null factor, unlike an absent one, stands for the ratio of the lengths
+    by_lengths = "factor" in section.config and section.take("factor") is None
+    factor = trained / original if by_lengths else section.number("factor")
+    mscale = section.optional_number("mscale", zero_is_null=True)
+    mscale_all_dim = section.optional_number("mscale_all_dim", zero_is_null=True)
+    attention = section.optional_number("attention_factor") or _attention_factor(
+        factor, mscale, mscale_all_dim
+    )
+    if "attention_factor" not in section.config and (extra := section.optional_number("attn_factor")) not in (
+        None,
+        1,
+    ):
+        raise section.error(
             "attn_factor",
-            "transformers does not read it: write attention_factor, which is"
-            f" {more * attention:.6g} with it and {attention:.6g} without, and leave it out",
+            "transformers ignores it; replace it by attention_factor:"
+            f" {extra * attention:.6g} to apply it, {attention:.6g} to ignore it",
         )
     return Rope(
         "yarn",
@@ -133,21 +162,22 @@ def _yarn(part: ConfigReader, theta: float, trained: int) -> Rope:
         high_frequency=fast,
         original_positions=original,
         attention_factor=attention,
-        truncate=part.flag("truncate", default=True),
+        truncate=section.flag("truncate", default=True),
     )
 
 
-def _attention_factor(factor: float, scales: tuple[float | None, float | None]) -> float:
-    """By how much yarn sharpens attention, where the config does not say."""
+def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Return YaRN's factor on cosines and sines where the config has no `attention_factor`."""
 
-    def of(scale: float) -> float:
+    def scaled(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    over, under = scales
-    return of(1.0) if over is None or under is None else of(over) / of(under)
+    if mscale is None or mscale_all_dim is None:
+        return scaled(1.0)
+    return scaled(mscale) / scaled(mscale_all_dim)
 
 
-# kind -> (its keys, theta, max_position_embeddings) -> parameters
+# scaling type -> function of (its section, theta, max_position_embeddings)
 KINDS: dict[str, Callable[[ConfigReader, float, int], Rope]] = {
     "default": _default,
     "dynamic": _dynamic,

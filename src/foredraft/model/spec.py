@@ -1,9 +1,9 @@
-"""What a model is, in numbers, read from a `config.json` together with `families` and `rope_config`.
+"""`ModelSpec`: the sizes and the arithmetic of a model, read from its `config.json`.
 
-Contract: every key of a `config.json` is consumed, or known not to change the mathematics, or checked to hold
-its neutral value. Any other key, or any other value, is a `CheckpointError` that names it, because a model
-run with a key ignored is another model. A key that is absent has the value that `transformers` gives it in
-that family; the sizes must be there.
+Contract: every key of a `config.json` is read, or known not to change the model's output, or has a neutral
+value. Any other key or value is a `CheckpointError` that names it, because a model that ignores a key is
+another model. An absent key has the default that `transformers` gives it in that family; the sizes have no
+default. `families.py` and `rope_config.py` read the keys of each architecture.
 """
 
 from __future__ import annotations
@@ -26,54 +26,58 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything that decides a model's shapes and arithmetic, its weights aside."""
+    """Everything that determines a model's shapes and arithmetic, except its weights."""
 
-    architecture: str
+    architecture: str  # a key of `FAMILIES`
     vocab_size: int
     hidden_size: int
     layers: int
-    heads: int
-    kv_heads: int
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
     head_dim: int
     intermediate_size: int
     norm_eps: float
-    max_positions: int
-    windows: tuple[int | None, ...]  # per layer; None = full attention
-    tied: bool
-    dtype: str  # torch's name of the dtype that the checkpoint asks for
-    eos_token_ids: tuple[int, ...]
+    max_positions: int  # the most positions that a request may use
+    windows: tuple[int | None, ...]  # the sliding window of each layer in positions; None is full attention
+    tied: bool  # the head has the weight of the embedding
+    dtype: str  # the checkpoint's dtype: "float32", "bfloat16" or "float16"
+    eos_token_ids: tuple[int, ...]  # every id that ends a text
     bos_token_id: int | None
-    rope: Rope  # of layers that see everything, and of all where `window_rope` is None
+    rope: Rope  # of layers with full attention, and of all layers if `window_rope` is None
     activation: str  # "silu" or "gelu_tanh"
-    attention_scale: float
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    embedding_scale: float | None = None
+    attention_scale: float  # the factor on attention scores
+    attention_softcap: float | None = None  # the soft-cap on attention scores
+    logit_softcap: float | None = None  # the soft-cap on logits
+    embedding_scale: float | None = None  # the factor on embeddings
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    norm_offset: bool = False  # the norm multiplies by (1 + weight), in float32
-    post_norms: bool = False  # each sub-layer's output has a norm of its own
-    head_norms: bool = False  # each head's query and key are normed before they are rotated
-    window_rope: Rope | None = None  # of layers with a window
+    norm_offset: bool = False  # norms multiply by 1 + weight, in float32
+    post_norms: bool = False  # the output of each sub-layer has a norm of its own
+    head_norms: bool = False  # queries and keys are normed per head before rotation
+    window_rope: Rope | None = None  # of windowed layers
 
     @property
     def groups(self) -> int:
-        """Query heads that share one key head."""
+        """G, the query heads that share one key head."""
         return self.heads // self.kv_heads
 
     def rope_of(self, window: int | None) -> Rope:
-        """The rotary parameters of layers with that window."""
+        """Return the rotary parameters of layers with the given window."""
         return self.rope if window is None or self.window_rope is None else self.window_rope
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """The spec of a checkpoint folder, its weights untouched."""
+        """Return the spec of a checkpoint folder, without reading its weights.
+
+        Raises:
+            CheckpointError: The folder is not a checkpoint, or its model is not supported.
+        """
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; give the folder of a checkpoint")
+            raise CheckpointError(f"{folder} is not a folder", remedy="give the folder of a checkpoint")
         if not (folder / CONFIG).is_file():
             raise CheckpointError(
-                f"{folder} has no config.json; give the folder of a Hugging Face checkpoint"
+                f"{folder} has no config.json", remedy="give the folder of a Hugging Face checkpoint"
             )
         generation = folder / GENERATION
         config = read_json(folder / CONFIG)
@@ -83,12 +87,20 @@ class ModelSpec:
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> ModelSpec:
-        """The spec of a parsed `config.json`; `generation_config.json` may add end tokens."""
+        """Return the spec of a parsed `config.json`.
+
+        Args:
+            config: The content of `config.json`.
+            generation_config: The content of `generation_config.json`, which may add end-of-text ids.
+
+        Raises:
+            CheckpointError: A key is missing, has a wrong value, or is not supported.
+        """
         read = ConfigReader(config)
         architecture, family = _family(read)
         fields = _sizes(read) | family.fields(read)
         if read.take("attention_multiplier") not in (None, fields["attention_scale"]):
-            raise read.wrong("attention_multiplier", f"only {fields['attention_scale']} is supported")
+            raise read.error("attention_multiplier", f"only {fields['attention_scale']} is supported")
         spec = cls(
             architecture=architecture,
             **fields,
@@ -97,31 +109,33 @@ class ModelSpec:
             bos_token_id=_bos(read, generation_config, family.bos),
         )
         if spec.head_dim == 2 and any(spec.rope_of(window).kind == "dynamic" for window in spec.windows):
-            raise CheckpointError("config.json: head_dim is 2; rope type 'dynamic' needs 4 or more")
-        read.refuse_rest()
+            raise CheckpointError("config.json: head_dim is 2", remedy="rope type 'dynamic' needs 4 or more")
+        read.reject_unknown_keys()
         return spec
 
 
 def _family(read: ConfigReader) -> tuple[str, Family]:
-    """The architecture's name and family; `model_type` may stand in for `architectures`, never contradict."""
+    """Return the name of the architecture and its family.
+
+    `model_type` replaces an absent `architectures`; if both are present they must agree.
+    """
     names, kind = read.take("architectures"), read.take("model_type")
     if not names:
         names = [name for name, family in FAMILIES.items() if family.model_type == kind] or [kind]
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str) or name not in FAMILIES:
-        text = ": it reads more than text, so give a checkpoint of its language model alone"
-        raise CheckpointError(
-            f"config.json: architecture {shortened(name)} is not supported"
-            f"{text if 'text_config' in read.config else ''}; supported are {', '.join(sorted(FAMILIES))}"
-        )
+        remedy = f"supported are {', '.join(sorted(FAMILIES))}"
+        if "text_config" in read.config:  # a multimodal model
+            remedy = f"give a checkpoint of its language model alone ({remedy})"
+        raise CheckpointError(f"config.json: architecture {shortened(name)} is not supported", remedy=remedy)
     family = FAMILIES[name]
     if kind not in (None, family.model_type):
-        raise read.wrong("model_type", f"architectures names {name}, whose type is {family.model_type!r}")
+        raise read.error("model_type", f"architectures names {name}, whose type is {family.model_type!r}")
     return name, family
 
 
 def _sizes(read: ConfigReader) -> dict[str, Any]:
-    """The fields that every family spells alike."""
+    """Return the fields whose keys are the same in every family."""
     return {
         "vocab_size": read.count("vocab_size"),
         "hidden_size": read.count("hidden_size"),
@@ -134,10 +148,14 @@ def _sizes(read: ConfigReader) -> dict[str, Any]:
 
 
 def _positions(read: ConfigReader, rope: Rope) -> int:
-    """How far the model reaches. Some scaled linearly keep the unscaled length in the usual place."""
+    """Return the most positions that a request may use.
+
+    Some linearly scaled checkpoints keep the unscaled length in `max_position_embeddings` and the scaled one
+    in `max_sequence_length`.
+    """
     trained = read.count("max_position_embeddings")
-    scaled = read.count("max_sequence_length", trained, null=trained) if rope.kind == "linear" else trained
-    return rope.reach(max(trained, scaled))
+    scaled = read.count("max_sequence_length", trained, if_null=trained) if rope.kind == "linear" else trained
+    return rope.usable_positions(max(trained, scaled))
 
 
 def _dtype(read: ConfigReader) -> str:
@@ -146,16 +164,17 @@ def _dtype(read: ConfigReader) -> str:
     }
     names = [*given.values()] or ["float32"]
     if names[0] != names[-1]:
-        raise read.wrong("torch_dtype", f"dtype is {names[0]!r}; keep the one that the weights were made for")
+        raise read.error("torch_dtype", f"dtype is {names[0]!r}; keep the dtype of the weights")
     if names[0] not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(
-            f"config.json: dtype {names[0]!r} is not supported; supported are float32, bfloat16, float16"
+            f"config.json: dtype {names[0]!r} is not supported",
+            remedy="supported are float32, bfloat16, float16",
         )
     return names[0]
 
 
 def _eos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> tuple[int, ...]:
-    """Every token that ends a text: those of the config, then those that generation adds."""
+    """Return every end-of-text id: those of config.json, then those that generation_config.json adds."""
     own = read.take("eos_token_id", default if generation is None else None)
     added = (generation or {}).get("eos_token_id")
     ids = [*_ids(read, "eos_token_id", own), *_ids(read, "eos_token_id", added, GENERATION)]
@@ -163,6 +182,7 @@ def _eos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int 
 
 
 def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int | None) -> int | None:
+    """Return the beginning-of-text id of config.json, or else of generation_config.json."""
     own = read.take("bos_token_id", default if generation is None else None)
     ids = _ids(read, "bos_token_id", own)
     if "bos_token_id" not in read.config:
@@ -171,24 +191,26 @@ def _bos(read: ConfigReader, generation: Mapping[str, Any] | None, default: int 
 
 
 def _ids(read: ConfigReader, key: str, value: Any, file: str = CONFIG) -> list[int]:
-    """The token ids under a key. null and negative ones, by which some files say none, are none.
+    """Return the token ids under a key; null and negative values stand for no id.
 
-    One beyond the vocabulary is refused in the config, which contradicts itself then. generation_config.json
-    may have been made for a larger one: what the model cannot say is left out (`generation_defaults` tells).
+    config.json contradicts itself with an id beyond its vocabulary, so that is an error.
+    generation_config.json may come from a model with a larger vocabulary, so such an id is left out;
+    `generation_defaults` logs a warning.
     """
-    several = value if isinstance(value, list) and key == "eos_token_id" else [value]
-    vocabulary = read.count("vocab_size")
+    values = value if isinstance(value, list) and key == "eos_token_id" else [value]
+    vocab_size = read.count("vocab_size")
     ids = []
-    for token in several:
+    for token in values:
         if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
-            how = "a token id or a list of them" if key == "eos_token_id" else "a token id"
-            raise CheckpointError(f"{file}: {key} is {shortened(value)}; it must be {how}")
+            accepted = "a token id or a list of them" if key == "eos_token_id" else "a token id"
+            raise CheckpointError(f"{file}: {key} is {shortened(value)}", remedy=f"it must be {accepted}")
         if token is None or token < 0:
             continue
-        if token < vocabulary:
+        if token < vocab_size:
             ids.append(token)
         elif file == CONFIG:
             raise CheckpointError(
-                f"{file}: {key} is {shortened(value)}, but vocab_size is {vocabulary}; give an id below it"
+                f"{file}: {key} is {shortened(value)}, but vocab_size is {vocab_size}",
+                remedy="give an id below it",
             )
     return ids

@@ -1,9 +1,8 @@
-"""A chat template's program: compiled as transformers compiles it, in a sandbox, its output bounded.
+"""Render a chat template in Jinja's sandbox, as transformers does, with an upper bound on the output.
 
-Contract: templates are Jinja programs of whoever made the checkpoint. They run in Jinja's immutable sandbox,
-with the settings and names that `transformers` gives them, and get plain values only, which is `chat.py`'s
-part. `dict` and `namespace` are stand-ins as there: the real ones have attributes that lead out of the
-sandbox.
+Contract: a template is an untrusted program from the checkpoint. It runs in Jinja's immutable sandbox with
+the settings, filters and globals that `transformers` gives it. `chat.py` passes it plain values only. `dict`
+and `namespace` are replaced, because attributes of the real ones lead out of the sandbox.
 """
 
 from __future__ import annotations
@@ -18,30 +17,44 @@ import jinja2
 from jinja2 import ext, meta, nodes, sandbox, utils
 from jinja2.parser import Parser
 
-__all__ = ["Refusal", "names_in", "rendered"]
+__all__ = ["Refusal", "render", "variables_of"]
 
-LONGEST = 2**25  # characters: more than any model reads
+MAX_LENGTH = 2**25  # characters of output: more than any model reads; stops endless loops
 
 
 class Refusal(jinja2.TemplateError):
-    """What a template raises by `raise_exception`."""
+    """The error that a template raises through `raise_exception`."""
 
 
-def rendered(source: str, values: Mapping[str, Any]) -> str:
-    """The template's text. Raises whatever a template may, and Refusal."""
+def render(source: str, values: Mapping[str, Any]) -> str:
+    """Return the text of a template.
+
+    Args:
+        source: The template.
+        values: The variables that it may read.
+
+    Raises:
+        Refusal: The template calls `raise_exception`.
+        jinja2.TemplateError: The template is malformed, leaves the sandbox, or its text is too long.
+        Exception: Anything else that the expressions of the template raise.
+    """
     parts: list[str] = []
     length = 0
     for part in _compiled(source).generate(values):
         length += len(part)
-        if length > LONGEST:
-            raise jinja2.TemplateError(f"its text is longer than {LONGEST} characters")
+        if length > MAX_LENGTH:
+            raise jinja2.TemplateError(f"its text is longer than {MAX_LENGTH} characters")
         parts.append(part)
     return "".join(parts)
 
 
 @cache
-def names_in(source: str) -> frozenset[str]:
-    """The variables that a template reads from outside. Raises jinja2.TemplateError."""
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads.
+
+    Raises:
+        jinja2.TemplateError: The template is malformed.
+    """
     return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
@@ -66,7 +79,7 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
 
 
 class Generation(ext.Extension):
-    """`{% generation %}`, with which templates mark a model's own words for training: a plain block here."""
+    """The `{% generation %}` block, which marks assistant text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja declares it an instance variable
 
@@ -77,7 +90,7 @@ class Generation(ext.Extension):
 
 
 class Dict:
-    """What of `dict` a template may use: to make one."""
+    """The parts of `dict` that a template may use: both ways to make one."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
@@ -87,9 +100,9 @@ class Dict:
 
 
 class Namespace(utils.Namespace):
-    """Jinja's, without names that Python gives a meaning."""
+    """Jinja's namespace, which refuses names that begin with an underscore."""
 
-    def __init__(*values: Any, **named: Any) -> None:  # without self, which may be one of the names
+    def __init__(*values: Any, **named: Any) -> None:  # no `self` parameter: a template may use that name
         made, *given = values
         attributes = dict(*given, **named)
         for name in attributes:
@@ -103,7 +116,7 @@ class Namespace(utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}; rename it")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}; rename it")
 
 
 def _to_json(
@@ -113,7 +126,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML cannot hold."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -124,4 +137,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _now(format: str) -> str:
+    """Return the local time, formatted; `strftime_now` in templates."""
     return datetime.now().strftime(format)

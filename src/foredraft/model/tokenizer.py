@@ -1,12 +1,12 @@
-"""Text <-> ids, over the `tokenizers` library, and text as it grows.
+"""Encode text to ids and decode ids to text, at once or as a stream, with the `tokenizers` library.
 
-Contract: BOS and EOS are added as the `tokenizer.json`'s own post-processor says, never by rules of ours; to
-a conversation none is added, since its template writes them. An id that has no token (a model's vocabulary is
-often padded beyond its tokenizer's) has no text. A
-`Detokenizer` shows text as soon as later ids can no longer change it, and never waits for more than a bounded
-number of them. `Tokenizer.decode` pushes its ids through one, so pieces join to the decoded text however the
-ids were pushed; and that text is the library's own, save where a run of more than `LONGEST_RUN` byte tokens
-turns out to be invalid.
+Contract: only the post-processor of `tokenizer.json` adds special tokens to a prompt; none are added to a
+conversation, because its template writes them. An id without a token has no text (a model's vocabulary is
+often padded beyond its tokenizer's).
+
+A `Detokenizer` returns text as soon as no later id can change it, and waits for a bounded number of ids.
+`Tokenizer.decode` uses one, so streamed pieces join to the decoded text, however the ids are pushed. The text
+is that of the library, except where a run of more than `MAX_HELD_BYTES` byte tokens turns out to be invalid.
 """
 
 from __future__ import annotations
@@ -24,41 +24,62 @@ import tokenizers
 
 from foredraft.errors import CheckpointError, RequestError
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
-from foredraft.model.config import read_json, shortened
+from foredraft.model.config import DOWNLOAD_AGAIN, read_json, shortened
 
 FILE = "tokenizer.json"
-UNDECODED = "\N{REPLACEMENT CHARACTER}"
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# An incomplete character spans 3 ids at most; one more is left context (decoders treat a text's first token
-# differently).
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
+# Ids of left context: an incomplete character spans at most 3, and decoders treat the first token of a text
+# differently.
 CONTEXT = 4
-LONGEST_RUN = 32
+MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its delay
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder.
+    """The tokenizer of a checkpoint.
 
-    chat: its template for conversations, where it has one. vocabulary: ids of the model that it is for; added
-    tokens may have ids beyond them, which that model neither reads nor says.
+    Attributes:
+        chat: The chat templates; None if the checkpoint has none.
+        model_vocab_size: The number of ids of the model; added tokens may have ids beyond it, which the model
+            can neither read nor generate.
+        fingerprint: A hash that two tokenizers share if their ids mean the same.
     """
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None, vocabulary: int | None = None
+        self,
+        inner: tokenizers.Tokenizer,
+        chat: ChatTemplate | None = None,
+        model_vocab_size: int | None = None,
     ) -> None:
+        """Wrap a tokenizer of the library, whose truncation and padding are switched off.
+
+        Args:
+            inner: The tokenizer of the library.
+            chat: Its chat templates.
+            model_vocab_size: The number of ids of the model; None is no limit.
+        """
         inner.no_truncation()
         inner.no_padding()
         content = json.loads(inner.to_str())
         self._inner = inner
         self.chat = chat
-        self.vocabulary = sys.maxsize if vocabulary is None else vocabulary
+        self.model_vocab_size = sys.maxsize if model_vocab_size is None else model_vocab_size
         self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
         self._byte_fallback = _has("ByteFallback", content.get("decoder"))
         self._byte_level = _has("ByteLevel", content.get("decoder"))
         self.fingerprint = _fingerprint(content)
 
     @classmethod
-    def from_folder(cls, path: Path, vocabulary: int | None = None) -> Tokenizer | None:
-        """The folder's tokenizer, or None where it has no `tokenizer.json`. Raises CheckpointError."""
+    def from_folder(cls, path: Path, model_vocab_size: int | None = None) -> Tokenizer | None:
+        """Return the tokenizer of a checkpoint folder; None if it has no `tokenizer.json`.
+
+        Args:
+            path: The folder.
+            model_vocab_size: The number of ids of the model; None is no limit.
+
+        Raises:
+            CheckpointError: A file of the tokenizer is broken, or two of them contradict each other.
+        """
         file = Path(path) / FILE
         if not file.is_file():
             return None
@@ -66,75 +87,87 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
-                f"{file} is not a readable tokenizer ({error}); download it again"
+                f"{file} is not a readable tokenizer ({error})", remedy=DOWNLOAD_AGAIN
             ) from error
         _check_added(inner, file)
-        return cls(inner, ChatTemplate.from_folder(Path(path)), vocabulary)
+        return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size)
 
     @property
     def size(self) -> int:
-        """One more than the largest id of a piece, added tokens aside; ids below it may have none."""
+        """One more than the largest id of the vocabulary without added tokens; ids below may be unused."""
         added = self._inner.get_added_tokens_decoder()
         ids = self._inner.get_vocab(with_added_tokens=False).values()
         return max((id for id in ids if id not in added), default=-1) + 1
 
     def has(self, id: int) -> bool:
-        """Whether the id has a token."""
+        """Return whether the id has a token."""
         return self._inner.id_to_token(id) is not None
 
     @property
     def inner(self) -> tokenizers.Tokenizer:
-        """The library's own object, to read its tables from; nobody changes it."""
+        """The tokenizer of the library, for reading its tables; it must not be changed."""
         return self._inner
 
     @property
     def special(self) -> frozenset[int]:
-        """Ids that stand for no text."""
+        """The ids of the special tokens, which decoding leaves out by default."""
         return frozenset(self._special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text, with the special tokens that the post-processor adds unless disabled."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """The ids of a conversation, as `ChatTemplate.render` spells it; variables: what it takes.
+        """Return the ids of a conversation.
 
-        Raises RequestError: there is no template, or what `render` raises.
+        Args:
+            messages: The messages, as in `ChatTemplate.render`.
+            **variables: Further arguments of `ChatTemplate.render`.
+
+        Raises:
+            RequestError: There is no chat template, or `render` raises.
         """
         if self.chat is None:
             raise RequestError(
-                "the model's folder has no chat template; give a plain prompt, use a model that was trained"
-                " to chat, or put its chat_template.jinja into the folder"
+                "the model's folder has no chat template",
+                remedy="give a plain prompt, use a chat model, or put a chat_template.jinja into the folder",
             )
         return self.encode(self.chat.render(messages, **variables), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), *, skip_special: bool = True) -> str:
-        """The text that `ids` add to that of `after`, the ids before them."""
+        """Return the text that `ids` add to the text of the ids `after` before them.
+
+        Args:
+            ids: The ids to decode.
+            after: The ids before them, such as the prompt.
+            skip_special: Leave out special tokens.
+        """
         stream = self.detokenizer(after, skip_special=skip_special)
         return stream.push(ids) + stream.flush()
 
     def detokenizer(self, after: Sequence[int] = (), *, skip_special: bool = True) -> Detokenizer:
-        """A stream of the text that ids add to that of `after`."""
+        """Return a stream of the text that further ids add to that of `after`; arguments as in `decode`."""
         return Detokenizer(self, after, skip_special)
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that reads so."""
+        """Return the id of the special token with this text; None if there is none."""
         id = self._inner.token_to_id(text)
         return id if id in self._special else None
 
-    def shows(self, id: int, skip_special: bool) -> bool:
-        """Whether the decoder gets to see the id."""
+    def is_visible(self, id: int, skip_special: bool) -> bool:
+        """Return whether the id reaches the decoder: it has a token, and is not skipped as special."""
         return not (skip_special and id in self._special) and self.has(id)
 
     def byte(self, id: int) -> bytes | None:
-        """The byte that an id stands for in a vocabulary that spells unknown characters as bytes."""
+        """Return the byte of a byte token such as <0x0A>; None for any other id."""
         if not self._byte_fallback:
             return None
-        spelled = BYTE.fullmatch(self._inner.id_to_token(id) or "")
-        return bytes.fromhex(spelled[1]) if spelled else None
+        match = BYTE.fullmatch(self._inner.id_to_token(id) or "")
+        return bytes.fromhex(match[1]) if match else None
 
-    def cuts(self, ids: Iterable[int]) -> bool:
-        """Whether the bytes of ids that show end within a character, which later ids may complete."""
+    def ends_mid_character(self, ids: Iterable[int]) -> bool:
+        """Return whether the bytes of visible ids end within a character, which later ids may complete."""
         if not self._byte_level:
             return False
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -143,137 +176,145 @@ class Tokenizer:
         return bool(decoder.getstate()[0])
 
     def text(self, ids: list[int], skip_special: bool) -> str:
-        """The library's decoding of some ids as a whole text."""
+        """Return the text of ids, decoded by the library at once."""
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
         return text
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids.
+    """The text of a growing sequence of ids, piece by piece.
 
-    Only a window of the latest ids is decoded at each push; characters of its text up to `_shown` are out.
-    Two kinds of text may still change. A character cut off at the end reads U+FFFD until its last byte comes;
-    one that is invalid, or is U+FFFD, reads so for good.
-    And the library decodes a run of byte tokens as a whole: one bad byte turns every byte of the run into
-    U+FFFD. So a run is held back until it ends or breaks, or is long and at a character's end; then what
-    follows counts as a run of its own.
+    Each push decodes only a window of the latest ids; the first `_emitted` characters of its text have been
+    returned. Two kinds of text may still change when further ids come:
+
+    - A character whose last bytes are missing decodes to U+FFFD until they come. An invalid byte, and the
+      character U+FFFD itself, decode to U+FFFD for good.
+    - The `tokenizers` library decodes a run of byte tokens as a whole: one invalid byte turns every byte of
+      the run into U+FFFD. So a run is held back until it ends, becomes invalid, or is `MAX_HELD_BYTES` long
+      and at the end of a character. The ids after that count as a run of their own.
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
+        """Begin after the ids `after`; see `Tokenizer.detokenizer`."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._window: list[int] = []
-        self._shown = 0
-        self._head = 0  # where in the window the run of bytes begins
-        self._cut = 0  # how many ids of the run are out
-        self._run: codecs.IncrementalDecoder | None = None  # None outside of runs
-        self._broken = False
-        self._given = ""  # what `after` itself shows of a character that it leaves incomplete
-        self.push(self._suffix(after))
-        if self._held() and not self._incomplete():
-            self._cut_run()
-        self._given = self._rest()
+        self._emitted = 0  # characters of the window's text
+        self._run_start = 0  # the index in the window where the run of byte tokens begins
+        self._run_emitted = 0  # ids of the run whose text has been returned
+        self._run_decoder: codecs.IncrementalDecoder | None = None  # None outside a run
+        self._run_invalid = False
+        self._prompt_tail = ""  # the text of an incomplete character at the end of `after`
+        self.push(self._context(after))
+        if self._held_back() and not self._is_incomplete():
+            self._emit_run()
+        self._prompt_tail = self._rest()
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add ids; the text that is certain now and was not before."""
-        return "".join([self._added(self._push(id)) for id in ids])
+        """Add ids, and return the further text that no later id can change."""
+        return "".join([self._without_prompt_tail(self._push(id)) for id in ids])
 
     def flush(self) -> str:
-        """The rest, an incomplete character as U+FFFD; nothing may be pushed after it."""
-        return self._added(self._rest())
+        """Return the rest of the text, an incomplete character as U+FFFD; no push may follow."""
+        return self._without_prompt_tail(self._rest())
 
     def pending(self) -> str:
-        """The whole characters that are held back: the rest of the text if it ended now, but for a character
-        cut off at its end."""
-        if self._held() == 0:
+        """Return the complete characters that are held back: the rest of the text if it ended here."""
+        if self._held_back() == 0:
             return ""
-        assert self._run is not None
-        partial = len(self._run.getstate()[0])
-        text = self._text(self._window[: len(self._window) - partial])[self._shown :]
-        return text.removeprefix(self._given)
+        assert self._run_decoder is not None
+        incomplete = len(self._run_decoder.getstate()[0])  # bytes, which are as many ids
+        text = self._text(self._window[: len(self._window) - incomplete])[self._emitted :]
+        return text.removeprefix(self._prompt_tail)
 
-    def _suffix(self, after: Sequence[int]) -> list[int]:
-        """The end of `after` that decides what follows: a few ids that show, no run of bytes cut in two."""
-        suffix: list[int] = []
+    def _context(self, after: Sequence[int]) -> list[int]:
+        """Return the last ids of `after` that affect what follows: a few visible ids, and whole runs."""
+        context: list[int] = []
         for id in reversed(after):
-            if len(suffix) >= CONTEXT and self._tokenizer.byte(suffix[-1]) is None:
+            if len(context) >= CONTEXT and self._tokenizer.byte(context[-1]) is None:
                 break
-            if self._tokenizer.shows(id, self._skip_special):
-                suffix.append(id)
-        return suffix[::-1]
+            if self._tokenizer.is_visible(id, self._skip_special):
+                context.append(id)
+        return context[::-1]
 
-    def _added(self, piece: str) -> str:
-        """A piece less what `after` shows of it."""
-        if piece and self._given:
-            piece, self._given = piece.removeprefix(self._given), ""
+    def _without_prompt_tail(self, piece: str) -> str:
+        if piece and self._prompt_tail:
+            piece, self._prompt_tail = piece.removeprefix(self._prompt_tail), ""
         return piece
 
     def _push(self, id: int) -> str:
-        if not self._tokenizer.shows(id, self._skip_special):
+        if not self._tokenizer.is_visible(id, self._skip_special):
             return ""
         byte = self._tokenizer.byte(id)
         if byte is None:
             self._end_run()
-        elif self._run is None:
-            self._run = codecs.getincrementaldecoder("utf-8")()
-            self._head = len(self._window)
-        elif self._broken:
-            return UNDECODED  # as the library shows each further byte of the run
+        elif self._run_decoder is None:
+            self._run_decoder = codecs.getincrementaldecoder("utf-8")()
+            self._run_start = len(self._window)
+        elif self._run_invalid:
+            return REPLACEMENT  # the library decodes each further byte of an invalid run to U+FFFD
         self._window.append(id)
-        if byte is not None and not self._breaks(byte):
-            if self._held() < LONGEST_RUN or self._incomplete():
+        if byte is not None and self._extends_run(byte):
+            if self._held_back() < MAX_HELD_BYTES or self._is_incomplete():
                 return ""
-            return self._cut_run()
+            return self._emit_run()
         text = self._text(self._window)
-        certain = len(text) - (text.endswith(UNDECODED) and self._tokenizer.cuts(self._window))
-        piece, self._shown = text[self._shown : certain], certain
+        incomplete = text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)
+        certain = len(text) - incomplete
+        piece, self._emitted = text[self._emitted : certain], certain
         if byte is None and len(self._window) > 2 * CONTEXT:
             self._window = self._window[-CONTEXT:]
-            # a decoder finds back into step within a character, so both texts end alike
-            self._shown += len(self._text(self._window)) - len(text)
+            # a decoder resynchronises within one character, so both texts have the same end
+            self._emitted += len(self._text(self._window)) - len(text)
         return piece
 
     def _rest(self) -> str:
-        shown = self._spoiled() if self._incomplete() else self._shown
-        return self._text(self._window)[shown:]
+        emitted = self._emitted_of_invalid_run() if self._is_incomplete() else self._emitted
+        return self._text(self._window)[emitted:]
 
-    def _held(self) -> int:
-        """How many ids of a valid run are held back."""
-        return 0 if self._run is None or self._broken else len(self._window) - self._head - self._cut
+    def _held_back(self) -> int:
+        """Return the number of ids of a valid run that are held back."""
+        if self._run_decoder is None or self._run_invalid:
+            return 0
+        return len(self._window) - self._run_start - self._run_emitted
 
-    def _incomplete(self) -> bool:
-        """Whether the run of bytes ends within a character."""
-        return self._run is not None and not self._broken and bool(self._run.getstate()[0])
+    def _is_incomplete(self) -> bool:
+        """Return whether a valid run of byte tokens ends within a character."""
+        if self._run_decoder is None or self._run_invalid:
+            return False
+        return bool(self._run_decoder.getstate()[0])
 
-    def _breaks(self, byte: bytes) -> bool:
-        """Take the run's next byte; whether it makes the run invalid."""
-        assert self._run is not None
+    def _extends_run(self, byte: bytes) -> bool:
+        """Add the next byte to the run, and return whether the run is still valid."""
+        assert self._run_decoder is not None
         try:
-            self._run.decode(byte)
+            self._run_decoder.decode(byte)
         except UnicodeDecodeError:
-            self._break()
-        return self._broken
+            self._invalidate_run()
+        return not self._run_invalid
 
-    def _break(self) -> None:
-        self._broken, self._shown = True, self._spoiled()
+    def _invalidate_run(self) -> None:
+        self._run_invalid, self._emitted = True, self._emitted_of_invalid_run()
 
-    def _spoiled(self) -> int:
-        """`_shown` in an invalid run: the library decodes each byte as U+FFFD, also those that are out."""
-        return len(self._text(self._window[: self._head])) + self._cut if self._cut else self._shown
+    def _emitted_of_invalid_run(self) -> int:
+        """Return `_emitted` for an invalid run, whose bytes all decode to U+FFFD, emitted ones too."""
+        if not self._run_emitted:
+            return self._emitted
+        return len(self._text(self._window[: self._run_start])) + self._run_emitted
 
     def _end_run(self) -> None:
-        if self._incomplete():
-            self._break()
-        self._run, self._cut, self._broken = None, 0, False
+        if self._is_incomplete():
+            self._invalidate_run()
+        self._run_decoder, self._run_emitted, self._run_invalid = None, 0, False
 
-    def _cut_run(self) -> str:
-        """Show the run so far; as context for what follows, only its last stretch stays."""
+    def _emit_run(self) -> str:
+        """Return the text of the run so far, and keep only its last part as context for what follows."""
         text = self._text(self._window)
-        piece = text[self._shown :]
-        stretch = self._window[self._head + self._cut :]
-        self._window[self._head :] = stretch
-        self._cut = len(stretch)
-        self._shown = len(self._text(self._window))
+        piece = text[self._emitted :]
+        kept = self._window[self._run_start + self._run_emitted :]
+        self._window[self._run_start :] = kept
+        self._run_emitted = len(kept)
+        self._emitted = len(self._text(self._window))
         return piece
 
     def _text(self, ids: list[int]) -> str:
@@ -281,7 +322,10 @@ class Detokenizer:
 
 
 def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
-    """Refuse a file that lacks added tokens of its config: transformers would add them, and ids differ."""
+    """Check that tokenizer.json has the added tokens of its config.
+
+    transformers would add missing ones, and then encode texts to other ids.
+    """
     config = file.with_name(CONFIG)
     listed = (read_json(config) if config.is_file() else {}).get("added_tokens_decoder") or {}
     added = {str(id): token.content for id, token in inner.get_added_tokens_decoder().items()}
@@ -289,42 +333,46 @@ def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str):
             raise CheckpointError(
-                f"{config}: added_tokens_decoder holds {shortened(token)}, which is no token; download it"
-                " again"
+                f"{config}: added_tokens_decoder holds {shortened(token)}, which is not a token",
+                remedy=DOWNLOAD_AGAIN,
             )
         if added.get(id) != content:
             raise CheckpointError(
                 f"{file} has no added token {shortened(content)} with the id {id}, but {config} lists it"
-                " (added_tokens_decoder); take both files from one tokenizer"
+                " (added_tokens_decoder)",
+                remedy="take both files from one tokenizer",
             )
 
 
 def _has(kind: str, decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder is of a kind, or has a part that is."""
+    """Return whether a decoder, or one of its parts, is of the given type."""
     if decoder is None:
         return False
     return decoder["type"] == kind or any(_has(kind, part) for part in decoder.get("decoders", ()))
 
 
 def _byte_level_table() -> dict[str, int]:
-    """The character that stands for each byte: itself where it shows, else the next from U+0100 on (GPT-2,
-    https://github.com/openai/gpt-2/blob/master/src/encoder.py)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+    """Return the byte of each character in a byte-level vocabulary.
+
+    A printable byte is its own character; the others are numbered from U+0100 on (GPT-2,
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 BYTE_LEVEL = _byte_level_table()
 
 
 def _bytes(token: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary; one that was added may not be spelled in the table."""
-    spelled = [BYTE_LEVEL.get(character) for character in token]
-    return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
+    """Return the bytes of a token of a byte-level vocabulary; an added token may be plain text instead."""
+    values = [BYTE_LEVEL.get(character) for character in token]
+    return token.encode() if None in values else bytes(byte for byte in values if byte is not None)
 
 
 def _fingerprint(content: dict[str, Any]) -> str:
-    """A hash of what makes ids mean the same: vocabulary, merges and added tokens."""
+    """Return a hash of everything that gives ids their meaning: vocabulary, merges and added tokens."""
     model = content["model"]
     added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or [])
     parts = [model.get("type"), model.get("vocab"), model.get("merges"), added]

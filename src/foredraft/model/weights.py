@@ -1,14 +1,14 @@
-"""Safetensors -> decoder: the only place that knows Hugging Face tensor names.
+"""Load a decoder from safetensors files; the only module that knows Hugging Face tensor names.
 
-Contract: strict. Every tensor that the spec asks for is there in the right shape, and nothing else is, save a
-few extras that are known to carry no information; a shard cut short by a broken download is named.
+Contract: loading is strict. Every tensor that the spec needs must be present in the right shape, and no other
+tensor may be, except a few that are known to carry no information. An error names the tensor or the file.
 
-Memory: files are mapped while they are read, and a decoder keeps nothing of a map, so whoever replaces a
-checkpoint later, in place even, changes no model that runs. Each weight goes from the map to its place on the
-device, fused (q, k, v and gate, up) and converted on the way; where products are packed, they all pass
-through one buffer. So the host holds the weights once, plus the embedding where the head is tied to it (the
-head is packed, the embedding cannot be) and for a while that buffer; and nothing but single tensors where the
-device is not the host. `weight_bytes` counts that before a file is opened.
+Memory: files are memory-mapped while they are read, and the decoder keeps no view of a map, so a checkpoint
+may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
+(q, k, v and gate, up) and converted on the way. Linear layers that are packed pass through one temporary
+buffer. So the host holds the weights once, plus the embedding if the head is tied to it (a packed head cannot
+share memory), plus that buffer during loading. If the device is not the host, the host holds single tensors
+only. `weight_bytes` computes the memory before a file is opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.kernels.huge_pages import Arena
-from foredraft.model.config import read_json
+from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.runner.native import arrange
@@ -38,27 +38,30 @@ __all__ = ["Shapes", "Source", "build_decoder", "load_decoder", "weight_bytes", 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
-FLOATS = {"F64", "F32", "F16", "BF16"}
-# buffers that old versions saved; the decoder computes them from the spec
+FLOATS = {"F64", "F32", "F16", "BF16"}  # the supported dtypes, as safetensors names them
+# buffers that old versions of transformers saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 class Source(Protocol):
-    """Where a decoder's tensors come from, by name; they are made on `device`, in `dtype`."""
+    """Gives a decoder its tensors by name, on `device` and in `dtype`.
+
+    Tensors of one call are joined along their first dimension, which fuses linear layers.
+    """
 
     device: torch.device
     dtype: torch.dtype
 
-    def take(self, shapes: Shapes) -> Tensor:
-        """The named tensors, joined along their first dimension, to keep."""
+    def load(self, shapes: Shapes) -> Tensor:
+        """Return the joined tensors, in memory of their own."""
         ...
 
-    def lend(self, shapes: Shapes) -> Tensor:
-        """The same to read and forget: the next loan may overwrite it."""
+    def load_temporary(self, shapes: Shapes) -> Tensor:
+        """Return the joined tensors, valid until the next call of this method."""
         ...
 
-    def end_loans(self) -> None:
-        """Nobody reads what was lent any more."""
+    def free_temporary(self) -> None:
+        """Free the memory of `load_temporary`."""
         ...
 
 
@@ -69,109 +72,149 @@ def load_decoder(
     *,
     native: bool = False,
 ) -> Decoder:
-    """The decoder of a checkpoint folder, on `device`, in `dtype` (None: the checkpoint's own). native: laid
-    out for the kernels, which serve it (`runner.native`)."""
+    """Return the decoder of a checkpoint folder.
+
+    Args:
+        folder: The checkpoint.
+        device: Where the weights are.
+        dtype: The dtype of the weights; None keeps the checkpoint's.
+        native: Arrange the linear layers for the C kernels (`runner.native`).
+
+    Raises:
+        CheckpointError: The checkpoint is broken, incomplete or not supported.
+    """
     spec = ModelSpec.from_folder(folder)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        tensors = _Tensors(folder, stack, torch.device(device), chosen)
+        tensors = _Checkpoint(folder, stack, torch.device(device), chosen)
         decoder = build_decoder(spec, tensors, native)
-        tensors.refuse_rest(spec)
+        tensors.reject_unused(spec)
     return decoder
 
 
 def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> int:
-    """What the weights of such a model take on the device once `load_decoder` has loaded them."""
-    sizes = _Sizes(device, dtype)
-    build_decoder(spec, sizes, native)
-    return sizes.values * dtype.itemsize
+    """Return the memory of a model's weights on the device after `load_decoder`, in bytes."""
+    counter = _SizeCounter(device, dtype)
+    build_decoder(spec, counter, native)
+    return counter.values * dtype.itemsize
 
 
 def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> dtype and shape, as the files have it, of every tensor of a checkpoint; no value is read."""
+    """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values.
+
+    Raises:
+        CheckpointError: The files of the checkpoint are broken or incomplete.
+    """
     with ExitStack() as stack:
-        files = _Tensors(folder, stack, torch.device("cpu"), torch.float32).files
+        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
         slices = {name: file.get_slice(name) for name, file in files.items()}
         return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
 
 
 def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Decoder:
-    """The whole table of names."""
-    copies = native or packs(tensors.device, tensors.dtype)
-    hidden, inner, eps, offset = spec.hidden_size, spec.intermediate_size, spec.norm_eps, spec.norm_offset
-    q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    arena = Arena()
+    """Return a decoder made of a source's tensors.
 
-    def norm(name: str, size: int = hidden) -> RMSNorm:
-        weight = tensors.take({f"{name}.weight": (size,)})
-        return RMSNorm(weight.float() + 1.0 if offset else weight, eps, offset)
+    Args:
+        spec: The model.
+        tensors: Where its tensors come from.
+        native: Arrange the linear layers for the C kernels.
+    """
+    builder = _Builder(spec, tensors, native)
+    hidden = spec.hidden_size
+    head = builder.linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
+    layers = tuple(builder.layer(index) for index in range(spec.layers))
+    tensors.free_temporary()
+    if spec.tied and not builder.packs:
+        embedding = head.dense()  # the same tensor, not a copy
+    else:  # loaded last, it can take the memory that the temporary buffer had
+        embedding = tensors.load({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
+    return Decoder(spec, embedding, layers, builder.norm("model.norm"), head)
 
-    def linear(names: dict[str, int], columns: int, bias: bool = False) -> Product:
+
+class _Builder:
+    """Builds the parts of a decoder from a source's tensors."""
+
+    def __init__(self, spec: ModelSpec, tensors: Source, native: bool) -> None:
+        self.spec, self.tensors, self.native = spec, tensors, native
+        self.packs = native or packs(tensors.device, tensors.dtype)  # linear layers copy their weight
+        self.arena = Arena()
+
+    def norm(self, name: str, size: int | None = None) -> RMSNorm:
+        """Return the norm `name` of `size` values, by default those of a hidden state."""
+        weight = self.tensors.load({f"{name}.weight": (size or self.spec.hidden_size,)})
+        offset = self.spec.norm_offset
+        return RMSNorm(weight.float() + 1.0 if offset else weight, self.spec.norm_eps, offset)
+
+    def linear(self, names: dict[str, int], columns: int, has_bias: bool = False) -> Product:
+        """Return one linear layer, fused from the named ones with their numbers of rows."""
+        tensors = self.tensors
         weights: Shapes = {f"{name}.weight": (rows, columns) for name, rows in names.items()}
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
-        weight = tensors.lend(weights) if copies else tensors.take(weights)
-        offset = tensors.take(biases) if bias else None
-        return arrange(weight, offset, arena) if native and not weight.is_meta else pack(weight, offset)
+        weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
+        bias = tensors.load(biases) if has_bias else None
+        if self.native and not weight.is_meta:
+            return arrange(weight, bias, self.arena)
+        return pack(weight, bias)
 
-    def layer(index: int) -> Layer:
-        at = f"model.layers.{index}"
-        qkv = {f"{at}.self_attn.q_proj": q_rows}
-        qkv |= {f"{at}.self_attn.{name}_proj": kv_rows for name in "kv"}
-        before_mlp = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-        attention = Attention(
-            norm=norm(f"{at}.input_layernorm"),
-            qkv=linear(qkv, hidden, spec.qkv_bias),
-            output=linear({f"{at}.self_attn.o_proj": hidden}, q_rows, spec.output_bias),
-            post_norm=norm(f"{at}.post_attention_layernorm") if spec.post_norms else None,
-            q_norm=norm(f"{at}.self_attn.q_norm", spec.head_dim) if spec.head_norms else None,
-            k_norm=norm(f"{at}.self_attn.k_norm", spec.head_dim) if spec.head_norms else None,
+    def layer(self, index: int) -> Layer:
+        """Return a layer of the model."""
+        prefix = f"model.layers.{index}"
+        return Layer(self._attention(prefix), self._mlp(prefix))
+
+    def _attention(self, prefix: str) -> Attention:
+        spec, norm = self.spec, self.norm
+        q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        projections = {f"{prefix}.self_attn.q_proj": q_rows}
+        projections |= {f"{prefix}.self_attn.{name}_proj": kv_rows for name in "kv"}
+        output = {f"{prefix}.self_attn.o_proj": spec.hidden_size}
+        return Attention(
+            norm=norm(f"{prefix}.input_layernorm"),
+            qkv=self.linear(projections, spec.hidden_size, spec.qkv_bias),
+            output=self.linear(output, q_rows, spec.output_bias),
+            post_norm=norm(f"{prefix}.post_attention_layernorm") if spec.post_norms else None,
+            q_norm=norm(f"{prefix}.self_attn.q_norm", spec.head_dim) if spec.head_norms else None,
+            k_norm=norm(f"{prefix}.self_attn.k_norm", spec.head_dim) if spec.head_norms else None,
         )
-        mlp = MLP(
-            norm=norm(f"{at}.{before_mlp}"),
-            gate_up=linear(
-                {f"{at}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden, spec.mlp_bias
-            ),
-            down=linear({f"{at}.mlp.down_proj": hidden}, inner, spec.mlp_bias),
-            post_norm=norm(f"{at}.post_feedforward_layernorm") if spec.post_norms else None,
+
+    def _mlp(self, prefix: str) -> MLP:
+        spec, norm, inner = self.spec, self.norm, self.spec.intermediate_size
+        # without norms after sub-layers, Hugging Face calls the norm before the MLP "post attention"
+        before = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+        gate_up = {f"{prefix}.mlp.{name}_proj": inner for name in ("gate", "up")}
+        return MLP(
+            norm=norm(f"{prefix}.{before}"),
+            gate_up=self.linear(gate_up, spec.hidden_size, spec.mlp_bias),
+            down=self.linear({f"{prefix}.mlp.down_proj": spec.hidden_size}, inner, spec.mlp_bias),
+            post_norm=norm(f"{prefix}.post_feedforward_layernorm") if spec.post_norms else None,
         )
-        return Layer(attention, mlp)
-
-    head = linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
-    layers = tuple(layer(index) for index in range(spec.layers))
-    tensors.end_loans()
-    if spec.tied and not copies:
-        embedding = head.dense()  # the very same tensor
-    else:  # it passes through no buffer: coming last, it takes the place of the largest that did
-        embedding = tensors.take({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
-    return Decoder(spec, embedding, layers, norm("model.norm"), head)
 
 
-class _Sizes:
-    """Counts what a decoder keeps, a copy of each loan included. Nothing is allocated."""
+class _SizeCounter:
+    """A source that counts the values that a decoder keeps, packed copies included, and allocates nothing."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.values = 0
 
-    def take(self, shapes: Shapes) -> Tensor:
+    def load(self, shapes: Shapes) -> Tensor:
         self.values += sum(math.prod(shape) for shape in shapes.values())
         return torch.empty(_joined(shapes), device="meta", dtype=self.dtype)
 
-    lend = take
+    load_temporary = load
 
-    def end_loans(self) -> None:
+    def free_temporary(self) -> None:
         return None
 
 
-class _Tensors:
-    """The tensors of a folder by name, mapped."""
+class _Checkpoint:
+    """A source that reads the memory-mapped safetensors files of a folder."""
 
     def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.files: dict[str, Any] = {}  # tensor name -> open file
-        self.taken: set[str] = set()
+        self.used: set[str] = set()  # tensor names that were read
         self.shards: dict[str, str] = {}  # tensor name -> file name
-        self.buffer = torch.empty(0)  # what `lend` lends
+        self.buffer = torch.empty(0)  # of `load_temporary`
         index = folder / INDEX
         if (folder / SINGLE).is_file():
             for name, file in _open(folder / SINGLE, stack):
@@ -180,106 +223,123 @@ class _Tensors:
             self._open_shards(folder, index, stack)
         else:
             raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX}; weights are read from safetensors only"
+                f"{folder} has neither {SINGLE} nor {INDEX}", remedy="give a checkpoint in safetensors format"
             )
 
     def _open_shards(self, folder: Path, index: Path, stack: ExitStack) -> None:
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
-            raise CheckpointError(f"{index} has no weight_map of names to files; download it again")
-        for shard in sorted(set(listed.values())):
+        """Open the files that the index lists, and check that they hold exactly the tensors it lists."""
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(
+                f"{index} has no weight_map from tensor names to files", remedy=DOWNLOAD_AGAIN
+            )
+        for shard in sorted(set(weight_map.values())):
             if Path(shard).name != shard:
-                raise CheckpointError(f"{index} lists {shard!r}, which is not a file of its own folder")
+                raise CheckpointError(
+                    f"{index} lists {shard!r}, which is outside its folder", remedy=DOWNLOAD_AGAIN
+                )
             if not (folder / shard).is_file():
                 raise CheckpointError(
-                    f"{folder / shard} is missing, though {INDEX} lists it; download it again"
+                    f"{folder / shard} is missing, though {INDEX} lists it", remedy=DOWNLOAD_AGAIN
                 )
             for name, file in _open(folder / shard, stack):
-                if listed.get(name) != shard:
-                    raise CheckpointError(f"{folder / shard} holds {name}, which {INDEX} does not list there")
+                if weight_map.get(name) != shard:
+                    raise CheckpointError(
+                        f"{folder / shard} holds {name}, which {INDEX} does not list there",
+                        remedy=DOWNLOAD_AGAIN,
+                    )
                 self.files[name], self.shards[name] = file, shard
-        for name, shard in listed.items():
+        for name, shard in weight_map.items():
             if name not in self.files:
                 raise CheckpointError(
-                    f"{folder / shard} lacks {name}, which {INDEX} lists there; download it again"
+                    f"{folder / shard} lacks {name}, which {INDEX} lists there", remedy=DOWNLOAD_AGAIN
                 )
 
-    def take(self, shapes: Shapes) -> Tensor:
+    def load(self, shapes: Shapes) -> Tensor:
         return self._fill(shapes, torch.empty(_joined(shapes), device=self.device, dtype=self.dtype))
 
-    def lend(self, shapes: Shapes) -> Tensor:
-        """On the map itself, or in a buffer that the next loan overwrites."""
+    def load_temporary(self, shapes: Shapes) -> Tensor:
+        """Return a view of the mapped file, or the buffer that the next call overwrites."""
         if len(shapes) == 1:
             [(name, shape)] = shapes.items()
             if (view := self.view(name, shape)).dtype == self.dtype:
                 return view
         values = sum(math.prod(shape) for shape in shapes.values())
         if self.buffer.numel() < values:
-            self.buffer = torch.empty(0)  # gone before the next one comes
+            self.buffer = torch.empty(0)  # free the old buffer before a larger one is allocated
             self.buffer = torch.empty(values, device=self.device, dtype=self.dtype)
         columns = next(iter(shapes.values()))[1:]
         return self._fill(shapes, self.buffer[:values].view(-1, *columns))
 
-    def end_loans(self) -> None:
-        """Give the buffer's memory back."""
+    def free_temporary(self) -> None:
         self.buffer = torch.empty(0)
 
     def _fill(self, shapes: Shapes, joined: Tensor) -> Tensor:
-        end = 0
+        """Copy the tensors into `joined`, one after the other."""
+        row = 0
         for name, shape in shapes.items():
-            joined[end : end + shape[0]].copy_(self.view(name, shape))
-            end += shape[0]
+            joined[row : row + shape[0]].copy_(self.view(name, shape))
+            row += shape[0]
         return joined
 
     def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor as the file has it; on a map of the file, so not to be kept."""
+        """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
         if name not in self.files:
-            raise CheckpointError(f"tensor {name} is missing from the checkpoint")
+            raise CheckpointError(f"tensor {name} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
         found = self.files[name].get_slice(name)
         if tuple(found.get_shape()) != shape:
             raise CheckpointError(
-                f"tensor {name} has shape {list(found.get_shape())}, but config.json asks for {list(shape)}"
+                f"tensor {name} has shape {list(found.get_shape())}, but config.json implies {list(shape)}",
+                remedy="take both files from one checkpoint",
             )
         if found.get_dtype() not in FLOATS:
             raise CheckpointError(
-                f"tensor {name} is stored as {found.get_dtype()}; quantised checkpoints are not supported, "
-                "use one in float32, bfloat16 or float16"
+                f"tensor {name} is stored as {found.get_dtype()}, and quantised weights are not supported",
+                remedy="use a checkpoint in float32, bfloat16 or float16",
             )
-        self.taken.add(name)
+        self.used.add(name)
         try:
             tensor: Tensor = self.files[name].get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self.shards[name]}: tensor {name} cannot be read ({error})") from error
+            raise CheckpointError(
+                f"{self.shards[name]}: tensor {name} cannot be read ({error})", remedy=DOWNLOAD_AGAIN
+            ) from error
         return tensor
 
-    def refuse_rest(self, spec: ModelSpec) -> None:
-        for name in sorted(set(self.files) - self.taken):
+    def reject_unused(self, spec: ModelSpec) -> None:
+        """Check that every tensor was used, or is known to carry no information.
+
+        Raises:
+            CheckpointError: A tensor is not part of the model, or differs from the one it duplicates.
+        """
+        for name in sorted(set(self.files) - self.used):
             if IGNORED.fullmatch(name):
                 continue
-            if name == f"{HEAD}.weight" and spec.tied:
-                vocabulary = (spec.vocab_size, spec.hidden_size)
-                embedding = self.view(f"{EMBEDDING}.weight", vocabulary)
-                if not torch.equal(self.view(name, vocabulary).to(embedding.dtype), embedding):
-                    raise CheckpointError(
-                        f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them "
-                        "(tie_word_embeddings)"
-                    )
-                continue
-            raise CheckpointError(
-                f"tensor {name} in {self.shards[name]} is not part of a {spec.architecture}"
-            )
+            if name != f"{HEAD}.weight" or not spec.tied:
+                raise CheckpointError(
+                    f"tensor {name} in {self.shards[name]} is not part of a {spec.architecture}",
+                    remedy="use a checkpoint without it",
+                )
+            shape = (spec.vocab_size, spec.hidden_size)
+            embedding = self.view(f"{EMBEDDING}.weight", shape)
+            if not torch.equal(self.view(name, shape).to(embedding.dtype), embedding):
+                raise CheckpointError(
+                    f"tensor {name} differs from {EMBEDDING}.weight, but config.json ties them",
+                    remedy="correct tie_word_embeddings",
+                )
 
 
 def _joined(shapes: Shapes) -> tuple[int, ...]:
-    """The shape of these tensors, joined along their first dimension."""
-    several = list(shapes.values())
-    return sum(shape[0] for shape in several), *several[0][1:]
+    """Return the shape of the tensors joined along their first dimension."""
+    parts = list(shapes.values())
+    return sum(shape[0] for shape in parts), *parts[0][1:]
 
 
 def _open(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+    """Open a safetensors file until the stack closes, and yield it with the name of each tensor in it."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is broken or cut short ({error}); download it again") from error
+        raise CheckpointError(f"{path} is broken or incomplete ({error})", remedy=DOWNLOAD_AGAIN) from error
     for name in file.keys():  # noqa: SIM118 - safe_open offers no iteration
         yield name, file

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.model.attention import causal_masks, mix
+from foredraft.model.attention import causal_masks, masked_attention
 from foredraft.model.cache import KVCache
 from foredraft.model.layers import Product
 from foredraft.model.spec import ModelSpec
@@ -105,7 +105,7 @@ class AttentionProbe:
         starts = torch.tensor([max(0, self.context - 7 * abs(row - place)) for row in range(batch)])
         positions = starts.to(q.device)[:, None] + torch.arange(queries, device=q.device)
         mask = causal_masks(self.spec, positions, length, q.dtype)[None]
-        out = mix(self.spec, q, k, v, mask, apart)[place]  # [Hk, T * G, D]
+        out = masked_attention(self.spec, q, k, v, mask, apart)[place]  # [Hk, T * G, D]
         return out.view(-1, queries, groups, out.shape[-1]).transpose(0, 1)
 
     def fill(self, batch: int, length: int, place: int, scale: float) -> None:
