@@ -43,6 +43,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from foredraft.decode.policy.stopping import stops_of
 from timing import spread
 from torch import Tensor
 from workload import fluent, heldout, machine, write
@@ -50,7 +51,6 @@ from workload import fluent, heldout, machine, write
 import foredraft
 from foredraft import LLM, Output, SamplingParams
 from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
-from foredraft.decode.policy.stopping import stops_of
 from foredraft.decode.sequence import State
 from foredraft.decode.stats import Round, Stats
 from foredraft.drafters.draft_model import DraftModel

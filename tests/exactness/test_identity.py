@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from foredraft.decode.draft_pass import DraftPass
+
 from foredraft.decode.policy import Fixed, Heuristic, Policy, TargetConfidence
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from tests.support import distributions as laws

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foredraft.decode.draft import Draft, RoundInputs, as_latecomer
+from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
@@ -81,11 +81,10 @@ class CheckedEngine(Engine):
             for name in sequence.drafters:
                 drafter = self.drafters[name]
                 vocabulary = getattr(drafter, "vocabulary", None)
-                late = as_latecomer(drafter)
-                began = late.began(sequence) if late is not None else 0
+                first = drafter.context_start(sequence)
                 for cache in drafter.caches:
-                    assert began + cache.lengths[row] <= length
-                    tokens = sequence.tokens[began : began + cache.lengths[row]]
+                    assert first + cache.lengths[row] <= length
+                    tokens = sequence.tokens[first : first + cache.lengths[row]]
                     if vocabulary is not None:
                         tokens = [vocabulary.draft_ids[token] for token in tokens]
                     _check_row(cache, row, tokens)
@@ -157,7 +156,9 @@ def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options:
     seed = own.pop("seed", None)
     params = SamplingParams(seed=seed, **options)
     number = next(_ids)
-    return Sequence(number, list(prompt), params, number if seed is None else seed, drafter=drafter, **own)
+    if drafter is not None:
+        own.setdefault("drafters", (drafter,))
+    return Sequence(number, list(prompt), params, number if seed is None else seed, **own)
 
 
 def run(engine: Engine, sequences: list[Sequence], steps: int = 5_000) -> list[list[int]]:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.policy import Alone, Auto, Choice, CostTable, Offers, Signal
-from foredraft.decode.policy.ledger import Ledger
-from foredraft.decode.policy.reliability import EDGES
-from foredraft.decode.policy.stopping import Ends, stops_of
+from foredraft.decode.drafter import Guesser, Peek, Stepper
+from foredraft.decode.policy import Auto, Candidates, CostTable, Decision, Policy, Signal
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 from foredraft.drafters.draft_model import DraftModel
@@ -24,7 +22,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
 from foredraft.drafters.vocabulary import VocabularyMap
-from foredraft.model.runner import Resume, StopThresholds
+from foredraft.model.runner import Resume
 from foredraft.model.tokenizer import Tokenizer
 from tests.support.tabular import DEPTH, WIDTH, Table, Tabular, TokenCache
 
@@ -76,7 +74,7 @@ def letters(size: int, merged: list[str], special: int) -> Tokenizer:
 
 
 class StepByStep:
-    """A draft pass that is this function, and takes no steps at once."""
+    """A draft pass that is this function, without a fused draft."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step = step
@@ -84,7 +82,7 @@ class StepByStep:
     def __call__(self, *args: Any, **more: Any) -> Any:
         return self.step(*args, **more)
 
-    def at_once(self, *args: Any) -> None:
+    def fused(self, *args: Any) -> None:
         return None
 
 
@@ -95,7 +93,7 @@ def layer_skip(target: Tabular, cache: TokenCache, skips: Skips, name: str = "la
     return drafter
 
 
-class TappingStepper:
+class TappingStepper(Stepper):
     """Drafts from the target's own lower level, and from an adapter that reads its tapped states.
 
     It runs the lower level for the pending and the drafted tokens, hands their states on for the verifying
@@ -105,8 +103,7 @@ class TappingStepper:
     """
 
     name = "tapping"
-    taps: tuple[int, ...] = (DEPTH,)
-    max_length: int | None = None
+    taps = (DEPTH,)
 
     def __init__(
         self, target: Tabular, target_cache: TokenCache, table: Table, *, forgetful: bool = False
@@ -114,7 +111,7 @@ class TappingStepper:
         self.target, self.target_cache = target, target_cache
         self.adapter = Tabular(table)
         self.cache = self.adapter.new_cache(target_cache.rows, target_cache.positions)
-        self.caches: tuple[Any, ...] = (self.cache,)
+        self.caches = (self.cache,)  # type: ignore[assignment]
         self.forgetful = forgetful
         self.joined: set[int] = set()
         self.observed = 0
@@ -174,12 +171,8 @@ class TappingStepper:
         self.joined.discard(sequence.id)
 
 
-class ScriptedGuesser:
-    """Proposes what a function of the text says, whatever that is, and is as sure of it as the text decides."""
-
-    taps: tuple[int, ...] = ()
-    max_length: int | None = None
-    caches: tuple[Any, ...] = ()
+class ScriptedGuesser(Guesser):
+    """Proposes the tokens that a function of the text gives, with a confidence that the text decides."""
 
     def __init__(self, script: Callable[[Sequence, int], list[int]], name: str = "script") -> None:
         self.script, self.name = script, name
@@ -193,9 +186,10 @@ class ScriptedGuesser:
             assert self.lengths.get(sequence.id) == len(sequence.tokens), "every commit is told"
         return [self.script(sequence, budget) for sequence, budget in requests]
 
-    def has(self, sequence: Sequence, most: int) -> tuple[int, float]:
-        (guess,) = self.propose([(sequence, most)])
-        return min(most, len(guess)), random.Random(f"sure {sequence.tokens}").choice((0.2, 0.6, 0.9))
+    def peek(self, sequence: Sequence, limit: int) -> Peek:
+        (guess,) = self.propose([(sequence, limit)])
+        confidence = random.Random(f"sure {sequence.tokens}").choice((0.2, 0.6, 0.9))
+        return Peek(min(limit, len(guess)), confidence)
 
     def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
         raise AssertionError("it tapped nothing")
@@ -318,13 +312,13 @@ class LateBan:
 
 
 @dataclass(frozen=True)
-class StopUnsure(Alone):
+class StopUnsure(Policy):
     """Stops drafting after a position whose law had no token above `least`: from q alone, not from the draw."""
 
     max_draft: int
     least: float = 0.5
     name: str = "stop-unsure"
-    looks = True
+    stops_by_content = True
 
     def budget(self, sequence: Sequence) -> int:
         return self.max_draft
@@ -337,25 +331,24 @@ class StopUnsure(Alone):
 
 
 @dataclass(frozen=True)
-class RandomBudgets(Alone):
+class RandomBudgets(Policy):
     """Any budget from 0 to `max_draft`: a function of the text and the round, so that it can be repeated."""
 
     max_draft: int
     name: str = "random"
-    looks = False
 
     def budget(self, sequence: Sequence) -> int:
         return random.Random(f"{sequence.tokens} {sequence.round_count}").randint(0, self.max_draft)
 
 
-class Fickle(Alone):
+class Fickle(Policy):
     """Drafts again if the last law but one of its draft was a sure one, and takes a plain step otherwise.
 
     What it saw depends on drafted tokens that were rejected: their noise, used again, would be biased.
     """
 
     name = "fickle"
-    looks = True
+    stops_by_content = True
 
     def __init__(self, max_draft: int, least: float = 0.6) -> None:
         self.max_draft, self.least = max_draft, least
@@ -377,30 +370,33 @@ class Fickle(Alone):
                 sequence.policy_state[0] = top > self.least
 
 
-class Whims(Alone):
+class Whims(Policy):
     """Any drafter and any budget, in or out of proportion, begun anywhere, and stops anywhere: by all that a
     policy may see, which is the text, the laws and the logits of the draft, and how sure the target was."""
 
     name = "whims"
-    looks = True
+    stops_by_content = True
 
-    def __init__(self, max_draft: int, seed: int, wants: Signal | None = None, weighs: bool = False) -> None:
-        self.max_draft, self.seed, self.wants, self.weighs = max_draft, seed, wants, weighs
+    def __init__(
+        self, max_draft: int, seed: int, signal: Signal | None = None, uses_costs: bool = False
+    ) -> None:
+        self.max_draft, self.seed = max_draft, seed
+        self.target_signal, self.uses_costs = signal, uses_costs
 
     def start(self) -> list[float]:
         return [0.5]
 
-    def choose(self, rows: Seq[Offers]) -> list[Choice]:
-        choices = []
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
+        decisions = []
         for row in rows:
             sequence = row.sequence
             sure = round(sequence.policy_state[0], 3)
             dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count} {sure}")
-            name, budget = dice.choice([None, *row.most]), dice.randint(0, self.max_draft)
-            choices.append(Choice(name, budget, dice.choice([None, 0, 1, 2, 9])))
-        return choices
+            name, budget = dice.choice([None, *row.limits]), dice.randint(0, self.max_draft)
+            decisions.append(Decision(name, budget, dice.choice([None, 0, 1, 2, 9])))
+        return decisions
 
-    def draws(
+    def may_draw(
         self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor
     ) -> Tensor | None:
         if random.Random(f"{self.seed} draws {position}").random() < 0.5:
@@ -421,60 +417,35 @@ class Whims(Alone):
         ]
         return torch.tensor(draws) < 0.6
 
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
-        sequence.policy_state[0] = 0.5 if sure is None else sure
+    def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
+        sequence.policy_state[0] = 0.5 if confidence is None else confidence
 
 
-class Halts(Alone):
-    """Stops anywhere by how sure the drafter is: chances and thresholds are dice's, by the text and the round."""
-
-    name = "halts"
-
-    def __init__(self, max_draft: int, seed: int = 0) -> None:
-        self.max_draft, self.seed = max_draft, seed
-
-    def budget(self, sequence: Sequence) -> int:
-        return self.max_draft
-
-    def stops(self, sequences: Seq[Sequence], budgets: Seq[int], device: torch.device) -> StopThresholds:
-        most = max(budgets)
-        rows = [
-            self._ends(s, budget) if budget else None for s, budget in zip(sequences, budgets, strict=True)
-        ]
-        return stops_of(rows, most, device)
-
-    def _ends(self, sequence: Sequence, most: int) -> Ends:
-        dice = random.Random(f"{self.seed} {sequence.tokens} {sequence.round_count}")
-        chances = [dice.choice((0.3, 0.6, 0.9, 1.0)) for _ in range(len(EDGES) + 1)]
-        keep, more = ([dice.choice((0.0, 0.2, 0.5, 0.7)) for _ in range(most)] for _ in range(2))
-        return Ends(chances, keep, more)
-
-
-class Apart(dict[tuple[str, bool], Any]):
-    """What is known of all requests, to each of them alone."""
+class _Unshared(dict[Any, Any]):
+    """A pool that no two requests share."""
 
     def __contains__(self, kind: object) -> bool:
         return False
 
 
-class Unmoved(Ledger):
-    """No request gains for another."""
+class SolitaryAuto(Auto):
+    """The cost model where a request's decisions depend on that request alone."""
 
-    gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
+    _gained = property(lambda self: 0.0, lambda self, ms: None)  # type: ignore[assignment]
+
+    def __init__(self, max_draft: int, table: CostTable) -> None:
+        super().__init__(max_draft, table)
+        self._pool = _Unshared()
 
 
 def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
-    """The cost model, for which drafts cost little, so that it makes them; it hears of one request alone."""
+    """Return a cost model whose drafts cost little, so that it makes them."""
     table = CostTable({1: {1: 1.0, 8: 1.1}}, {name: {1: (0.05, 0.02)} for name in drafters})
-    policy = Auto(max_draft, table)
-    policy._shared, policy.ledger = Apart(), Unmoved()
-    return policy
+    return SolitaryAuto(max_draft, table)
 
 
 __all__ = [
-    "Apart",
     "Fickle",
-    "Halts",
     "LateBan",
     "NoRepeat",
     "RandomBudgets",
@@ -482,7 +453,6 @@ __all__ = [
     "StepByStep",
     "StopUnsure",
     "TappingStepper",
-    "Unmoved",
     "Whims",
     "arbitrary",
     "draft_model",

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from foredraft.bench.bare import draft_seconds
+from foredraft.decode.calibration import Measured
 
 import foredraft
 from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
-from foredraft.bench.bare import draft_seconds
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, chosen
 from foredraft.bench.costs import measure_costs
@@ -27,7 +28,6 @@ from foredraft.bench.machine import Memory
 from foredraft.bench.records import DraftCost
 from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import weigh
-from foredraft.decode.calibration import Measured
 from foredraft.decode.policy import Alone
 from foredraft.kinds import DRAFTERS, POLICIES, suits
 from foredraft.loading.policies import make_policy

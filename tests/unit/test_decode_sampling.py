@@ -281,9 +281,7 @@ def test_a_tiny_top_p_keeps_the_first(top_p: float) -> None:
 
 
 def test_huge_logits_do_not_overflow() -> None:
-    weights = distribution_of(torch.tensor([[[3e38, -3e38, 3e38]]]), table({"temperature": 0.1}))[0].dense(
-        3
-    )
+    weights = distribution_of(torch.tensor([[[3e38, -3e38, 3e38]]]), table({"temperature": 0.1}))[0].dense(3)
     assert weights[0, 0].tolist() == [0.5, 0.0, 0.5]
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed, auto
-from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from foredraft.decode.policy.candidates import Candidate, Made
 from foredraft.decode.policy.survival import Track
 from foredraft.decode.policy.weighing import Weighing
+
+from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable, Fixed, auto
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length, round_ms
 from tests.support.simulation import Right, Row, Simulated, flat, right_with, simulate
 
 LONGEST = 10

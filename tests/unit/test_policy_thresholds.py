@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from foredraft.decode.policy.gate import certainty
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
-from foredraft.decode.policy.gate import certainty
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES

@@ -105,7 +105,7 @@ def _ours(drafter: str, name: str, llm: Any, setting: BenchContext) -> Contender
         raise ConfigError(f"{name} needs a policy that chooses; give policy='auto'")
     if kind.make is not None and not suits(drafter, policy):
         raise ConfigError(f"{name} cannot follow policy='{policy}'; give another")
-    made: Contender = _in("ours").ForedraftContender(
+    made: Contender = _in("foredraft_contender").ForedraftContender(
         name,
         llm,
         drafter,
@@ -120,7 +120,7 @@ def _ours(drafter: str, name: str, llm: Any, setting: BenchContext) -> Contender
 def _big_little(llm: Any, setting: BenchContext) -> Contender:
     if "draft-model" not in setting.drafters:
         raise ConfigError("bild needs a draft model with the target's tokenizer; give draft=")
-    made: Contender = _in("ours").BigLittle(
+    made: Contender = _in("foredraft_contender").BigLittle(
         llm, setting.policy("draft-model", BIG_LITTLE), temperature=setting.temperature
     )
     return made

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from foredraft.decode.calibration import KEPT, RARE, Calibration, Measured
+from foredraft.decode.policy.ledger import SHARE
 
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode import calibration, rehearsal
 from foredraft.decode import engine as engine_module
-from foredraft.decode.calibration import KEPT, RARE, Calibration, Measured
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import PLAIN, Auto, Choice, CostTable
-from foredraft.decode.policy.ledger import SHARE
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigError, RequestError
