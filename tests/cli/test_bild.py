@@ -36,8 +36,8 @@ def document(pair: list[str], capsys: pytest.CaptureFixture[str], *words: str) -
 
 def test_help_says_that_it_is_not_lossless() -> None:
     told = " ".join(foredraft("generate", "--help").stdout.replace("│", " ").split())
-    assert "bild: lets a draft stand unless it surprises the target (not lossless)" in told
-    assert "coupled: one text per seed, however it is drafted;" in told
+    assert "bild: keeps drafted tokens unless they surprise the target (not lossless)" in told
+    assert "coupled: same seed, same text, whatever the drafter;" in told
 
 
 def test_the_document_says_so_whatever_came_of_it(

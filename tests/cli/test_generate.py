@@ -173,7 +173,7 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--device", "abacus"], "--device is 'abacus'"),
         (["--device", "cpu:3"], "--device is 'cpu:3'"),
         (["--draft", "nowhere", "--drafter", "lookup"], "--draft has no use"),
-        (["--drafter", "draft-model"], "--drafter is 'draft-model'; give --draft, the folder"),
+        (["--drafter", "draft-model"], "--drafter is 'draft-model', which needs a draft model; give --draft"),
         (["--policy", "fixed"], "--policy has no use with drafter none"),
         (["--policy-option", "threshold=1"], "--policy-option has no use with drafter none"),
         (["--drafter", "lookup", "--policy-option", "threshold=1"], "--policy-option names 'threshold'"),
@@ -186,7 +186,7 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
             "--policy-option has by 'mood'; give one of probability, entropy, margin",
         ),
         (["--drafter", "lookup", "--policy-option", "threshold"], "--policy-option is 'threshold'"),
-        (["--drafter", "auto", "--policy", "fixed"], "cannot choose; give --policy auto"),
+        (["--drafter", "auto", "--policy", "fixed"], "cannot choose among drafters; give --policy auto"),
         (["--drafter", "none", "--max-draft", "5"], "--max-draft has no use with drafter none"),
         (
             ["--drafter", "none", "--draft-sampling", "sampled"],

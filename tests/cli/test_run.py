@@ -335,4 +335,4 @@ def test_a_model_larger_than_memory_is_one_line(
     code = main([*pair, "--device", "cpu"])
     told = capsys.readouterr()
     assert (code, told.out, told.err.count("\n")) == (2, "", 1)
-    assert "; give --dtype bfloat16, or leave the draft out" in told.err
+    assert "; give --dtype bfloat16, or leave the draft model out" in told.err

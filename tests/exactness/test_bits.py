@@ -60,7 +60,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     target, draft = save_pair(tmp_path_factory.mktemp(family), family)
     with pytest.MonkeyPatch.context() as patch:
         if by == "operators":
-            patch.setattr(loading, "unserved_because", lambda *_: "for a test")
+            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
         yield load_pair(target, draft, dtype)
 
 
@@ -137,7 +137,7 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
 def test_greedy_ids_where_products_cannot_be_packed(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
     target, draft = save_pair(tmp_path, "qwen2")
     llm = load_pair(target, draft, dtype)

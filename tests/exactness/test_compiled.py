@@ -178,7 +178,7 @@ def test_without_a_compiler_nothing_is_loaded(tmp_path: Path, monkeypatch: pytes
     import torch._inductor.config
 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(loading, "resolve", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(loading.checkpoints, "resolve", lambda *_: pytest.fail("loaded"))
     with pytest.raises(
         ConfigError, match=r"compile is on.*cannot compile here \(.*\); install a C\+\+ compiler"
     ) as error:

@@ -48,7 +48,7 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
     model.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         if by == "operators":
-            patch.setattr(loading, "unserved_because", lambda *_: "for a test")
+            patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
         llm = foredraft.load(
             folder, plan="skip:none", dtype=dtype, device="cpu", max_batch=ROWS, max_length=512
         )

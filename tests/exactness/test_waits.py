@@ -39,7 +39,7 @@ def kernels() -> Iterator[None]:
     """None, as on a GPU: the operators are PyTorch's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "HOST", ())
-        patch.setattr(loading, "unserved_because", lambda *_: "for a test")
+        patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
         yield
 
 

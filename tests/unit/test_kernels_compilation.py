@@ -110,12 +110,12 @@ def test_nothing_is_compiled_for_a_model_that_does_without(
 ) -> None:
     folder = save_checkpoint(tmp_path / "model", "llama")
     check.unserved_because.cache_clear()
-    monkeypatch.setattr(loading, "check_compiler", lambda device: None)
-    monkeypatch.setattr(loading, "_runner", refuse_to_read)
+    monkeypatch.setattr(loading.runners, "check_compiler", lambda device: None)
+    monkeypatch.setattr(loading.runners, "make_runner", refuse_to_read)
     with pytest.raises(ConfigError, match="read no further"):
         load(folder, device="cpu", **options)  # type: ignore[arg-type]
     assert not compilation._found.cache_info().currsize
 
 
-def refuse_to_read(*_: Any) -> None:
+def refuse_to_read(*_: Any, **__: Any) -> None:
     raise ConfigError("read no further")

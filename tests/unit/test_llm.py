@@ -155,8 +155,8 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(folders: tuple[Path, 
         target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512, policy="fixed"
     )
     prompt = [5 + i % 90 for i in range(301)]
-    drafter: Any = llm.engine.drafters["draft-model"]
-    runners: list[Any] = [llm.engine.target, drafter.draft_pass.runner]
+    draft_model: Any = llm.engine.drafters["draft-model"]
+    runners: list[Any] = [llm.engine.target, draft_model.draft_pass.runner]
     before = [runner.forwarded for runner in runners]
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, drafter=drafter)
     outputs = llm.generate(prompt, params, n=5000)

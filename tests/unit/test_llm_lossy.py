@@ -1,4 +1,4 @@
-"""The lossy rule through the public API: what says so, and that nobody else is touched."""
+"""The lossy rule through the public API: outputs say so, and lossless requests are not affected."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_lossless_requests_in_a_lossy_batch_keep_every_bit(llm: foredraft.LLM) -
     together = llm.generate([PROMPT] * 4, several)
     for output, own in zip(together, several, strict=True):
         [alone] = llm.generate(PROMPT, own.replace(drafter="none"))
-        assert alone.lossless and alone.deterministic, "nobody drafts, so there is nothing to let stand"
+        assert alone.lossless and alone.deterministic, "without drafts the rule changes nothing"
         assert output.lossless is output.deterministic is (own.bound is None)
         if output.lossless:
             assert (output.token_ids, output.logprobs) == (alone.token_ids, alone.logprobs)
-    assert together[1].token_ids != together[0].token_ids, "else nothing was shown"
+    assert together[1].token_ids != together[0].token_ids, "the lossy rule must change the text"
 
 
-def test_what_stands_is_up_to_the_bound_and_the_rest_is_the_targets(llm: foredraft.LLM) -> None:
-    """Of every token that the drafter wrote, the model's own log-probability says so."""
+def test_kept_drafted_tokens_are_within_the_bound(llm: foredraft.LLM) -> None:
+    """The target's log-probability of every drafted token shows it; all other tokens are the target's."""
     [output] = llm.generate(PROMPT, LOSSY, trace=True)
     assert output.logprobs is not None and output.trace is not None
     drafted = [
@@ -66,59 +66,63 @@ def test_siblings_of_a_lossy_request_are_independent(llm: foredraft.LLM) -> None
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
 
 
-def test_a_policy_that_asks_for_confidence_needs_somebody_to_be_unsure(folder: Path) -> None:
+def test_policies_that_stop_by_content_need_a_drafter_with_probabilities(folder: Path) -> None:
     for policy in ("fallback", "confidence", "adaptive-exit"):
-        with pytest.raises(ConfigError, match=f"policy is '{policy}', but nothing that drafts can be unsure"):
+        with pytest.raises(
+            ConfigError, match=f"policy is '{policy}', which needs draft probabilities, but no"
+        ):
             foredraft.load(folder / "big", drafter="lookup", policy=policy, device="cpu")
 
 
-def test_a_policy_that_asks_for_confidence_asks_who_drafts(folder: Path) -> None:
-    """Somebody else who could be asked is no reason to leave the policy unasked."""
+def test_policies_that_stop_by_content_need_probabilities_of_the_default_drafter(folder: Path) -> None:
+    """Another loaded drafter with probabilities is not enough."""
     for drafter, more in (
         ("lookup", {"draft": folder / "small"}),
         ("retokenize", {"draft": folder / "foreign"}),
     ):
         with pytest.raises(
-            ConfigError, match=f"'{drafter}' drafts, which is never unsure; give another policy"
+            ConfigError,
+            match=f"policy is 'confidence', which needs draft probabilities, but drafter='{drafter}' has none",
         ):
             foredraft.load(
                 folder / "big", plan="exit:1", drafter=drafter, policy="confidence", device="cpu", **more
             )
 
 
-def test_a_request_names_nobody_whom_the_policy_would_not_ask(folder: Path) -> None:
-    """Neither in a batch nor in a stream; and nothing has run then."""
+def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: Path) -> None:
+    """In a batch and in a stream, before anything runs."""
     llm = foredraft.load(
         folder / "big", draft=folder / "small", policy="confidence", device="cpu", max_batch=2
     )
-    fits, never = (STRICT.replace(drafter=name) for name in ("draft-model", "lookup"))
+    fitting, other = (STRICT.replace(drafter=name) for name in ("draft-model", "lookup"))
     message = (
-        "^drafter names 'lookup', which is never unsure, so that policy 'confidence' would not be asked;"
+        "^drafter is 'lookup', which has no draft probabilities, but policy='confidence' needs them;"
         " give one of none, draft-model, or load with another policy$"
     )
     with pytest.raises(RequestError, match=message):
-        llm.generate([PROMPT, PROMPT], [fits, never])
+        llm.generate([PROMPT, PROMPT], [fitting, other])
     with pytest.raises(RequestError, match=message):
-        llm.stream(PROMPT, never)
+        llm.stream(PROMPT, other)
     assert llm.engine.scheduler.idle
-    assert llm.generate(PROMPT, fits)[0].stats.drafted > 0
+    assert llm.generate(PROMPT, fitting)[0].stats.drafted > 0
     for policy in ("fixed", "auto"):
-        other = foredraft.load(
+        free = foredraft.load(
             folder / "big", draft=folder / "small", policy=policy, device="cpu", max_batch=1
         )
-        assert other.generate(PROMPT, never)[0].error is None
+        assert free.generate(PROMPT, other)[0].error is None
 
 
-def test_auto_is_a_policy_that_can_choose(folder: Path) -> None:
+def test_drafter_auto_needs_a_policy_that_can_choose(folder: Path) -> None:
     llm = foredraft.load(folder / "big", draft=folder / "small", policy="fallback", device="cpu", max_batch=1)
     message = (
-        "drafter is 'auto', but policy 'fallback' cannot choose; load with policy='auto', or give one of"
+        "drafter is 'auto', but policy='fallback' cannot choose among drafters; load with policy='auto',"
+        " or give one of"
     )
     with pytest.raises(RequestError, match=f"{message} none, draft-model$"):
         llm.generate(PROMPT, STRICT.replace(drafter="auto"))
 
 
-def test_the_thresholds_are_settings(folder: Path) -> None:
+def test_a_threshold_may_be_set(folder: Path) -> None:
     def drafted(threshold: float) -> int:
         own = foredraft.load(
             folder / "big", draft=folder / "small", device="cpu", max_batch=1, max_length=128,

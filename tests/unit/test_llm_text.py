@@ -436,12 +436,12 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
         ),
         Mutant(
             "a prompt's tokens do not count for those after them in a slice",
-            ((prompt_scores.score_chunk, "past.along(ahead[None], first)", "past.along(ahead[None, :0])"),),
+            ((prompt_scores.score_chunk, "penalty_context.along(ahead[None], first)", "penalty_context.along(ahead[None, :0])"),),
             lambda: test_a_prompts_law_is_what_would_have_been_drawn_from(llm),
         ),
         Mutant(
             "the text ends a token after its stop string",
-            ((Sequence._end, "self.transcript.stopped_by is not None", "self.transcript.stopped_by and len(self.tokens) % 2"),),
+            ((Sequence._end, "self.text_buffer.stopped_by is not None", "self.text_buffer.stopped_by and len(self.tokens) % 2"),),
             lambda: test_all_ends_where_a_stop_string_is_complete(llm, "lookup", False),
         ),
     ]  # fmt: skip

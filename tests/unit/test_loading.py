@@ -1,4 +1,4 @@
-"""`load`: names to objects by the tables, room within memory, and refusals that name the remedy."""
+"""`load`: objects from names, cache sizes within memory, and errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
 from foredraft.drafters.lookup import Lookup
-from foredraft.loading import DRAFTERS, POLICIES
+from foredraft.kinds import DRAFTERS, POLICIES
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
@@ -46,26 +46,26 @@ def load(models: Path, name: str = "big", **options: object) -> foredraft.LLM:
 
 
 def set_room(monkeypatch: pytest.MonkeyPatch, caches: int, *folders: Path) -> None:
-    """Free memory that leaves so many bytes to the caches beside these models' weights."""
+    """Pretend so much free memory that `caches` bytes may be used beside the weights of these models."""
     cpu = torch.device("cpu")
     weights = sum(weight_bytes(ModelSpec.from_folder(folder), cpu, torch.float32) for folder in folders)
     monkeypatch.setattr(loading.capacity, "free_memory", lambda device: weights + 2 * caches)
 
 
 class Echo(Lookup):
-    """A drafter of a test's own."""
+    """A drafter that only this test knows."""
 
     name = "echo"
 
 
-def test_a_new_drafter_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_added_to_the_table_is_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[kinds.Parts] = []
 
     def make(parts: kinds.Parts) -> Echo:
         seen.append(parts)
         return Echo()
 
-    monkeypatch.setitem(DRAFTERS, "echo", kinds.DrafterKind("what was said", make, lossless=False))
+    monkeypatch.setitem(DRAFTERS, "echo", kinds.DrafterKind("copies the text", make, lossless=False))
     llm = load(models, drafter="echo", max_batch=2, max_length=64)
     [output] = llm.generate("a b a b a b", GREEDY)
     assert output.stats.drafted > 0
@@ -76,20 +76,22 @@ def test_a_new_drafter_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch
     assert parts.target is llm.engine.target
 
 
-def test_a_new_policy_is_one_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
 
     def make(longest: int) -> object:
         made.append(longest)
         return POLICIES["fixed"].make(longest)
 
-    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as can be", make, max_draft=7))  # type: ignore[arg-type]
+    monkeypatch.setitem(POLICIES, "bold", kinds.PolicyKind("as long as possible", make, max_draft=7))  # type: ignore[arg-type]
     load(models, policy="bold"), load(models, policy="bold", max_draft=2)
     assert made == [7, 2]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
+def test_every_drafter_is_loaded_under_its_name(models: Path, name: str) -> None:
     kind = DRAFTERS[name]
     draft = models / ("foreign" if kind.retokenizes else "small") if kind.needs_draft else None
     plan = "exit:1" if kind.needs_plan else None
@@ -102,40 +104,40 @@ def test_every_drafter_is_made_under_its_name(models: Path, name: str) -> None:
 
 @pytest.mark.parametrize("value", ["3", 2.5, True, 0, math.nan])
 @pytest.mark.parametrize("option", ["max_draft", "max_batch", "max_length"])
-def test_a_count_is_a_whole_number(models: Path, option: str, value: object) -> None:
-    instead = ", or drafter='none'" if option == "max_draft" else ""
-    message = f"{option} is {value!r}; give a whole number, 1 or more{instead}"
+def test_counts_must_be_whole_numbers(models: Path, option: str, value: object) -> None:
+    alternative = ", or drafter='none'" if option == "max_draft" else ""
+    message = f"{option} is {value!r}; give a whole number, 1 or more{alternative}"
     with pytest.raises(ConfigError, match=f"^{message}$"):
         load(models, **{option: value})
 
 
 @pytest.mark.parametrize("wrong", ["threshold=0.5", [("threshold", 0.5)], [], ""])
-def test_the_numbers_of_a_policy_are_a_table(models: Path, wrong: object) -> None:
+def test_policy_options_must_be_a_table(models: Path, wrong: object) -> None:
     with pytest.raises(ConfigError, match="policy_options is .*; give a table, such as {'threshold': 0.6}"):
         load(models, draft=models / "small", policy="confidence", policy_options=wrong)
 
 
-def test_a_list_is_no_name(models: Path) -> None:
+def test_a_list_is_refused_as_a_name(models: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy is \['fixed'\]; give one of auto, fixed"):
         load(models, policy=["fixed"])
 
 
-def test_who_asks_the_drafter_says_so() -> None:
-    """A request is refused by what the policy is, `load` by what the table says of it."""
+def test_table_and_policies_agree_on_stopping_by_content() -> None:
+    """`load` checks drafters by the table, a request by the loaded policy."""
     for kind in POLICIES.values():
-        assert kind.make(3).looks == kind.confident
+        assert kind.make(3).looks == kind.stops_by_content
 
 
 def test_every_policy_can_grow_to_its_longest_draft() -> None:
-    """The heuristic one starts at 5 and would stay there if that were its longest."""
+    """The heuristic policy starts at 5 tokens and would stay there if that were its longest draft."""
     from foredraft.decode.stats import Round
 
     lengths = {}
     for name, kind in POLICIES.items():
         policy = kind.make(kind.max_draft)
         assert policy.name == name
-        if kind.weighs:
-            continue  # its length follows costs
+        if kind.uses_costs:
+            continue  # its draft length depends on costs
         sequence = SimpleNamespace(policy_state=policy.start(), tokens=[], prompt=[])
         budgets = []
         for _ in range(9):
@@ -152,19 +154,20 @@ def test_every_policy_can_grow_to_its_longest_draft() -> None:
     }
 
 
-def test_the_default_draft_fits_the_verifying_pass(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_draft_length_fits_the_verifying_pass(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     kind = kinds.PolicyKind("", lambda n: made.append(n) or POLICIES["fixed"].make(n), max_draft=10**6)  # type: ignore[func-returns-value]
     monkeypatch.setitem(POLICIES, "endless", kind)
     llm = load(models, policy="endless")
     assert made == [llm.engine.target.max_queries - 1]
-    with pytest.raises(ConfigError, match="max_draft is 1000000; this model's verifying pass takes"):
+    with pytest.raises(ConfigError, match="max_draft is 1000000, but this model's verifying pass takes"):
         load(models, policy="endless", max_draft=10**6)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "none"])
-def test_a_draft_that_is_not_the_default_drafter(models: Path, drafter: str) -> None:
-    """It is loaded: a request may name it."""
+def test_requests_may_name_a_draft_model_that_is_not_the_default_drafter(models: Path, drafter: str) -> None:
     llm = load(models, draft=models / "small", drafter=drafter)
     [output] = llm.generate("a b c", GREEDY)
     assert llm.default_drafter == (None if drafter == "none" else drafter)
@@ -173,12 +176,12 @@ def test_a_draft_that_is_not_the_default_drafter(models: Path, drafter: str) -> 
     assert drafter != "none" or output.stats.drafted == 0
 
 
-def test_the_drafts_tokenizer_decides_who_drafts(models: Path, tmp_path: Path) -> None:
+def test_the_draft_models_tokenizer_decides_the_default_drafter(models: Path, tmp_path: Path) -> None:
     llm = load(models, draft=models / "foreign")
     assert llm.default_drafter == "retokenize"
     assert set(llm.engine.drafters) == {"lookup", "retokenize"}
     assert llm.generate("a b c", GREEDY)[0].stats.drafted > 0
-    # of other ids and another size, but of one tokenizer
+    # other ids and another vocabulary size, but the same tokenizer
     relative = checkpoints.save_checkpoint(tmp_path / "relative", vocab_size=400)
     alphabets.save(alphabets.permuted(checkpoints.tiny_tokenizer())[0], relative)
     llm = load(models, draft=relative)
@@ -190,26 +193,28 @@ def test_the_drafts_tokenizer_decides_who_drafts(models: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("draft", "drafter", "told"),
+    ("draft", "drafter", "message"),
     [
         ("foreign", "draft-model", "has another tokenizer than the target .*big; give drafter='retokenize'"),
         ("small", "retokenize", "has the tokenizer of the target .*big; give drafter='draft-model'"),
     ],
 )
-def test_the_wrong_kind_of_drafter_is_told_the_right_one(
-    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, drafter: str, told: str
+def test_a_drafter_that_does_not_fit_the_tokenizer_is_refused_with_the_one_that_fits(
+    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, drafter: str, message: str
 ) -> None:
-    monkeypatch.setattr(loading, "load_decoder", None)  # before anything large is read
+    monkeypatch.setattr(loading.runners, "load_decoder", None)  # before anything large is read
     with pytest.raises(
-        ConfigError, match=f"drafter is '{drafter}', but the draft model .*{draft} {told}"
-    ) as said:
+        ConfigError, match=f"drafter is '{drafter}', but the draft model .*{draft} {message}"
+    ) as caught:
         load(models, draft=models / draft, drafter=drafter)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("without", [["big"], ["draft"], ["big", "draft"]])
-def test_a_folder_without_a_tokenizer(models: Path, tmp_path: Path, without: list[str]) -> None:
-    """Vocabularies of one size are taken for one; those of two need their files."""
+def test_missing_tokenizers_are_refused_where_vocabulary_sizes_differ(
+    models: Path, tmp_path: Path, without: list[str]
+) -> None:
+    """Vocabularies of the same size count as the same vocabulary."""
     for size in (384, 400):
         folders = {"big": tmp_path / f"big{size}", "draft": tmp_path / f"draft{size}"}
         checkpoints.save_checkpoint(folders["big"], tokenizer=True)
@@ -221,17 +226,19 @@ def test_a_folder_without_a_tokenizer(models: Path, tmp_path: Path, without: lis
             assert llm.default_drafter == "draft-model"
             assert llm.generate([5, 6, 7], GREEDY)[0].token_ids
             continue
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as caught:
             foredraft.load(folders["big"], draft=folders["draft"], device="cpu", policy="fixed")
         for part in (str(folders["big"]), "384", str(folders["draft"]), "400"):
-            assert part in str(told.value)
-        assert str(told.value).endswith(f"put the tokenizer.json that is missing into {folders[without[0]]}")
+            assert part in str(caught.value)
+        assert str(caught.value).endswith(
+            f"put the tokenizer.json that is missing into {folders[without[0]]}"
+        )
 
 
-def test_a_retokenizing_draft_has_room_for_its_own_tokens(
+def test_a_retokenizing_draft_model_gets_twice_the_positions(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the positions, and they count as memory."""
+    """They count as memory too."""
     llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
     drafter = llm.engine.drafters["retokenize"]
     assert drafter.cache.positions == drafter.positions == 1400  # type: ignore[attr-defined]
@@ -240,7 +247,7 @@ def test_a_retokenizing_draft_has_room_for_its_own_tokens(
     row = 2 * spec.kv_heads * spec.head_dim * 4
     both = (
         spec.layers * 2048 + 1 * 2048
-    ) * row  # stored positions, by 1024 and with room to write past the end
+    ) * row  # positions are stored in units of 1024, with slack past the end
     for budget, fits in ((2 * both, True), (2 * both - 1, False)):
         set_room(monkeypatch, budget, models / "big", models / "foreign")
         if fits:
@@ -250,10 +257,10 @@ def test_a_retokenizing_draft_has_room_for_its_own_tokens(
                 load(models, draft=models / "foreign", max_length=700, max_batch=2)
 
 
-def test_a_draft_that_was_made_for_less_takes_no_more_memory(
+def test_a_draft_model_with_fewer_positions_gets_a_smaller_cache(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cache ends where its drafts do: on, the target decodes alone, to the same text."""
+    """Beyond its positions the target decodes without drafts, and the text stays the same."""
     short = checkpoints.save_checkpoint(
         tmp_path / "short", tokenizer=True, seed=2, num_hidden_layers=1, max_position_embeddings=40
     )
@@ -282,16 +289,18 @@ def test_a_draft_that_was_made_for_less_takes_no_more_memory(
         monkeypatch.undo()
 
 
-def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
+def test_greedy_draft_sampling_needs_a_drafter_with_probabilities(models: Path) -> None:
     with pytest.raises(ConfigError, match="draft_sampling is 'greedy', but no model drafts"):
         load(models, drafter="lookup", draft_sampling="greedy")
     with pytest.raises(ConfigError, match="'greedy', but the draft model .*foreign has another tokenizer"):
         load(models, draft=models / "foreign", draft_sampling="greedy")
-    load(models, drafter="lookup", draft=models / "small", draft_sampling="greedy")  # a request may name it
+    load(
+        models, drafter="lookup", draft=models / "small", draft_sampling="greedy"
+    )  # a request may name the draft model
 
 
 @pytest.mark.parametrize(
-    ("device", "count", "told"),
+    ("device", "count", "message"),
     [
         ("cpu:3", 0, "there is one CPU; give 'cpu'"),
         ("cpu:0", 0, "there is one CPU; give 'cpu'"),
@@ -305,35 +314,35 @@ def test_greedy_drafts_need_a_drafter_that_samples(models: Path) -> None:
         ),
     ],
 )
-def test_a_device_that_is_not_there(
-    models: Path, monkeypatch: pytest.MonkeyPatch, device: str, count: int, told: str
+def test_devices_that_do_not_exist_are_refused(
+    models: Path, monkeypatch: pytest.MonkeyPatch, device: str, count: int, message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    with pytest.raises(ConfigError, match=f"device is '{device}'.*{told}"):
+    with pytest.raises(ConfigError, match=f"device is '{device}'.*{message}"):
         load(models, device=device)
 
 
-LONG_ROW = 2 * 4 * 16 * 4  # bytes of a position in the cache of "long": k and v, heads, width, float32
+LONG_ROW = 2 * 4 * 16 * 4  # bytes of a position in the cache of "long": k and v, heads, head dim, float32
 
 
 @pytest.mark.parametrize(
     ("rows_at_once", "options", "rows", "positions"),
     [
-        (100, {}, 8, 131072),  # enough for all that seldom pays to exceed
-        (4.5, {}, 8, 65536),  # positions give way to rows,
-        (0.06, {}, 1, 4096),  # but only down to what a conversation takes,
-        (0.01, {}, 1, 512),  # or to what fits at all
-        (2, {"max_length": 131072}, 2, 131072),  # what was asked for stays
+        (100, {}, 8, 131072),  # enough for the most rows that are used by default
+        (4.5, {}, 8, 65536),  # positions are halved in favour of rows,
+        (0.06, {}, 1, 4096),  # but not below the length of a conversation,
+        (0.01, {}, 1, 512),  # unless nothing else fits
+        (2, {"max_length": 131072}, 2, 131072),  # a given length stays
         (1, {"max_batch": 4}, 4, 16384),
         (100, {"needs": (1, 200)}, 1, 200),
         (100, {"needs": (5000, 200)}, 8, 200),
-        (4, {"needs": (8, 131072)}, 4, 131072),  # all must fit; the others wait
+        (4, {"needs": (8, 131072)}, 4, 131072),  # the longest text must fit; other requests wait
         (0.3, {"needs": (8, 10**6)}, 1, 32768),
         (100, {"needs": (1, 200), "max_length": 300, "max_batch": 2}, 2, 300),
     ],
 )
-def test_room_within_memory(
+def test_the_cache_size_fits_into_free_memory(
     models: Path,
     monkeypatch: pytest.MonkeyPatch,
     rows_at_once: float,
@@ -341,17 +350,17 @@ def test_room_within_memory(
     rows: int,
     positions: int,
 ) -> None:
-    """rows_at_once: of the model's whole length, as memory has room for."""
+    """rows_at_once: rows of the model's full length that fit into memory."""
     row = (131072 + 1024) * LONG_ROW
     set_room(monkeypatch, int(rows_at_once * row), models / "long")
     made = SimpleNamespace()
-    new_cache = loading.Runner.new_cache
+    new_cache = loading.runners.Runner.new_cache
 
-    def noted(self: loading.Runner, count: int, length: int) -> object:
+    def noted(self: loading.runners.Runner, count: int, length: int) -> object:
         made.rows, made.positions = count, length
-        return new_cache(self, 1, 64)  # the figures are enough
+        return new_cache(self, 1, 64)  # only the numbers matter
 
-    monkeypatch.setattr(loading.Runner, "new_cache", noted)
+    monkeypatch.setattr(loading.runners.Runner, "new_cache", noted)
     if "needs" in options:
         needed = options["needs"]
         options = options | {"needs": lambda *_: needed}
@@ -359,19 +368,21 @@ def test_room_within_memory(
     assert (made.rows, made.positions, llm.max_length) == (rows, positions, positions)
 
 
-def test_what_cannot_fit_is_refused_with_the_figures(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_that_do_not_fit_are_refused_with_their_sizes(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading.capacity, "free_memory", lambda device: 2**20)
     with pytest.raises(ConfigError, match=r"1 sequences of 131072 positions need \d+ MiB.*0 MiB may be used"):
         load(models, "long", max_length=131072)
 
 
-def test_the_tables_do_not_wait_for_torch() -> None:
+def test_the_tables_do_not_import_torch() -> None:
     code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
 
 
-def test_a_revision_of_nothing_is_refused(models: Path) -> None:
+def test_a_revision_without_a_hub_id_is_refused(models: Path) -> None:
     with pytest.raises(ConfigError, match="draft_revision is 'v1', but no hub id is given that has it"):
         load(models, draft_revision="v1")
     with pytest.raises(ConfigError, match="^revision is 'v1', but no hub id is given"):
@@ -381,7 +392,7 @@ def test_a_revision_of_nothing_is_refused(models: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
-    """Too large, or without the model's own end; a model padded beyond its tokenizer is none such."""
+    """It has too many ids, or lacks the model's end-of-text token. A padded vocabulary is accepted."""
     small, padded, endless = tmp_path / "small", tmp_path / "padded", tmp_path / "endless"
     for folder, keys in (
         (small, {"vocab_size": 383}),
@@ -390,7 +401,7 @@ def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -
     ):
         checkpoints.save_checkpoint(folder, seed=1, **keys)  # type: ignore[arg-type]
         shutil.copy(models / "big/tokenizer.json", folder)
-    for folder, told in (
+    for folder, message in (
         (small, "has ids up to 383, but the model's vocabulary is 383"),
         (endless, "has no token 500, which is the model's eos_token_id"),
     ):
@@ -401,7 +412,7 @@ def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -
             assert line.startswith(
                 f"{folder}/tokenizer.json is not the tokenizer of {folder}/config.json: it"
             )
-            assert told in line and "\n" not in line
+            assert message in line and "\n" not in line
     spoilt = checkpoints.save_checkpoint(tmp_path / "spoilt", tokenizer=True)
     (spoilt / "tokenizer_config.json").write_text(
         json.dumps({"added_tokens_decoder": {"384": {"content": "<tool>"}}})
@@ -415,10 +426,10 @@ def test_a_tokenizer_of_another_model_is_refused(models: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models whose tokenizers have added tokens behind the models' last ids, special ones and plain ones.
+    """Models whose tokenizers have added tokens, special and plain, beyond the models' last ids.
 
-    As Gemma 3's text models have, and fine-tunes of Llama 2 with a padding token. `model` and `draft` share a
-    tokenizer, `relative` has the tokens elsewhere and its own where the others have text, `foreign` another.
+    Text models of Gemma 3 have such tokens, and fine-tunes of Llama 2 with a padding token. `model` and
+    `draft` share a tokenizer; `relative` has the same tokens under other ids; `foreign` has another tokenizer.
     """
     folder = tmp_path_factory.mktemp("beyond")
     for name, inner, layers in (
@@ -439,7 +450,7 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("draft", [None, "draft", "relative", "foreign"])
 def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | None) -> None:
-    """Text goes in and out, and drafts; a prompt that has such a token is refused by it."""
+    """Text is generated and drafted; a prompt with such a token is refused by its id."""
     options = {} if draft is None else {"draft": beyond / draft}
     llm = foredraft.load(beyond / "model", device="cpu", max_length=256, policy="fixed", **options)  # type: ignore[arg-type]
     plain = foredraft.load(beyond / "model", device="cpu", max_length=256)
@@ -453,8 +464,8 @@ def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | N
             llm.generate(prompt, params)
 
 
-def test_a_draft_reads_no_token_beyond_its_ids(beyond: Path, tmp_path: Path) -> None:
-    """What the target has an id for and says."""
+def test_a_draft_model_reads_no_id_beyond_its_vocabulary(beyond: Path, tmp_path: Path) -> None:
+    """The target has ids for tokens that lie beyond the draft model's vocabulary, and emits them."""
     target = checkpoints.save_checkpoint(tmp_path / "target", vocab_size=400, eos_token_id=None)
     shutil.copy(beyond / "model/tokenizer.json", target)
     prompts = ["a <pad2> b", "<image><plain> the text", "<pad2>"]

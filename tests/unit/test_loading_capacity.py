@@ -1,4 +1,4 @@
-"""What is free, what the weights take, and refusals before anything large is read."""
+"""Free memory, sizes of weights, dtypes of devices, and errors before a weight is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 import foredraft
 from foredraft import ConfigError, loading
-from foredraft.cli.error_text import spelled_as_options
 from foredraft.loading import device as devices
 from foredraft.loading import memory
 from foredraft.model import weights
@@ -28,11 +27,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
 
 
-# --- what is free --------------------------------------------------------------------------------------
+# --- free memory ---------------------------------------------------------------------------------------
 
 
 def machine(root: Path, cgroup: str, mountinfo: str, files: dict[str, str], available: int = 100) -> None:
-    """A /proc and control groups, so many GiB available on the machine; files: by path, in GiB."""
+    """Write a /proc with `available` GiB of free memory, and control groups whose files hold GiB."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available * 2**20} kB\n")
     (root / "proc/self/cgroup").write_text(cgroup)
@@ -70,10 +69,10 @@ def v2(limit: int | None, usage: int, files: int, at: str = V2) -> dict[str, str
 @pytest.mark.parametrize(
     ("cgroup", "mounts", "files", "free"),
     [
-        ("0::/\n", "", {}, 100),  # no groups: the machine's own
+        ("0::/\n", "", {}, 100),  # no groups
         ("0::/\n", MOUNT2.format("/"), v2(16, 6, 2), 16 - 6 + 2 + 1),  # a container with its own namespace
         ("0::/\n", MOUNT2.format("/"), v2(None, 6, 2), 100),
-        ("0::/\n", MOUNT2.format("/"), v2(16, 20, 0), 0),  # a limit that came later
+        ("0::/\n", MOUNT2.format("/"), v2(16, 20, 0), 0),  # a limit below the usage
         ("0::/\n", MOUNT2.format("/"), v2(500, 6, 2), 100),  # more than the machine has
         ("0::/a/b\n", MOUNT2.format("/"), v2(30, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 17),
         ("0::/a/b\n", MOUNT2.format("/"), v2(None, 0, 0, f"{V2}/a/b") | v2(20, 6, 2, f"{V2}/a"), 17),
@@ -82,12 +81,12 @@ def v2(limit: int | None, usage: int, files: int, at: str = V2) -> dict[str, str
         ("4:memory:/\n0::/\n", MOUNT1.format("/"), v1(16, 6, 2), 13),
         ("4:cpu,memory:/a\n", MOUNT1.format("/"), v1(12, 6, 2, f"{V1}/a"), 9),
         ("4:memory:/docker/f00\n", MOUNT1.format("/docker/f00"), v1(16, 6, 2), 13),
-        ("4:memory:/docker/f00\n", MOUNT1.format("/"), v1(16, 6, 2), 13),  # its own folder cannot be seen
+        ("4:memory:/docker/f00\n", MOUNT1.format("/"), v1(16, 6, 2), 13),  # its own folder is not visible
         ("4:memory:/\n", MOUNT1.format("/"), v1(8 * 2**30 - 1, 6, 2), 100),  # version 1's "no limit"
         ("4:memory:/\n0::/\n", MOUNT1.format("/") + MOUNT2.format("/"), v1(16, 6, 2) | v2(16, 9, 2), 10),
     ],
 )
-def test_a_group_of_processes_may_have_less_than_the_machine(
+def test_free_memory_respects_the_limits_of_control_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     cgroup: str,
@@ -100,23 +99,25 @@ def test_a_group_of_processes_may_have_less_than_the_machine(
     assert memory.free_memory(CPU) == free * GIB
 
 
-def test_without_proc_half_of_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_the_memory_counts_as_free_without_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     monkeypatch.setattr(memory, "ROOT", tmp_path)
     assert memory.free_memory(CPU) == half > 0
 
 
-def test_what_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_allocator_caches_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("memory_reserved", 7), ("memory_allocated", 3), ("mem_get_info", (10, 99))):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert memory.free_memory(CUDA) == 14
 
 
-# --- what the weights take -----------------------------------------------------------------------------
+# --- sizes of weights ----------------------------------------------------------------------------------
 
 
 def held(decoder: Decoder) -> int:
-    """Bytes of the distinct tensors of a decoder; of a product on a copy, those of the weight itself."""
+    """Return the bytes of a decoder's distinct tensors; a packed copy counts as the weight that it holds."""
     sizes: dict[int, int] = {}
 
     def add(part: Any) -> None:
@@ -127,7 +128,7 @@ def held(decoder: Decoder) -> int:
             rows, *columns = part.shape if hasattr(part, "shape") else part.weight.shape
             key = (
                 id(part.weight) if part.weight.is_mkldnn else part.weight.data_ptr()
-            )  # arranged ones share a region
+            )  # weights in the kernels' layout share a region
             sizes[key] = math.prod([rows, *columns]) * decoder.dtype.itemsize
             if getattr(part, "bias", None) is not None:
                 sizes[id(part.bias)] = rows * decoder.dtype.itemsize
@@ -146,7 +147,7 @@ def held(decoder: Decoder) -> int:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["packed", "plain", "native"])
-def test_the_weights_are_counted_before_they_come(
+def test_weight_bytes_predicts_the_size_of_a_loaded_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, layout: str
 ) -> None:
     folder = checkpoints.save_variant(tmp_path, variant)
@@ -159,15 +160,17 @@ def test_the_weights_are_counted_before_they_come(
     ):
         pytest.skip(f"products are not {layout} here")
     decoder = load_decoder(folder, CPU, dtype, native=native)
-    monkeypatch.setattr(weights, "_open", None)  # no file is opened
+    monkeypatch.setattr(weights, "_open", None)  # counting opens no file
     counted = weight_bytes(spec, CPU, dtype, native=native)
     assert counted == held(decoder)
-    other = weight_bytes(spec, CPU, dtype, native=True)  # a copy cannot be the embedding too
+    other = weight_bytes(
+        spec, CPU, dtype, native=True
+    )  # a packed output matrix cannot serve as the embedding
     tied = spec.tied and layout == "plain"
     assert other - counted == tied * spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
-# --- refusals ------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +184,7 @@ def free(monkeypatch: pytest.MonkeyPatch, **each: int) -> None:
     monkeypatch.setattr(loading.capacity, "free_memory", lambda device: each[device.type])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in each)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(loading, "load_decoder", None)  # before anything large is read
+    monkeypatch.setattr(loading.runners, "load_decoder", None)  # errors come before a weight is read
     monkeypatch.setattr(weights, "_open", None)
 
 
@@ -194,7 +197,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     big, small = (size(models / name, torch.float32) for name in ("big", "small"))
-    for room, options, told in (
+    for room, options, messages in (
         (big - 1, {}, ["in float32, but 0.001 GiB are free on cpu; give dtype='bfloat16'"]),
         (1000, {}, ["0.000 GiB are free on cpu; give a smaller model"]),
         (1000, {"dtype": "bfloat16"}, ["in bfloat16", "give a smaller model"]),
@@ -202,32 +205,33 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(
             big + small - 1,
             {"draft": models / "small"},
             [
-                f"need {big / GIB:.3f} GiB in float32, those of the draft {small / GIB:.3f} GiB in float32",
-                "; give dtype='bfloat16', or leave the draft out",
+                f"need {big / GIB:.3f} GiB in float32, those of the draft model {small / GIB:.3f} GiB in float32",
+                "; give dtype='bfloat16', or leave the draft model out",
             ],
         ),
         (
             big,
             {"draft": models / "half"},
-            ["those of the draft 0.000 GiB in bfloat16", "leave the draft out"],
+            ["those of the draft model 0.000 GiB in bfloat16", "leave the draft model out"],
         ),
     ):
         free(monkeypatch, cpu=room)
         with pytest.raises(ConfigError) as error:
             foredraft.load(models / "big", device="cpu", **options)  # type: ignore[arg-type]
-        assert all(part in str(error.value) for part in told), error.value
+        assert all(part in str(error.value) for part in messages), error.value
         assert "\n" not in str(error.value)
-    assert "give --dtype bfloat16" in spelled_as_options("0 GiB are free; give dtype='bfloat16'")
 
 
-def test_another_device_is_named_where_it_has_the_room(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_suggested_where_the_model_fits_there(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
         free(monkeypatch, **{here: 1000, there: GIB})
         with pytest.raises(ConfigError, match=f"are free on {here}; give device='{there}'$"):
             foredraft.load(models / "big", device=here)
 
 
-def test_caches_have_what_the_weights_leave(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_only_use_memory_beside_the_weights(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, cpu=size(models / "big", torch.float32) + 1000)
     with pytest.raises(
         ConfigError, match="0 MiB may be used beside the weights; lower max_batch or max_length"
@@ -235,24 +239,24 @@ def test_caches_have_what_the_weights_leave(models: Path, monkeypatch: pytest.Mo
         foredraft.load(models / "big", device="cpu")
 
 
-# --- what a device computes in -------------------------------------------------------------------------
+# --- dtypes of devices -------------------------------------------------------------------------------
 
 
-def test_every_dtype_that_works_is_taken() -> None:
-    for dtype in loading.DTYPES.values():
+def test_every_dtype_that_the_cpu_computes_in_is_accepted() -> None:
+    for dtype in loading.options.DTYPES.values():
         devices.check_dtype(CPU, dtype)
 
 
 @pytest.mark.parametrize(
-    ("operator", "defect", "told"),
+    ("operator", "defect", "message"),
     [
         ("linear", RuntimeError("\"addmm\" not implemented for 'Half'\nmore"), '("addmm" not implemented'),
         ("rms_norm", NotImplementedError("no kernel image"), "(no kernel image)"),
         ("silu", None, "computes wrong values"),
     ],
 )
-def test_a_dtype_that_the_device_cannot_do(
-    models: Path, monkeypatch: pytest.MonkeyPatch, operator: str, defect: Exception | None, told: str
+def test_a_dtype_that_the_device_cannot_compute_in_is_refused(
+    models: Path, monkeypatch: pytest.MonkeyPatch, operator: str, defect: Exception | None, message: str
 ) -> None:
     plain = getattr(torch.nn.functional, operator)
 
@@ -264,16 +268,16 @@ def test_a_dtype_that_the_device_cannot_do(
         return plain(x, *rest) * 2
 
     monkeypatch.setattr(torch.nn.functional, operator, broken)
-    monkeypatch.setattr(loading, "load_decoder", None)
+    monkeypatch.setattr(loading.runners, "load_decoder", None)
     with pytest.raises(ConfigError) as error:
         foredraft.load(models / "big", device="cpu", dtype="float16")
     line = str(error.value)
-    assert line.startswith("dtype is 'float16', ") and told in line and "\n" not in line
-    assert line.endswith("; give dtype='float32' or 'bfloat16'")
+    assert line.startswith("dtype is 'float16', ") and message in line and "\n" not in line
+    assert line.endswith("; give dtype='float32' or dtype='bfloat16'")
 
 
 @pytest.mark.parametrize(("capability", "warned"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
-def test_emulated_bfloat16_is_told(
+def test_emulated_bfloat16_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capability: tuple[int, int],

@@ -1,4 +1,4 @@
-"""`load` with a plan: given in every way or found, refused by name, and what follows from it."""
+"""`load` with a plan: given in every form or found, errors, draft lengths and draft costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foredraft.drafters.skips import Skips
 from tests.support import checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-NO_PLAN = "no plan for this model; make one with `foredraft tune`, or give plan="
+NO_PLAN = "no plan for this model; make one with `foredraft tune`, or give plan"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plan(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanFile:
-    """Of the big model, kept nowhere yet."""
+    """A plan of the big model that is not kept yet."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     return PlanFile(
         model="big", model_hash=model_hash(models / "big"), layers=3, skip_attention=(1,), skip_mlp=(2,),
@@ -50,14 +50,14 @@ def self_draft(llm: foredraft.LLM) -> Any:
     return llm.engine.drafters["layer-skip"]
 
 
-def test_a_plan_is_given_in_any_form(models: Path, plan: PlanFile, tmp_path: Path) -> None:
+def test_a_plan_may_be_given_in_any_form(models: Path, plan: PlanFile, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     write_plan(plan, file)
     want = load(models).generate("a b c", GREEDY)[0].token_ids
     for given in (file, str(file), plan, plan.skips, "skip:attn=1/mlp=2"):
         llm = load(models, plan=given)
         assert self_draft(llm).skips == Skips((1,), (2,))
-        assert llm.default_drafter == "layer-skip", "who gives a plan wants it used"
+        assert llm.default_drafter == "layer-skip", "a given plan is used by default"
         [output] = llm.generate("a b c", GREEDY)
         assert output.token_ids == want and output.stats.drafted > 0 and output.lossless
         policy: Any = llm.engine.policy
@@ -65,7 +65,7 @@ def test_a_plan_is_given_in_any_form(models: Path, plan: PlanFile, tmp_path: Pat
     assert self_draft(load(models, plan="exit:2")).skips == Skips(exit=2)
 
 
-def test_it_drafts_on_the_targets_own_cache(models: Path) -> None:
+def test_layer_skip_drafts_on_the_targets_cache(models: Path) -> None:
     llm = load(models, plan="skip:attn=1")
     assert (
         self_draft(llm).caches == (llm.engine.cache,)
@@ -85,7 +85,7 @@ def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
     assert load(models, drafter="layer-skip", max_draft=7).engine.policy.max_draft == 7  # type: ignore[attr-defined]
     assert load(models, drafter="layer-skip", policy="heuristic").engine.policy.max_draft == 3  # type: ignore[attr-defined]
     assert self_draft(load(models, drafter="layer-skip", plan="exit:1")).skips == Skips(exit=1)
-    # a request may name it, whoever drafts by default
+    # a request may name it where another drafter is the default
     llm = load(models, draft=models / "small")
     assert llm.default_drafter == "draft-model" and llm.engine.policy.max_draft == 5  # type: ignore[attr-defined]
     names = ("none", "lookup", "draft-model", "layer-skip")
@@ -94,11 +94,11 @@ def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
     assert outputs[3].stats.drafted > 0
 
 
-def test_a_plan_that_does_not_fit_is_refused(models: Path, plan: PlanFile, tmp_path: Path) -> None:
+def test_plans_that_do_not_fit_are_refused(models: Path, plan: PlanFile, tmp_path: Path) -> None:
     other = replace(plan, model="another", model_hash="0" * 64)
     write_plan(other, tmp_path / "other.json")
     (tmp_path / "text.json").write_text("exit 1")
-    for given, told in (
+    for given, message in (
         (
             tmp_path / "other.json",
             "plan is one of 'another', which is another model than .*big; make one with",
@@ -109,15 +109,15 @@ def test_a_plan_that_does_not_fit_is_refused(models: Path, plan: PlanFile, tmp_p
         ("exit:3", "plan exits before layer 3; give 1 to 2, for the model has 3 layers"),
         ("skip:mlp=3", "plan skips the mlp of layer 3; give 0 to 2"),
         ("skip:mlp", "plan is 'skip:mlp'; give exit:LAYER, or skip:"),
-        (replace(plan, layers=7), "plan is one of a model of 7 layers, and this one has 3; make one with"),
+        (replace(plan, layers=7), "plan is for a model of 7 layers, but this one has 3; make one with"),
         (replace(plan, layers=9, skip_mlp=(8,)), "plan skips the mlp of layer 8; give 0 to 2"),
     ):
-        with pytest.raises(ConfigError, match=told) as refused:
+        with pytest.raises(ConfigError, match=message) as refused:
             load(models, plan=given)
         assert "\n" not in str(refused.value)
 
 
-def test_a_broken_plan_that_nobody_asked_for_is_left_out(
+def test_a_broken_kept_plan_is_left_out_unless_it_is_needed(
     models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep_plan(plan)
@@ -134,7 +134,7 @@ def test_a_broken_plan_that_nobody_asked_for_is_left_out(
 def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
     models: Path, plan: PlanFile, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, where somebody wants it; text is the same by any."""
+    """One warning, and only where the plan is given or needed; the output is exact in any case."""
     elsewhere = replace(plan, device="cuda")
     keep_plan(elsewhere)
     for given, doubted in (
@@ -153,17 +153,19 @@ def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
         assert not told or "and serves on cpu in " in told[0]
 
 
-def test_greedy_drafts_are_a_self_drafts_too(models: Path) -> None:
+def test_greedy_draft_sampling_works_with_layer_skip(models: Path) -> None:
     llm = load(models, plan="skip:attn=1", draft_sampling="greedy")
     assert llm.generate("a b c", replace(GREEDY, temperature=1.0))[0].stats.drafted > 0
     assert load(models, plan="exit:1", draft=models / "foreign", draft_sampling="greedy").engine.greedy_drafts
 
 
-def test_a_draft_step_costs_what_its_plan_leaves_in(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that counts the sub-layers that run, and one for embedding and head."""
+def test_a_draft_step_costs_the_sub_layers_that_its_plan_keeps(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock counts the sub-layers that run, and one unit for embedding and head."""
     now = 0.0
     for given, c in (("exit:1", 3 / 7), ("skip:attn=0-2", 4 / 7), ("skip:none", 1.0)):
-        llm = load(models, plan=given, kernels=False)  # which would take the steps at once
+        llm = load(models, plan=given, kernels=False)  # kernels would take all steps in one call
         runner: Any = llm.engine.target
         forward, seen = runner.forward, set()
 

@@ -310,7 +310,7 @@ def test_what_was_chosen_is_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_checkpoint(tmp_path)
-    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
     with caplog.at_level("INFO", "foredraft"):
         foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]

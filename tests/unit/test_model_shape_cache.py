@@ -180,8 +180,8 @@ def test_loading_probes_once(tmp_path: Path, folder: Path, monkeypatch: pytest.M
     probes: list[Any] = []
     confirmed: list[Any] = []
     confirm = shapes._confirmed
-    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
-    monkeypatch.setattr(loading, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
+    monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading.runners, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
     monkeypatch.setattr(shapes, "_confirmed", lambda *a: confirmed.append(a) or confirm(*a))
     model = save_checkpoint(tmp_path / "model")
     found = [

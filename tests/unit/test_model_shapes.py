@@ -385,8 +385,8 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return probe_shapes(outline, device)
 
     monkeypatch.setenv("FOREDRAFT_CACHE", "")  # nothing is remembered
-    monkeypatch.setattr(loading, "unserved_because", lambda *_: "for a test")
-    monkeypatch.setattr(loading, "probe_shapes", watching)
+    monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
+    monkeypatch.setattr(loading.runners, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
     llm = foredraft.load(folder, draft=folder, device="cpu", max_batch=1, max_length=512, policy="fixed")
     assert probed == [torch.device("cpu")]
@@ -402,6 +402,6 @@ def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
     folder = save_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**6}))
-    monkeypatch.setattr(loading, "probe_shapes", lambda *_: pytest.fail("probed"))
+    monkeypatch.setattr(loading.runners, "probe_shapes", lambda *_: pytest.fail("probed"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[97, 64\]"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)

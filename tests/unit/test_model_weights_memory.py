@@ -57,9 +57,10 @@ if defect == "twice":
         return kept[-1]
     weights._Checkpoint.view = keeping
 if defect == "late":
-    def probe_late(path, device, dtype, deterministic, *others):
-        return loading.Runner(weights.load_decoder(path, device, dtype), deterministic=deterministic)
-    loading._runner = probe_late
+    def probe_late(found, device, *, deterministic, **others):
+        decoder = weights.load_decoder(found.folder, device, found.dtype)
+        return loading.runners.Runner(decoder, deterministic=deterministic)
+    loading.runners.make_runner = probe_late
 gc.collect()
 ctypes.CDLL(None).malloc_trim(0)  # otherwise the load would first reuse memory that the warm-up freed
 before, samples, done = anonymous(), [], threading.Event()

@@ -87,9 +87,9 @@ def test_the_gate_opens_and_closes() -> None:
         (
             "fixed",
             {"threshold": 0.5},
-            "policy_options names 'threshold', which policy 'fixed' has not; it has none",
+            "policy_options names 'threshold', which policy='fixed' does not have; leave it out",
         ),
-        ("confidence", {"treshold": 0.5}, "policy_options names 'treshold', .*; it has threshold"),
+        ("confidence", {"treshold": 0.5}, "policy_options names 'treshold', .*; give threshold"),
         ("confidence", {"threshold": 1.5}, "policy_options has threshold 1.5; give a number from 0 to 1"),
         (
             "confidence",
@@ -119,7 +119,7 @@ def test_the_gate_opens_and_closes() -> None:
             [("threshold", 0.5)],
             r"policy_options is \[.*\]; give a table, such as {'threshold': 0.6}",
         ),
-        ("fixed", "", "policy_options is ''; policy 'fixed' has none, leave it out"),
+        ("fixed", "", "policy_options is '', but policy='fixed' has none; leave it out"),
     ],
 )
 def test_what_cannot_be_set_is_refused_by_name(policy: str, given: Any, message: str) -> None:

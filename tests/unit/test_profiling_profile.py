@@ -637,11 +637,11 @@ def test_the_trace_tells_who_drafted(folders: tuple[Path, Path]) -> None:
 
 def test_auto_is_refused_where_nothing_chooses(folders: tuple[Path, Path]) -> None:
     with pytest.raises(
-        ConfigError, match="drafter is 'auto', but policy 'fixed' cannot choose; give policy='auto'"
+        ConfigError, match="drafter is 'auto', but policy='fixed' cannot choose among drafters; give policy='auto'"
     ):
         loaded(folders, drafter="auto", policy="fixed")
     llm = loaded(folders, policy="fixed")
     with pytest.raises(
-        RequestError, match="'auto', but policy 'fixed' cannot choose; load with policy='auto'"
+        RequestError, match="'auto', but policy='fixed' cannot choose among drafters; load with policy='auto'"
     ):
         llm.generate([[5]], SamplingParams(drafter="auto"))

@@ -109,7 +109,7 @@ def test_the_guide_to_policies_names_all_with_their_numbers() -> None:
 
 def test_the_guides_name_every_drafter_and_every_option_of_a_request() -> None:
     from foredraft import SamplingParams
-    from foredraft.loading import DRAFTERS
+    from foredraft.kinds import DRAFTERS
 
     guides = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md")}
     assert ROWS.findall(guides["drafters"]) == list(DRAFTERS)

@@ -116,7 +116,7 @@ class DraftingOptions:
         int | None,
         Parameter(
             help=f"Longest draft, in tokens. Without it, {MAX_DRAFT_HELP}; with layer-skip, the plan's, but"
-            f" under {next(name for name, kind in POLICIES.items() if kind.weighs)}."
+            f" under {next(name for name, kind in POLICIES.items() if kind.uses_costs)}."
         ),
     ] = None
     draft_sampling: Literal["sampled", "greedy"] | None = None

@@ -7,7 +7,7 @@ the round to end, so no state is left half-written (`interrupts`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from foredraft.decode.params import SamplingParams, is_whole
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
+from foredraft.kinds.compatibility import is_lossless
 from foredraft.llm.driver import Driver
 from foredraft.llm.output import Output, Piece
 from foredraft.llm.requests import Prompts, Requests
@@ -46,14 +47,13 @@ class LLM:
         default_drafter: str | None,
         max_length: int,
         default_params: SamplingParams | None = None,
-        lossless: Mapping[str, bool] | None = None,
         deterministic: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.engine, self.spec, self.tokenizer = engine, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
-        self._lossless, self.deterministic = dict(lossless or {}), deterministic
+        self.deterministic = deterministic
         self._ids = itertools.count()
         self._driver = Driver(engine, progress)
 
@@ -233,7 +233,7 @@ class LLM:
     def _output(self, sequence: Sequence) -> Output:
         assert sequence.finish is not None
         text_buffer, params = sequence.text_buffer, sequence.params
-        lossless = self._is_lossless(params)
+        lossless = is_lossless(params.acceptance, self._requests.drafters(params.drafter))
         if text_buffer is not None:
             sequence.update_text()
             text_buffer.finish()
@@ -255,9 +255,3 @@ class LLM:
             lossless=lossless,
             deterministic=self.deterministic and lossless,
         )
-
-    def _is_lossless(self, params: SamplingParams) -> bool:
-        drafters = self._requests.drafters(params.drafter)
-        if not drafters:
-            return True  # whatever the rule, there is nothing that it could let stand
-        return params.bound is None and all(self._lossless.get(name, True) for name in drafters)

@@ -16,6 +16,7 @@ from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.errors import RequestError
+from foredraft.kinds.compatibility import PolicyTraits, select_drafters
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
@@ -161,28 +162,11 @@ class Requests:
         )
 
     def drafters(self, drafter: str | None) -> tuple[str, ...]:
-        """All that may draft for a request: the policy chooses among several."""
-        name = drafter or self.default_drafter or "none"
-        loaded, policy = self.engine.drafters, self.engine.policy
-        if name == "none":
-            return ()
-        if name == "auto" and policy.weighs:
-            return tuple(loaded)
-        fits = [each for each in loaded if not policy.looks or as_stepper(loaded[each]) is not None]
-        known = ", ".join(["none", *(["auto"] if policy.weighs else []), *fits])
-        if name == "auto":
-            raise RequestError(
-                f"drafter is 'auto', but policy {policy.name!r} cannot choose; load with policy='auto',"
-                f" or give one of {known}"
-            )
-        if name not in loaded:
-            raise RequestError(f"drafter names {name!r}, which is not loaded; give one of {known}")
-        if name not in fits:
-            raise RequestError(
-                f"drafter names {name!r}, which is never unsure, so that policy {policy.name!r} would not"
-                f" be asked; give one of {known}, or load with another policy"
-            )
-        return (name,)
+        """Return the drafters of a request that names `drafter`; the policy chooses among several."""
+        engine = self.engine
+        policy = PolicyTraits(engine.policy.name, engine.policy.weighs, engine.policy.looks)
+        has_probs = {name: as_stepper(each) is not None for name, each in engine.drafters.items()}
+        return select_drafters(drafter or self.default_drafter or "none", has_probs, policy)
 
 
 def _token_id(item: Any) -> int | None:

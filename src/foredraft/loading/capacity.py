@@ -1,120 +1,171 @@
 """Capacity: whether the weights fit, and how many rows of how many positions the caches get beside them.
 
-Contract: decided before a weight is read, from the models' specs and what is free then.
+Contract: decided before a weight is read, from the models' specs and from the free memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
+from foredraft.loading.checkpoints import Checkpoint
 from foredraft.loading.memory import free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.runner.native import unserved_because
-from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 
-__all__ = ["DEVICES", "rows_and_positions"]
+__all__ = ["DEVICES", "CacheLimits", "CacheSize", "cache_size"]
 
-Models = Sequence[tuple[ModelSpec, torch.dtype]]  # the target, and the draft where there is one
-
-# Caches may take this share of what the weights leave free: the rest is for passes and other programs.
+# Share of the memory beside the weights that the caches may take. The rest is for activations and
+# other programs.
 _SHARE = {"cpu": 0.5, "cuda": 0.8}
-# Rows unless asked for: more seldom pay, and a new cache is written to, so its memory is taken at once.
+# Most rows unless the user asks for more. More rows seldom pay, and a new cache is zeroed, which takes its
+# memory at once.
 _ROWS = {"cpu": 8, "cuda": 32}
-# Long models give up positions down to this many so that so many rows fit,
+# Models with many positions give up positions, down to this many, until this many rows fit.
 _ENOUGH_ROWS, _ENOUGH_POSITIONS = 8, 4096
-_FEWEST_POSITIONS = 512  # and down to this many so that anything does.
+# They give up more, down to this many positions, until one row fits.
+_FEWEST_POSITIONS = 512
 DEVICES = tuple(_SHARE)
 
 
-def rows_and_positions(
-    models: Models,
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What bounds the caches besides memory; None is no bound.
+
+    Attributes:
+        max_batch: Rows that the user asks for.
+        max_length: Positions that the user asks for.
+        rows_needed: Rows that the requests to come use at most.
+        positions_needed: Positions that the requests to come use at most.
+    """
+
+    max_batch: int | None = None
+    max_length: int | None = None
+    rows_needed: int | None = None
+    positions_needed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Rows of the target's cache, and positions of each row."""
+
+    rows: int
+    positions: int
+
+
+def cache_size(
+    models: Sequence[Checkpoint],
     device: torch.device,
-    given: tuple[int | None, int | None],
-    needed: tuple[int | None, int | None],
+    limits: CacheLimits,
+    *,
     stretch: int = 1,
     kernels: bool = True,
-) -> tuple[int, int]:
-    """Rows and positions of the caches, within free memory; both arguments are pairs of these. stretch: of
-    the draft's positions, which are its model's at most. kernels: they may run the models.
+) -> CacheSize:
+    """Return the size of the target's cache, so that all caches fit into free memory.
 
-    Raises ConfigError where the weights do not fit, or no cache does beside them.
+    Args:
+        models: The target and, where there is one, the draft model.
+        device: The device of weights and caches.
+        limits: What bounds the size besides memory.
+        stretch: Positions of the draft model's cache for each position of the target's cache, up to the draft
+            model's own limit.
+        kernels: Foredraft's kernels may run the models, with their own layout of the weights.
+
+    Raises:
+        ConfigError: The weights do not fit, or no cache fits beside them.
     """
-    (max_batch, max_length), (rows_needed, positions_needed) = given, needed
-    most = models[0][0].max_positions
-    if max_length is not None and max_length > most:
-        raise ConfigError(f"max_length is {max_length}; the model was trained for {most} positions")
-    budget = int(_left_by_weights(models, device, kernels) * _SHARE[device.type])
+    most = models[0].spec.max_positions
+    if limits.max_length is not None and limits.max_length > most:
+        raise ConfigError(
+            f"but the model has {most} positions", option="max_length", value=limits.max_length,
+            remedy=f"give {most} or less",
+        )  # fmt: skip
+    budget = int(_free_beside_weights(models, device, kernels) * _SHARE[device.type])
 
-    def bytes_of(positions: int) -> int:
+    def row_bytes(positions: int) -> int:
         lengths = (positions, stretch * positions)
         return sum(
-            KVCache.bytes_per_row(spec, min(length, spec.max_positions), dtype)
-            for (spec, dtype), length in zip(models, lengths, strict=False)
+            KVCache.bytes_per_row(model.spec, min(length, model.spec.max_positions), model.dtype)
+            for model, length in zip(models, lengths, strict=False)
         )
 
-    def shrunk(positions: int, rows: int, fewest: int) -> int:
-        while positions > fewest and rows * bytes_of(positions) > budget:
-            positions = max(positions // 2, fewest)
-        return positions
-
-    positions = max_length or min(most, positions_needed or most)
-    if max_length is None:
-        if max_batch is None and positions_needed is None:
-            positions = shrunk(positions, _ENOUGH_ROWS, _ENOUGH_POSITIONS)
-        positions = shrunk(positions, max_batch or 1, _FEWEST_POSITIONS)
-    most_rows = _ROWS[device.type] if rows_needed is None else min(_ROWS[device.type], rows_needed)
-    rows = max_batch or min(most_rows, budget // bytes_of(positions))
-    taken = max(rows, 1) * bytes_of(positions)
+    positions = limits.max_length or _positions(limits, most, budget, row_bytes)
+    most_rows = (
+        _ROWS[device.type] if limits.rows_needed is None else min(_ROWS[device.type], limits.rows_needed)
+    )
+    rows = limits.max_batch or min(most_rows, budget // row_bytes(positions))
+    taken = max(rows, 1) * row_bytes(positions)
     if rows < 1 or taken > budget:
         raise ConfigError(
             f"{max(rows, 1)} sequences of {positions} positions need {taken / 2**20:.0f} MiB of cache, but"
-            f" {budget / 2**20:.0f} MiB may be used beside the weights; lower max_batch or max_length"
+            f" {budget / 2**20:.0f} MiB may be used beside the weights",
+            remedy=("lower ", Option("max_batch"), " or ", Option("max_length")),
         )
-    return rows, positions
+    return CacheSize(rows, positions)
 
 
-def _left_by_weights(models: Models, device: torch.device, kernels: bool) -> int:
-    """What is free beside the weights; ConfigError where they do not fit."""
+def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[[int], int]) -> int:
+    """Return the positions of a row where the user does not give them: as many as fit."""
+
+    def halved(positions: int, rows: int, fewest: int) -> int:
+        """Halve `positions` until so many rows fit, but not below `fewest`."""
+        while positions > fewest and rows * row_bytes(positions) > budget:
+            positions = max(positions // 2, fewest)
+        return positions
+
+    positions = min(most, limits.positions_needed or most)
+    if limits.max_batch is None and limits.positions_needed is None:
+        positions = halved(positions, _ENOUGH_ROWS, _ENOUGH_POSITIONS)
+    return halved(positions, limits.max_batch or 1, _FEWEST_POSITIONS)
+
+
+def _free_beside_weights(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
+    """Return the free bytes that the weights leave; raise ConfigError where the weights do not fit."""
     free = free_memory(device)
-    needs = [_bytes(model, device, kernels) for model in models]
+    needs = [_weight_bytes(model, device, kernels) for model in models]
     if sum(needs) <= free:
         return free - sum(needs)
-    sizes = [f"{_gib(need)} in {dtype_name(dtype)}" for need, (_, dtype) in zip(needs, models, strict=True)]
+    sizes = [f"{_gib(need)} in {dtype_name(model.dtype)}" for need, model in zip(needs, models, strict=True)]
     raise ConfigError(
-        f"the weights need {', those of the draft '.join(sizes)}, but {_gib(free)} are free on {device};"
-        f" {_remedy(models, device, free, kernels)}"
+        f"the weights need {', those of the draft model '.join(sizes)}, but {_gib(free)} are free on"
+        f" {device}",
+        remedy=_remedy(models, device, free, kernels),
     )
 
 
-def _remedy(models: Models, device: torch.device, free: int, kernels: bool) -> str:
-    """What would fit, of what the user can change."""
+def _remedy(
+    models: Sequence[Checkpoint], device: torch.device, free: int, kernels: bool
+) -> tuple[str | Option, ...]:
+    """Return what the user can change so that the weights fit."""
 
-    def fit(models: Models, device: torch.device, free: int) -> bool:
-        return sum(_bytes(model, device, kernels) for model in models) <= free
+    def fit(models: Sequence[Checkpoint], device: torch.device, free: int) -> bool:
+        return sum(_weight_bytes(model, device, kernels) for model in models) <= free
 
-    ways = []
-    halves = [(spec, torch.bfloat16) for spec, _ in models]
-    if any(dtype == torch.float32 for _, dtype in models) and fit(halves, device, free):
-        ways.append("give dtype='bfloat16'")
+    remedies: list[tuple[str | Option, ...]] = []
+    halves = [replace(model, dtype=torch.bfloat16) for model in models]
+    if any(model.dtype == torch.float32 for model in models) and fit(halves, device, free):
+        remedies.append(("give ", Option("dtype", "bfloat16")))
     other = torch.device("cpu" if device.type == "cuda" else "cuda")
-    there = other.type == "cpu" or torch.cuda.is_available()
-    if there and fit(models, other, free_memory(other)):
-        ways.append(f"give device='{other}'")
+    present = other.type == "cpu" or torch.cuda.is_available()
+    if present and fit(models, other, free_memory(other)):
+        remedies.append(("give ", Option("device", str(other))))
     if len(models) > 1 and fit(models[:1], device, free):
-        ways.append("leave the draft out")
-    return ", or ".join(ways) or "give a smaller model"
+        remedies.append(("leave the draft model out",))
+    if not remedies:
+        return ("give a smaller model",)
+    first, *others = remedies
+    return (*first, *(part for remedy in others for part in (", or ", *remedy)))
 
 
-def _bytes(model: tuple[ModelSpec, torch.dtype], device: torch.device, kernels: bool) -> int:
-    """Of a model's weights, as they will be laid out there."""
-    spec, dtype = model
-    native = kernels and unserved_because(spec, device, dtype) is None
-    return weight_bytes(spec, device, dtype, native=native)
+def _weight_bytes(model: Checkpoint, device: torch.device, kernels: bool) -> int:
+    """Return the bytes of a model's weights in the layout that they get on the device."""
+    native = kernels and unserved_because(model.spec, device, model.dtype) is None
+    return weight_bytes(model.spec, device, model.dtype, native=native)
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Devices: which one a name means, and whether it computes in a dtype."""
+"""Devices: which device a name means, and whether it computes correctly in a dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import torch
 import torch.nn.functional as F
 
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.loading.capacity import DEVICES
 from foredraft.model.device import dtype_name
 
@@ -15,14 +15,18 @@ __all__ = ["check_dtype", "find_device"]
 
 logger = logging.getLogger(__name__)
 
-NATIVE_BFLOAT16 = (8, 0)  # the compute capability from which GPUs have it
+NATIVE_BFLOAT16 = (8, 0)  # the compute capability from which GPUs compute in bfloat16 natively
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of that name, which is there; None is the first GPU, or the CPU where there is none."""
+    """Return the device of a name; None is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: The name means no device, or one that is not there.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    unknown = ConfigError(f"device is {name!r}; give 'cpu', 'cuda' or 'cuda:N'")
+    unknown = ConfigError(option="device", value=name, remedy="give 'cpu', 'cuda' or 'cuda:N'")
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -31,22 +35,32 @@ def find_device(name: str | None) -> torch.device:
     if kind not in DEVICES:
         raise unknown
     if kind == "cpu" and index:
-        raise ConfigError(f"device is {name!r}, but there is one CPU; give 'cpu'")
+        raise ConfigError("but there is one CPU", option="device", value=name, remedy="give 'cpu'")
     if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
-            raise ConfigError(f"device is {name!r}, but this PyTorch sees no CUDA device; give 'cpu'")
-        if int(index or 0) >= count:  # of the name: torch.device counts modulo 256
-            known = ", ".join(f"cuda:{index}" for index in range(count))
-            raise ConfigError(f"device is {name!r}, but this PyTorch sees only {known}; give one of these")
+        _check_gpu(name, int(index or 0))
     return device
+
+
+def _check_gpu(name: str, index: int) -> None:
+    """Raise ConfigError where there is no GPU of an index, which `torch.device` takes modulo 256."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(
+            "but this PyTorch sees no CUDA device", option="device", value=name, remedy="give 'cpu'"
+        )
+    if index >= count:
+        known = ", ".join(f"cuda:{index}" for index in range(count))
+        raise ConfigError(
+            f"but this PyTorch sees only {known}", option="device", value=name, remedy="give one of these"
+        )
 
 
 @torch.inference_mode()
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Try what a model is made of. Bfloat16 that a GPU emulates is only slow, and so only logged.
+    """Run the operators of a layer in a dtype once; log a warning where a GPU emulates bfloat16.
 
-    Raises ConfigError where an operator fails or computes wrong values.
+    Raises:
+        ConfigError: An operator fails or computes wrong values.
     """
     name = dtype_name(dtype)
     try:
@@ -57,10 +71,15 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"dtype is {name!r}, which {device} cannot compute in ({reason}); {_instead(name)}"
+            f"which {device} cannot compute in ({reason})",
+            option="dtype",
+            value=name,
+            remedy=_other_dtypes(name),
         ) from None
     if not torch.allclose(found, F.silu(torch.ones(8, 8)), atol=0.01):
-        raise ConfigError(f"dtype is {name!r}, in which {device} computes wrong values; {_instead(name)}")
+        raise ConfigError(
+            f"in which {device} computes wrong values", option="dtype", value=name, remedy=_other_dtypes(name)
+        )
     if device.type == "cuda":
         _warn_of_emulation(device, dtype)
 
@@ -75,6 +94,7 @@ def _warn_of_emulation(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def _instead(name: str) -> str:
-    others = [f"'{other}'" for other in ("float32", "bfloat16", "float16") if other != name]
-    return f"give dtype={' or '.join(others)}"
+def _other_dtypes(name: str) -> tuple[str | Option, ...]:
+    """Return the remedy that names the dtypes other than `name`."""
+    first, second = (other for other in ("float32", "bfloat16", "float16") if other != name)
+    return "give ", Option("dtype", first), " or ", Option("dtype", second)

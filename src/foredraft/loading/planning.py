@@ -1,4 +1,4 @@
-"""Planning: the plan by which a target drafts for itself, given or found."""
+"""Planning: the plan of sub-layers that the target's own drafts skip, given or found."""
 
 from __future__ import annotations
 
@@ -10,74 +10,89 @@ import torch
 
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
 from foredraft.drafters.skips import Skips, is_spelled
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
+from foredraft.loading.checkpoints import Checkpoint
+from foredraft.loading.options import PlanSource
 from foredraft.model.device import dtype_name
 
-__all__ = ["PlanSource", "SelfDraft", "chosen_plan"]
+__all__ = ["ChosenPlan", "choose_plan"]
 
 logger = logging.getLogger(__name__)
 
-PlanSource = str | Path | PlanFile | Skips
-NO_PLAN = "no plan for this model; make one with `foredraft tune`, or give plan="
-
 
 @dataclass(frozen=True, slots=True)
-class SelfDraft:
-    """What the target's own drafts leave out. max_draft: the draft length that goes with it, if known."""
+class ChosenPlan:
+    """A plan that fits the model.
+
+    Attributes:
+        skips: Sub-layers that a draft skips.
+        max_draft: Draft length that the plan was tuned for, in tokens; None where it is not known.
+    """
 
     skips: Skips
     max_draft: int | None = None
 
 
-def chosen_plan(
-    plan: PlanSource | None,
-    folder: Path,
-    layers: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    needed: bool,
-) -> SelfDraft | None:
-    """The plan of the model in a folder, of so many layers: the one given, else the one kept for it.
+def choose_plan(
+    plan: PlanSource | None, checkpoint: Checkpoint, device: torch.device, *, needed: bool
+) -> ChosenPlan | None:
+    """Return the given plan, or else the plan that is kept for the model.
 
-    device, dtype: that it is to serve on. needed: somebody asked for it. Where nobody did, a plan that cannot
-    be used is left out, with a warning. Raises ConfigError.
+    Args:
+        plan: As `load` takes it.
+        checkpoint: The model.
+        device: The device that will run it.
+        needed: The default drafter uses the plan. Otherwise a kept plan that cannot be used is left out with
+            a warning.
+
+    Raises:
+        ConfigError: The plan cannot be read or is for another model, or a plan is needed and none is found.
     """
-    found: PlanFile | Skips | None
-    if plan is not None:
-        found = _given(plan, folder)
-    else:
-        try:  # no file of the model is opened for plans where none is kept
-            found = find_plan(model_hash(folder)) if plans_kept() else None
-        except ConfigError as error:
-            if needed:
-                raise
-            logger.warning("%s", error)
-            return None
-    if found is None and needed:
-        raise ConfigError(NO_PLAN)
+    try:
+        found = _kept(checkpoint.folder) if plan is None else _given(plan, checkpoint.folder)
+    except ConfigError as error:
+        if needed or plan is not None:
+            raise
+        logger.warning("%s", error)
+        return None
     if found is None:
+        if needed:
+            raise ConfigError(
+                "no plan for this model", remedy=("make one with `foredraft tune`, or give ", Option("plan"))
+            )
         return None
     if isinstance(found, Skips):
-        found.check(layers)
-        return SelfDraft(found)
-    found.skips.check(layers)
-    if found.layers != layers:
-        raise ConfigError(
-            f"plan is one of a model of {found.layers} layers, and this one has {layers}; make one with"
-            " `foredraft tune`"
-        )
-    doubt = found.doubt(device.type, dtype_name(dtype))
-    if doubt is not None and (needed or plan is not None):
-        logger.warning("%s", doubt)
-    return SelfDraft(found.skips, found.max_draft)
+        found.check(checkpoint.spec.layers)
+        return ChosenPlan(found)
+    return _fitting(found, checkpoint, device, warn=needed or plan is not None)
+
+
+def _kept(folder: Path) -> PlanFile | None:
+    """Return the plan kept for the model in a folder. Its files are hashed only where some plan is kept."""
+    return find_plan(model_hash(folder)) if plans_kept() else None
 
 
 def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
+    """Return the plan that the user gives, in any form."""
     if isinstance(plan, str) and is_spelled(plan):
-        plan = Skips.spelled(plan)
+        return Skips.spelled(plan)
     if isinstance(plan, Skips):
         return plan
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
     found.check(model_hash(folder), str(folder))
     return found
+
+
+def _fitting(plan: PlanFile, checkpoint: Checkpoint, device: torch.device, *, warn: bool) -> ChosenPlan:
+    """Check a plan file against the model; `warn` where it was measured on another device or dtype."""
+    layers = checkpoint.spec.layers
+    plan.skips.check(layers)
+    if plan.layers != layers:
+        raise ConfigError(
+            f"is for a model of {plan.layers} layers, but this one has {layers}",
+            option="plan", remedy="make one with `foredraft tune`",
+        )  # fmt: skip
+    doubt = plan.doubt(device.type, dtype_name(checkpoint.dtype))
+    if doubt is not None and warn:
+        logger.warning("%s", doubt)
+    return ChosenPlan(plan.skips, plan.max_draft)

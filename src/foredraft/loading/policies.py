@@ -1,4 +1,4 @@
-"""The policy that was asked for, and its numbers."""
+"""The policy that the user asks for, with its settings and its longest draft."""
 
 from __future__ import annotations
 
@@ -7,33 +7,48 @@ from collections.abc import Mapping
 from foredraft.decode.calibration import Calibration
 from foredraft.decode.params import is_number
 from foredraft.decode.policy import Auto, Policy
-from foredraft.errors import ConfigError
-from foredraft.kinds import POLICIES, PolicyOption
+from foredraft.errors import ConfigError, Option
+from foredraft.kinds.tables import POLICIES, PolicyOption
 from foredraft.model.runner import Runner
 
 __all__ = ["check_settings", "longest_draft", "make_policy"]
 
 
 def check_settings(policy: str, given: object) -> dict[str, float | str]:
-    """As the policy takes them: numbers may come as words. Raises ConfigError that names what it cannot."""
+    """Return `policy_options` as the policy takes them; numbers may come as text.
+
+    Raises:
+        ConfigError: They are no table, or the policy does not take a name or a value.
+    """
     known = POLICIES[policy].settings
     if not isinstance(given, Mapping):
-        example = {name: setting.default for name, setting in known.items()}
-        instead = (
-            f"give a table, such as {example}" if example else f"policy {policy!r} has none, leave it out"
-        )
-        raise ConfigError(f"policy_options is {given!r}; {instead}")
+        raise _not_a_table(policy, given)
     settings: dict[str, float | str] = {}
     for name, value in given.items():
         if name not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise ConfigError(f"policy_options names {name!r}, which policy {policy!r} has not; {has}")
+            raise ConfigError(
+                (f"names {name!r}, which ", Option("policy", policy), " does not have"),
+                option="policy_options", remedy=f"give {', '.join(known)}" if known else "leave it out",
+            )  # fmt: skip
         settings[name] = _read(name, value, known[name])
     return settings
 
 
+def _not_a_table(policy: str, given: object) -> ConfigError:
+    example = {name: setting.default for name, setting in POLICIES[policy].settings.items()}
+    if example:
+        return ConfigError(option="policy_options", value=given, remedy=f"give a table, such as {example}")
+    return ConfigError(
+        ("but ", Option("policy", policy), " has none"),
+        option="policy_options",
+        value=given,
+        remedy="leave it out",
+    )
+
+
 def _read(name: str, value: object, setting: PolicyOption) -> float | str:
-    wrong = ConfigError(f"policy_options has {name} {value!r}; give {setting.allowed}")
+    """Return one setting as a number or as one of its words."""
+    wrong = ConfigError(f"has {name} {value!r}", option="policy_options", remedy=f"give {setting.allowed}")
     if not isinstance(value, str) and (setting.words or not is_number(value)):
         raise wrong
     if setting.words:
@@ -56,20 +71,38 @@ def make_policy(
     target: Runner,
     planned: int | None = None,
 ) -> Policy:
-    """With the longest draft that was asked for, or its own, as far as the target's passes take it; one that
-    weighs costs keeps them measured. planned: the longest that a plan was made for; costs find their own."""
-    own = planned if planned is not None and not POLICIES[policy].weighs else POLICIES[policy].max_draft
-    made = POLICIES[policy].make(longest_draft(max_draft, own, target), **settings)
+    """Build a policy; one that compares costs keeps them measured.
+
+    Args:
+        policy: Its name.
+        settings: Its settings, checked.
+        max_draft: Longest draft that the user asks for, in tokens; None takes `planned` or the policy's own.
+        target: Its verifying pass bounds the draft.
+        planned: Draft length of a plan. A policy that compares costs does not use it.
+
+    Raises:
+        ConfigError: No verifying pass takes `max_draft`.
+    """
+    kind = POLICIES[policy]
+    own = kind.max_draft if planned is None or kind.uses_costs else planned
+    made = kind.make(longest_draft(max_draft, own, target), **settings)
     if isinstance(made, Auto):
         made.calibrate = Calibration(made)
     return made
 
 
 def longest_draft(max_draft: int | None, own: int, target: Runner) -> int:
-    """Raises ConfigError where no pass takes what was asked for; `own` is cut to what it takes."""
+    """Return the longest draft in tokens: `max_draft`, or `own` as far as a verifying pass takes it.
+
+    Raises:
+        ConfigError: No verifying pass takes `max_draft`.
+    """
     most = target.max_queries - 1
     if max_draft is None:
         return min(own, most)
     if max_draft > most:
-        raise ConfigError(f"max_draft is {max_draft}; this model's verifying pass takes {most} at most")
+        raise ConfigError(
+            f"but this model's verifying pass takes {most} at most",
+            option="max_draft", value=max_draft, remedy=f"give {most} or less",
+        )  # fmt: skip
     return max_draft

@@ -1,7 +1,7 @@
-"""The tables of kinds: drafters, policies and acceptance rules, by the names that users give.
+"""The tables of drafters, policies and acceptance rules, by the names that users give.
 
-Contract: a new kind is one file and one line here; `load`, the command line, its help and its checks read
-the tables. Nothing here imports PyTorch before something is made, so that `--help` is quick.
+Contract: a new kind is one file and one line here. `load`, the command line, its help and its checks read the
+tables. The functions that build an object import its module when they are called.
 """
 
 from __future__ import annotations
@@ -29,18 +29,23 @@ __all__ = [
     "PolicyKind",
     "PolicyOption",
     "RuleKind",
-    "default_drafter",
-    "suits",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a drafter may be made of; rows, positions: as the target's cache has.
+    """The loaded parts that a drafter is built from.
 
-    cache: the target's. tokenizers: the target's and the draft's. vocabulary: between the two, None where
-    their ids are the same. skips: what of the target a draft of its own leaves out; planned: how many
-    tokens such a draft is best at, if its plan tells.
+    Attributes:
+        target: Runner of the target.
+        cache: The target's KV cache.
+        draft: Runner of the draft model; None without one.
+        rows: Rows of the target's cache.
+        positions: Positions of each row of the target's cache.
+        tokenizers: The target's and, where there is a draft model, the draft model's.
+        vocabulary: Map from the target's ids to the draft model's; None where the ids are equal.
+        skips: Sub-layers of the target that its own drafts skip; None without a plan.
+        planned: Draft length that the plan was tuned for, in tokens; None where the plan does not say.
     """
 
     target: Runner
@@ -56,13 +61,18 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
-    """A line of the drafters' table.
+    """One line of the table of drafters.
 
-    make: None where nothing drafts of its own. needs_draft: it is made of a draft model, which has the
-    target's tokenizer or, if the drafter `retokenizes`, another. chooses: it stands for all that are loaded,
-    of whom the policy chooses. stretch: positions of the draft's cache for each of the target's. needs_plan:
-    it is made of the target, less what a plan leaves out. stepper: it gives logits, from which a draft is
-    sampled or taken greedily. lossless: the output has exactly the target's law.
+    Attributes:
+        summary: Its help text.
+        make: Builds the drafter; None for names that stand for no drafter of their own.
+        needs_draft: It runs a draft model, with the target's tokenizer unless it `retokenizes`.
+        retokenizes: Its draft model has another tokenizer than the target.
+        chooses: The name stands for all loaded drafters; the policy chooses among them.
+        stretch: Positions of the draft model's cache for each position of the target's cache.
+        needs_plan: It runs the target without the sub-layers that a plan skips.
+        stepper: It returns logits, so its drafts have probabilities and can be sampled.
+        lossless: The output has exactly the target's distribution.
     """
 
     summary: str
@@ -78,7 +88,7 @@ class DrafterKind:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOption:
-    """A number that a policy can be given, from least to most, or one of some words."""
+    """One entry of `policy_options`: a number from `least` to `most`, or one of `words`."""
 
     default: float | str
     least: float = 0.0
@@ -87,6 +97,7 @@ class PolicyOption:
 
     @property
     def allowed(self) -> str:
+        """The values to give, as error messages name them."""
         return (
             f"one of {', '.join(self.words)}"
             if self.words
@@ -96,33 +107,45 @@ class PolicyOption:
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """A line of the policies' table. make: from the longest draft, which is max_draft unless given, and the
-    settings by name. weighs: costs decide, so that it can choose among drafters. confident: it asks how sure
-    the drafter is, which only a stepper can tell."""
+    """One line of the table of policies.
+
+    Attributes:
+        summary: Its help text.
+        make: Builds the policy from the longest draft, in tokens, and its settings by name.
+        max_draft: Longest draft unless the user gives one, in tokens.
+        settings: The entries of `policy_options` that it knows.
+        uses_costs: It compares measured costs, so it can choose among several drafters.
+        stops_by_content: It stops by the drafter's probabilities, which only a stepper has.
+    """
 
     summary: str
     make: Callable[..., Policy]
     max_draft: int
     settings: Mapping[str, PolicyOption] = field(default_factory=dict)
-    weighs: bool = False
-    confident: bool = False
+    uses_costs: bool = False
+    stops_by_content: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RuleKind:
-    """A line of the acceptance rules' table. lossless: the output has exactly the target's law."""
+    """One line of the table of acceptance rules.
+
+    Attributes:
+        summary: Its help text.
+        lossless: The output has exactly the target's distribution.
+    """
 
     summary: str
     lossless: bool = True
 
 
 def _in(module: str) -> Any:
-    """The names in a module, which is imported now."""
+    """Import a module of the package and return it."""
     return import_module(f"foredraft.{module}")
 
 
 def _policy(name: str) -> Callable[..., Policy]:
-    """Makes one of `decode.policy`, of the longest draft and its own settings."""
+    """Return the `make` of a policy class in `decode.policy`."""
 
     def make(longest: int, **settings: float | str) -> Policy:
         made: Policy = getattr(_in("decode.policy"), name)(longest, **settings)
@@ -131,17 +154,18 @@ def _policy(name: str) -> Callable[..., Policy]:
     return make
 
 
-# A draft's tokens for one of the target's that there is room for: few vocabularies are twice as fine.
+# Draft tokens for each token of the target that the cache of a retokenizing draft model has room for. Few
+# vocabularies split text into more than twice as many tokens as another one.
 RETOKENIZED = 2
 
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind("plain decoding", None),
     "lookup": DrafterKind(
-        "the text so far drafts: what followed the latest match",
+        "copies the tokens that followed the latest earlier match in the text",
         lambda parts: _in("drafters.lookup").Lookup(),
     ),
     "draft-model": DrafterKind(
-        "a small model with the same tokenizer drafts",
+        "a small model with the same tokenizer",
         lambda parts: _in("drafters.draft_model").DraftModel(
             parts.draft, parts.rows, parts.positions, parts.vocabulary
         ),
@@ -149,7 +173,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         stepper=True,
     ),
     "retokenize": DrafterKind(
-        "a small model with another tokenizer drafts text, encoded anew for the target",
+        "a small model with another tokenizer, whose text is encoded again for the target",
         lambda parts: _in("drafters.retokenize").Retokenize(
             parts.draft, parts.rows, RETOKENIZED * parts.positions, *parts.tokenizers
         ),
@@ -158,40 +182,38 @@ DRAFTERS: dict[str, DrafterKind] = {
         stretch=RETOKENIZED,
     ),
     "layer-skip": DrafterKind(
-        "the model itself drafts, with some of its layers left out",
+        "the model itself without some of its layers",
         lambda parts: _in("drafters.layer_skip").LayerSkip(
             parts.target, parts.cache, parts.skips, parts.planned
         ),
         needs_plan=True,
         stepper=True,
     ),
-    "auto": DrafterKind(
-        "of those that are loaded, the one that pays most, round by round", None, chooses=True
-    ),
+    "auto": DrafterKind("the loaded drafter that pays most, by measured costs", None, chooses=True),
 }
 
 POLICIES: dict[str, PolicyKind] = {
     "auto": PolicyKind(
-        "as long as one more token pays, by measured costs; no draft where none does",
+        "drafts while one more token pays by measured costs, and not at all where no draft pays",
         _policy("Auto"),
         max_draft=10,
-        weighs=True,
+        uses_costs=True,
     ),
     "fixed": PolicyKind("always the longest draft", _policy("Fixed"), max_draft=5),
     "heuristic": PolicyKind(
-        "two more after a draft accepted whole, one fewer otherwise",
+        "2 tokens more after a fully accepted draft, 1 fewer otherwise",
         _policy("Heuristic"),
         max_draft=10,
     ),
     "confidence": PolicyKind(
-        "until the drafter is less sure than a threshold",
+        "stops after the first token at which the drafter's top probability is below a threshold",
         _policy("Confidence"),
         max_draft=10,
         settings={"threshold": PolicyOption(0.6)},
-        confident=True,
+        stops_by_content=True,
     ),
     "adaptive-exit": PolicyKind(
-        "the same, and the threshold moves towards a share of drafted tokens that are kept",
+        "as confidence, with a threshold that follows a target acceptance rate",
         _policy("AdaptiveExit"),
         max_draft=12,
         settings={
@@ -201,10 +223,10 @@ POLICIES: dict[str, PolicyKind] = {
             "beta1": PolicyOption(0.5),
             "beta2": PolicyOption(0.9),
         },
-        confident=True,
+        stops_by_content=True,
     ),
     "target-confidence": PolicyKind(
-        "none while the target was unsure of its last token, else the longest",
+        "the longest draft, or none while the target's confidence in its last token is below a threshold",
         _policy("TargetConfidence"),
         max_draft=5,
         settings={
@@ -213,32 +235,16 @@ POLICIES: dict[str, PolicyKind] = {
         },
     ),
     "fallback": PolicyKind(
-        "until the drafter is unsure, and not the token that it is unsure of",
+        "stops before the first token at which the drafter's top probability is below a threshold",
         _policy("Fallback"),
         max_draft=10,
         settings={"threshold": PolicyOption(0.6)},
-        confident=True,
+        stops_by_content=True,
     ),
 }
 
 RULES: dict[str, RuleKind] = {
-    "speculative": RuleKind("accepts more"),
-    "coupled": RuleKind("one text per seed, however it is drafted"),
-    "bild": RuleKind("lets a draft stand unless it surprises the target", lossless=False),
+    "speculative": RuleKind("accepts more tokens"),
+    "coupled": RuleKind("same seed, same text, whatever the drafter"),
+    "bild": RuleKind("keeps drafted tokens unless they surprise the target", lossless=False),
 }
-
-
-def default_drafter(draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False) -> str:
-    """Who drafts where nobody is named; other_tokenizer: the draft model has one of its own."""
-    if plan_given:
-        return "layer-skip"
-    if not draft_given:
-        return "none"
-    return "retokenize" if other_tokenizer else "draft-model"
-
-
-def suits(drafter: str, policy: str) -> bool:
-    """Whether a policy can decide about a drafter: only one that weighs costs chooses among several, and only
-    a stepper can tell how sure it is."""
-    who, how = DRAFTERS[drafter], POLICIES[policy]
-    return (how.weighs or not who.chooses) and (who.stepper or not how.confident)

@@ -1,0 +1,231 @@
+"""Compatibility: which drafters, policies, acceptance rules and options fit together.
+
+Contract: nothing else in the package decides this. `load` and the command line ask by the names of the
+tables, before weights are read. A request asks by the drafters and the policy that its engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES, DrafterKind
+
+__all__ = [
+    "ModelsGiven",
+    "PolicyTraits",
+    "available_drafters",
+    "check_drafter",
+    "check_drafting",
+    "default_drafter",
+    "is_lossless",
+    "rule_suits",
+    "select_drafters",
+    "suits",
+    "unused_options",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsGiven:
+    """What drafters can be built from.
+
+    Attributes:
+        target: The target's folder, as error messages name it.
+        draft: The draft model's folder; None without one.
+        other_tokenizer: The draft model has another tokenizer than the target.
+        plan: There is a plan of sub-layers to skip.
+    """
+
+    target: str
+    draft: str | None = None
+    other_tokenizer: bool = False
+    plan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTraits:
+    """What compatibility depends on in a policy; the fields are those of `PolicyKind`."""
+
+    name: str
+    uses_costs: bool
+    stops_by_content: bool
+
+    @classmethod
+    def named(cls, policy: str) -> PolicyTraits:
+        """Return the traits of a policy in the table."""
+        kind = POLICIES[policy]
+        return cls(policy, kind.uses_costs, kind.stops_by_content)
+
+    def suits(self, *, has_probs: bool, chooses: bool = False) -> bool:
+        """Return whether the policy can decide about a drafter.
+
+        Args:
+            has_probs: The drafter's tokens have probabilities.
+            chooses: The drafter stands for several, among which the policy chooses.
+        """
+        return (has_probs or not self.stops_by_content) and (self.uses_costs or not chooses)
+
+
+def suits(drafter: str, policy: str) -> bool:
+    """Return whether a policy can decide about a drafter, both by name."""
+    kind = DRAFTERS[drafter]
+    return PolicyTraits.named(policy).suits(has_probs=kind.stepper, chooses=kind.chooses)
+
+
+def rule_suits(rule: str, drafter: str) -> bool:
+    """Return whether an acceptance rule has an effect: a lossy one needs drafts."""
+    return RULES[rule].lossless or drafter != "none"
+
+
+def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
+    """Return whether the output has the target's distribution under a rule, None for the default one.
+
+    Without drafters it always has. Drafters that are not in the table count as lossless.
+    """
+    names = tuple(drafters)
+    lossless = all(DRAFTERS[name].lossless for name in names if name in DRAFTERS)
+    return not names or (lossless and (rule is None or RULES[rule].lossless))
+
+
+def default_drafter(draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False) -> str:
+    """Return the drafter of requests that name none, where `load` is given none either.
+
+    Args:
+        draft_given: There is a draft model.
+        other_tokenizer: It has another tokenizer than the target.
+        plan_given: The user gives a plan.
+    """
+    if plan_given:
+        return "layer-skip"
+    if not draft_given:
+        return "none"
+    return "retokenize" if other_tokenizer else "draft-model"
+
+
+def available_drafters(given: ModelsGiven) -> dict[str, DrafterKind]:
+    """Return the drafters that can be built. All are loaded, since a request may name any of them."""
+    return {
+        name: kind
+        for name, kind in DRAFTERS.items()
+        if (not kind.needs_draft or (given.draft is not None and kind.retokenizes == given.other_tokenizer))
+        and (not kind.needs_plan or given.plan)
+    }
+
+
+def unused_options(drafter: str) -> tuple[str, ...]:
+    """Return the options of `load` that have no effect where `drafter` is the only one that drafts."""
+    kind = DRAFTERS[drafter]
+    if kind.chooses:
+        return ()
+    options = {
+        "draft": kind.needs_draft,
+        "draft_sampling": kind.stepper,
+        "plan": kind.needs_plan,
+        "policy": kind.make is not None,
+        "policy_options": kind.make is not None,
+        "max_draft": kind.make is not None,
+    }
+    return tuple(name for name, used in options.items() if not used)
+
+
+def check_drafter(drafter: str, policy: str, *, draft_given: bool) -> None:
+    """Raise ConfigError where a drafter lacks its draft model or a policy that can choose."""
+    kind = DRAFTERS[drafter]
+    if kind.needs_draft and not draft_given:
+        raise ConfigError(
+            "which needs a draft model", option="drafter", value=drafter,
+            remedy=("give ", Option("draft"), ", its folder or hub id"),
+        )  # fmt: skip
+    if kind.chooses and not suits(drafter, policy):
+        raise ConfigError(
+            _cannot_choose(policy),
+            option="drafter",
+            value=drafter,
+            remedy=("give ", Option("policy", "auto")),
+        )
+
+
+def check_drafting(drafter: str, policy: str, draft_sampling: str, given: ModelsGiven) -> None:
+    """Raise ConfigError where the default drafter, policy or draft sampling does not fit the models."""
+    available = available_drafters(given)
+    if drafter not in available:
+        fitting = next(name for name, kind in available.items() if kind.needs_draft)
+        has = "the tokenizer of" if DRAFTERS[drafter].retokenizes else "another tokenizer than"
+        raise ConfigError(
+            f"but the draft model {given.draft} has {has} the target {given.target}",
+            option="drafter", value=drafter,
+            remedy=("give ", Option("drafter", fitting), ", or leave it out"),
+        )  # fmt: skip
+    if draft_sampling != "sampled" and not any(kind.stepper for kind in available.values()):
+        _refuse_draft_sampling(draft_sampling, given)
+    if POLICIES[policy].stops_by_content:
+        _check_probabilities(drafter, policy, available)
+
+
+def _refuse_draft_sampling(draft_sampling: str, given: ModelsGiven) -> None:
+    if given.draft is None:
+        raise ConfigError(
+            "but no model drafts", option="draft_sampling", value=draft_sampling,
+            remedy=("give ", Option("draft"), ", or leave it out"),
+        )  # fmt: skip
+    raise ConfigError(
+        f"but the draft model {given.draft} has another tokenizer than the target {given.target}, so its"
+        " drafts have no probabilities",
+        option="draft_sampling", value=draft_sampling, remedy="leave it out",
+    )  # fmt: skip
+
+
+def _check_probabilities(drafter: str, policy: str, available: Mapping[str, DrafterKind]) -> None:
+    """Raise ConfigError where a policy that reads draft probabilities gets none, at all or by default."""
+    fitting = [name for name in available if suits(name, policy)]
+    if not fitting:
+        raise ConfigError(
+            "which needs draft probabilities, but no loaded drafter has them", option="policy", value=policy,
+            remedy="give another one",
+        )  # fmt: skip
+    if available[drafter].make is not None and drafter not in fitting:
+        raise ConfigError(
+            ("which needs draft probabilities, but ", Option("drafter", drafter), " has none"),
+            option="policy", value=policy,
+            remedy=("give another one, or ", Option("drafter", fitting[0])),
+        )  # fmt: skip
+
+
+def select_drafters(drafter: str, has_probs: Mapping[str, bool], policy: PolicyTraits) -> tuple[str, ...]:
+    """Return the drafters of a request; the policy chooses among several.
+
+    Args:
+        drafter: The drafter that the request names, or the default one.
+        has_probs: Loaded drafter -> whether its tokens have probabilities.
+        policy: The loaded policy.
+
+    Raises:
+        RequestError: The drafter is not loaded, or the policy cannot decide about it.
+    """
+    if drafter == "none":
+        return ()
+    can_choose = policy.suits(has_probs=True, chooses=True)
+    if drafter == "auto" and can_choose:
+        return tuple(has_probs)
+    fitting = [name for name, probs in has_probs.items() if policy.suits(has_probs=probs)]
+    remedy = f"give one of {', '.join(['none', *(['auto'] if can_choose else []), *fitting])}"
+    if drafter == "auto":
+        raise RequestError(
+            _cannot_choose(policy.name), option="drafter", value=drafter,
+            remedy=("load with ", Option("policy", "auto"), f", or {remedy}"),
+        )  # fmt: skip
+    if drafter not in has_probs:
+        raise RequestError("which is not loaded", option="drafter", value=drafter, remedy=remedy)
+    if drafter not in fitting:
+        raise RequestError(
+            ("which has no draft probabilities, but ", Option("policy", policy.name), " needs them"),
+            option="drafter", value=drafter,
+            remedy=(f"{remedy}, or load with another ", Option("policy")),
+        )  # fmt: skip
+    return (drafter,)
+
+
+def _cannot_choose(policy: str) -> tuple[str | Option, ...]:
+    return "but ", Option("policy", policy), " cannot choose among drafters"

@@ -1,0 +1,140 @@
+"""Checkpoints: the folders of the target and the draft model, with their specs and tokenizers.
+
+Contract: no weight is read here. A tokenizer that cannot be its model's is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from foredraft.decode.params import SamplingParams
+from foredraft.drafters.vocabulary import same_tokenizer
+from foredraft.errors import CheckpointError, ConfigError, RequestError
+from foredraft.loading.options import DTYPES, LoadOptions
+from foredraft.model.generation import FILE as GENERATION
+from foredraft.model.generation import generation_defaults
+from foredraft.model.hub import resolve
+from foredraft.model.spec import ModelSpec
+from foredraft.model.tokenizer import Tokenizer
+
+__all__ = ["Checkpoint", "Checkpoints", "default_params", "find_checkpoints"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One model before its weights are read.
+
+    Attributes:
+        folder: The local folder.
+        spec: The model's shape, from config.json.
+        tokenizer: None where the folder has none.
+        dtype: The dtype to run it in.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The models to load.
+
+    Attributes:
+        target: The target.
+        draft: The draft model; None without one.
+        other_tokenizer: The draft model has another tokenizer than the target.
+    """
+
+    target: Checkpoint
+    draft: Checkpoint | None
+    other_tokenizer: bool
+
+    @property
+    def all(self) -> tuple[Checkpoint, ...]:
+        """The target and, where there is one, the draft model."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+
+def find_checkpoints(options: LoadOptions) -> Checkpoints:
+    """Resolve the folders, fetching hub ids, and read specs and tokenizers.
+
+    Raises:
+        CheckpointError: A folder is not a checkpoint, or its tokenizer is another model's.
+        ConfigError: A revision does not apply, or the two vocabularies cannot be matched.
+    """
+    folders = [resolve(str(options.path), options.revision, options.report)]
+    if options.draft is not None:
+        folders.append(resolve(str(options.draft), options.draft_revision, options.report))
+    target, *rest = (_read(folder, options.dtype) for folder in folders)
+    draft = rest[0] if rest else None
+    return Checkpoints(target, draft, draft is not None and not _same_vocabulary(target, draft))
+
+
+def _read(folder: Path, dtype: str | None) -> Checkpoint:
+    spec = ModelSpec.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, spec.vocab_size)
+    if tokenizer is not None:
+        _check_tokenizer(folder, spec, tokenizer)
+    return Checkpoint(folder, spec, tokenizer, DTYPES[spec.dtype if dtype is None else dtype])
+
+
+def _check_tokenizer(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError where a tokenizer cannot be the model's.
+
+    A model's vocabulary is often padded beyond its tokenizer's. The other way round, only added tokens may
+    lie beyond the model's: the text models of Gemma 3 share a tokenizer with the multimodal ones. The tokens
+    that begin and end the model's texts must exist.
+    """
+    found = ""
+    if tokenizer.size > spec.vocab_size:
+        found = f"ids up to {tokenizer.size - 1}, but the model's vocabulary is {spec.vocab_size}"
+    bos = () if spec.bos_token_id is None else (spec.bos_token_id,)
+    for name, ids in (("bos_token_id", bos), ("eos_token_id", spec.eos_token_ids)):
+        for id in ids:
+            if not found and not tokenizer.has(id):
+                found = f"no token {id}, which is the model's {name}"
+    if found:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is not the tokenizer of {folder / 'config.json'}: it has {found}",
+            remedy="put the model's own tokenizer there",
+        )
+
+
+def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> bool:
+    """Return whether the draft model's ids mean what the target's do, padding and special tokens aside.
+
+    Without both tokenizers, vocabularies of the same size count as the same.
+    """
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        return same_tokenizer(target.tokenizer, draft.tokenizer)
+    sizes = target.spec.vocab_size, draft.spec.vocab_size
+    if sizes[0] != sizes[1]:
+        without = target.folder if target.tokenizer is None else draft.folder
+        raise ConfigError(
+            f"the draft model {draft.folder} has a vocabulary of {sizes[1]} and the target {target.folder}"
+            f" one of {sizes[0]}",
+            remedy=f"to match their tokens, put the tokenizer.json that is missing into {without}",
+        )
+    return True
+
+
+def default_params(checkpoint: Checkpoint) -> SamplingParams:
+    """Return the sampling parameters that the checkpoint's generation_config.json asks for.
+
+    A value that no request may have is left out with a warning, because the model can run without it.
+    """
+    params = SamplingParams()
+    for option, value in generation_defaults(checkpoint.folder, checkpoint.spec.vocab_size).items():
+        try:
+            params = replace(params, **{option: value})
+        except RequestError as error:
+            logger.warning("%s: %s; it is left out", checkpoint.folder / GENERATION, error)
+    return params

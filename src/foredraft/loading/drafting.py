@@ -1,0 +1,62 @@
+"""Drafting: the default drafter, the drafters that can be built, and the plan of self-drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check_drafting, default_drafter
+from foredraft.kinds.tables import DRAFTERS, DrafterKind
+from foredraft.loading.checkpoints import Checkpoints
+from foredraft.loading.options import LoadOptions
+from foredraft.loading.planning import ChosenPlan, choose_plan
+
+__all__ = ["Drafting", "choose_drafting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How the engine drafts.
+
+    Attributes:
+        drafter: The drafter of requests that name none.
+        available: All drafters that can be built.
+        plan: The plan of the target's own drafts; None without one.
+    """
+
+    drafter: str
+    available: Mapping[str, DrafterKind]
+    plan: ChosenPlan | None
+
+    @property
+    def stretch(self) -> int:
+        """Positions of the draft model's cache for each position of the target's cache."""
+        return max(kind.stretch for kind in self.available.values())
+
+    @property
+    def planned_draft(self) -> int | None:
+        """The draft length that the plan was tuned for, where the default drafter uses the plan."""
+        return self.plan.max_draft if self.plan is not None and DRAFTERS[self.drafter].needs_plan else None
+
+
+def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> Drafting:
+    """Choose the default drafter and the plan, and check that drafter, policy and models fit together.
+
+    Raises:
+        ConfigError: They do not fit, or the plan cannot be used.
+    """
+    target, draft, other = checkpoints.target, checkpoints.draft, checkpoints.other_tokenizer
+    drafter = options.drafter or default_drafter(
+        draft is not None, other, plan_given=options.plan is not None
+    )
+    plan = choose_plan(options.plan, target, device, needed=DRAFTERS[drafter].needs_plan)
+    given = ModelsGiven(
+        target=str(target.folder),
+        draft=None if draft is None else str(draft.folder),
+        other_tokenizer=other,
+        plan=plan is not None,
+    )
+    check_drafting(drafter, options.policy, options.draft_sampling, given)
+    return Drafting(drafter, available_drafters(given), plan)

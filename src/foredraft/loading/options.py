@@ -1,0 +1,109 @@
+"""The options of `load`, as one object, and the checks that need no file of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from foredraft import demo
+from foredraft.decode.params import SamplingParams, is_whole
+from foredraft.drafters.plan_files import PlanFile
+from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError, Option, Text
+from foredraft.kinds.compatibility import check_drafter
+from foredraft.kinds.tables import DRAFTERS, POLICIES
+from foredraft.loading.policies import check_settings
+from foredraft.model.tokenizer import Tokenizer
+
+__all__ = ["DTYPES", "LoadOptions", "Needs", "PlanSource", "Progress", "checked"]
+
+PlanSource: TypeAlias = str | Path | PlanFile | Skips
+# Stage, and how much of it is done, of how much.
+Progress: TypeAlias = Callable[[str, int, int], None]
+# The tokenizer and the model's default parameters -> sequences and positions that will be used at most.
+Needs: TypeAlias = Callable[[Tokenizer | None, SamplingParams], tuple[int, int]]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The arguments of `load`, which documents them."""
+
+    path: str | Path | None
+    drafter: str | None
+    draft: str | Path | None
+    revision: str | None
+    draft_revision: str | None
+    plan: PlanSource | None
+    policy: str
+    policy_options: Mapping[str, float | str] | None
+    max_draft: int | None
+    draft_sampling: str
+    dtype: str | None
+    device: str | None
+    max_batch: int | None
+    max_length: int | None
+    deterministic: bool
+    compile: bool
+    kernels: bool | None
+    needs: Needs | None
+    progress: Progress | None
+
+    @property
+    def allows_kernels(self) -> bool:
+        """Whether Foredraft's kernels may run the models; `compile` takes their place."""
+        return self.kernels is not False and not self.compile
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        """Report progress where the caller wants it."""
+        if self.progress is not None:
+            self.progress(stage, done, total)
+
+
+def checked(options: LoadOptions) -> LoadOptions:
+    """Check names, counts and combinations, and fill in the demo models and the policy's settings.
+
+    Raises:
+        ConfigError: An option has a value that cannot be honoured.
+    """
+    _check_name("drafter", options.drafter, (None, *DRAFTERS))
+    _check_name("policy", options.policy, POLICIES)
+    given = {} if options.policy_options is None else options.policy_options
+    options = replace(options, policy_options=check_settings(options.policy, given))
+    _check_name("draft_sampling", options.draft_sampling, ("sampled", "greedy"))
+    _check_name("dtype", options.dtype, (None, *DTYPES))
+    _check_count("max_draft", options.max_draft, (", or ", Option("drafter", "none")))
+    _check_count("max_batch", options.max_batch)
+    _check_count("max_length", options.max_length)
+    _check_revision("revision", options.revision, options.path)
+    _check_revision("draft_revision", options.draft_revision, options.draft)
+    if options.path is None:
+        draft = demo.draft_path() if options.draft is None else options.draft
+        options = replace(options, path=demo.target_path(), draft=draft)
+    if options.drafter is not None:
+        check_drafter(options.drafter, options.policy, draft_given=options.draft is not None)
+    return options
+
+
+def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> None:
+    names = tuple(known)
+    if value not in names:  # of a tuple, because a value that is not hashable is compared too
+        raise ConfigError(option=option, value=value, remedy=f"give one of {', '.join(filter(None, names))}")
+
+
+def _check_count(option: str, value: int | None, alternative: tuple[str | Option, ...] = ()) -> None:
+    if value is not None and not is_whole(value, 1):
+        remedy: Text = ("give a whole number, 1 or more", *alternative)
+        raise ConfigError(option=option, value=value, remedy=remedy)
+
+
+def _check_revision(option: str, revision: str | None, source: str | Path | None) -> None:
+    if revision is not None and source is None:
+        raise ConfigError(
+            "but no hub id is given that has it", option=option, value=revision, remedy="leave it out"
+        )

@@ -1,0 +1,149 @@
+"""Compatibility of drafters, policies, acceptance rules and options, by the tables alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from foredraft import ConfigError, RequestError
+from foredraft.kinds import DRAFTERS, POLICIES, RULES, compatibility, default_drafter, suits
+from foredraft.kinds.compatibility import ModelsGiven, PolicyTraits
+
+ALONE = ModelsGiven("big")
+PAIR = ModelsGiven("big", "small")
+FOREIGN = ModelsGiven("big", "foreign", other_tokenizer=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "default"),
+    [
+        (ALONE, "none lookup auto", "none"),
+        (PAIR, "none lookup draft-model auto", "draft-model"),
+        (FOREIGN, "none lookup retokenize auto", "retokenize"),
+        (ModelsGiven("big", plan=True), "none lookup layer-skip auto", "layer-skip"),
+        (ModelsGiven("big", "small", plan=True), "none lookup draft-model layer-skip auto", "layer-skip"),
+    ],
+    ids=str,
+)
+def test_the_models_decide_the_available_and_the_default_drafters(
+    given: ModelsGiven, names: str, default: str
+) -> None:
+    assert " ".join(compatibility.available_drafters(given)) == names
+    assert default_drafter(given.draft is not None, given.other_tokenizer, plan_given=given.plan) == default
+
+
+def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
+    fitting = {policy: [name for name in DRAFTERS if suits(name, policy)] for policy in POLICIES}
+    alone = ["none", "lookup", "draft-model", "retokenize", "layer-skip"]
+    steppers = ["draft-model", "layer-skip"]
+    assert fitting == {
+        "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
+        "confidence": steppers, "adaptive-exit": steppers, "fallback": steppers,
+    }  # fmt: skip
+
+
+def test_options_without_an_effect_are_known_for_every_drafter() -> None:
+    policy = ("policy", "policy_options", "max_draft")
+    assert {name: compatibility.unused_options(name) for name in DRAFTERS} == {
+        "none": ("draft", "draft_sampling", "plan", *policy),
+        "lookup": ("draft", "draft_sampling", "plan"),
+        "draft-model": ("plan",),
+        "retokenize": ("draft_sampling", "plan"),
+        "layer-skip": ("draft",),
+        "auto": (),
+    }
+
+
+def test_a_lossy_rule_needs_a_drafter() -> None:
+    fitting = {rule: [name for name in DRAFTERS if compatibility.rule_suits(rule, name)] for rule in RULES}
+    others = [name for name in DRAFTERS if name != "none"]
+    assert fitting == {"speculative": list(DRAFTERS), "coupled": list(DRAFTERS), "bild": others}
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafters", "lossless"),
+    [
+        (None, ["lookup", "draft-model"], True),
+        ("coupled", ["lookup"], True),
+        ("bild", ["lookup"], False),
+        ("bild", [], True),
+        (None, ["of-a-test"], True),
+    ],
+)
+def test_output_is_lossless_by_rule_and_drafters(
+    rule: str | None, drafters: list[str], lossless: bool
+) -> None:
+    assert compatibility.is_lossless(rule, drafters) is lossless
+
+
+@pytest.mark.parametrize(
+    ("drafter", "policy", "sampling", "given", "message"),
+    [
+        (
+            "retokenize", "auto", "sampled", PAIR,
+            "drafter is 'retokenize', but the draft model small has the tokenizer of the target big;"
+            " give drafter='draft-model', or leave it out",
+        ),
+        (
+            "none", "auto", "greedy", ALONE,
+            "draft_sampling is 'greedy', but no model drafts; give draft, or leave it out",
+        ),
+        (
+            "retokenize", "auto", "greedy", FOREIGN,
+            "draft_sampling is 'greedy', but the draft model foreign has another tokenizer than the target big,"
+            " so its drafts have no probabilities; leave it out",
+        ),
+        (
+            "lookup", "fallback", "sampled", ALONE,
+            "policy is 'fallback', which needs draft probabilities, but no loaded drafter has them;"
+            " give another one",
+        ),
+        (
+            "lookup", "fallback", "sampled", PAIR,
+            "policy is 'fallback', which needs draft probabilities, but drafter='lookup' has none;"
+            " give another one, or drafter='draft-model'",
+        ),
+    ],
+)  # fmt: skip
+def test_combinations_that_do_not_fit_are_refused(
+    drafter: str, policy: str, sampling: str, given: ModelsGiven, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compatibility.check_drafting(drafter, policy, sampling, given)
+    assert str(caught.value) == message
+
+
+def test_drafters_are_checked_before_any_file_is_read() -> None:
+    compatibility.check_drafter("draft-model", "fixed", draft_given=True)
+    compatibility.check_drafter("auto", "auto", draft_given=False)
+    with pytest.raises(ConfigError, match="which needs a draft model; give draft, its folder or hub id$"):
+        compatibility.check_drafter("draft-model", "auto", draft_given=False)
+    with pytest.raises(
+        ConfigError, match="'auto', but policy='fixed' cannot choose among drafters; give policy"
+    ):
+        compatibility.check_drafter("auto", "fixed", draft_given=True)
+
+
+LOADED = {"lookup": False, "draft-model": True}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "policy", "selected"),
+    [
+        ("none", "confidence", ()),
+        ("lookup", "fixed", ("lookup",)),
+        ("draft-model", "confidence", ("draft-model",)),
+        ("auto", "auto", ("lookup", "draft-model")),
+        ("auto", "fixed", "load with policy='auto', or give one of none, lookup, draft-model"),
+        ("lookup", "confidence", "give one of none, draft-model, or load with another policy"),
+        ("retokenize", "auto", "which is not loaded; give one of none, auto, lookup, draft-model"),
+    ],
+)
+def test_a_request_selects_drafters_that_are_loaded(
+    drafter: str, policy: str, selected: tuple[str, ...] | str
+) -> None:
+    traits = PolicyTraits.named(policy)
+    if isinstance(selected, tuple):
+        assert compatibility.select_drafters(drafter, LOADED, traits) == selected
+        return
+    with pytest.raises(RequestError, match=f"^drafter is '{drafter}', .*{selected}$"):
+        compatibility.select_drafters(drafter, LOADED, traits)
