@@ -126,7 +126,9 @@ def read_plan(file: Path) -> PlanFile:
     for name, (fits, words) in _BOUNDS.items():
         if not fits(getattr(plan, name)):
             raise ConfigError(f"{where}, whose {name} is {shortened(found[name])}, not {words}; {REMEDY}")
-    plan.skips.check(plan.layers, f"plan {str(file)!r}")
+    if (mistake := plan.skips.mistake(plan.layers)) is not None:
+        problem, remedy = mistake
+        raise ConfigError(f"which {problem}", option="plan", value=str(file), remedy=remedy)
     return plan
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
-from foredraft.drafters.skips import Skips, is_spelled
+from foredraft.drafters.skips import Skips, is_skips
 from foredraft.errors import ConfigError
 from foredraft.model.device import dtype_name
 
@@ -74,8 +74,8 @@ def chosen_plan(
 
 
 def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
-    if isinstance(plan, str) and is_spelled(plan):
-        plan = Skips.spelled(plan)
+    if isinstance(plan, str) and is_skips(plan):
+        plan = Skips.parse(plan)
     if isinstance(plan, Skips):
         return plan
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))

@@ -22,7 +22,7 @@ from foredraft.files import write_whole
 from foredraft.kernels.machine import cache_folder
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import CalibrationTexts, Text
+from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 
 __all__ = ["CalibrationCache"]
 
@@ -60,22 +60,22 @@ class CalibrationCache:
             kept = json.loads(self.file.read_text(encoding="utf-8"))
             if (kept["format"], kept["name"]) != (FORMAT, self.name):
                 return None
-            texts = tuple(Text(tuple(ids), start) for ids, start in kept["texts"])
+            texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
             found = CalibrationTexts(texts, self.temperature)
             sound = kept["digest"] == found.digest and all(map(self._sound, texts))
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
         return found if sound and found.tokens >= self.tokens else None
 
-    def _sound(self, text: Text) -> bool:
+    def _sound(self, text: CalibrationText) -> bool:
         ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
-        start = type(text.start) is int and 0 < text.start < len(text.ids)
-        return ids and start and text.ids[: text.start] in self.prompts
+        start = type(text.prompt_length) is int and 0 < text.prompt_length < len(text.ids)
+        return ids and start and text.ids[: text.prompt_length] in self.prompts
 
     def _keep(self, found: CalibrationTexts) -> None:
         if self.file is None:
             return
-        texts = [[text.ids, text.start] for text in found.texts]
+        texts = [[text.ids, text.prompt_length] for text in found.texts]
         told = {"format": FORMAT, "name": self.name, "digest": found.digest, "texts": texts}
         with suppress(OSError, ConfigError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
