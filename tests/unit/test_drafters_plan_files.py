@@ -24,7 +24,7 @@ from foredraft.drafters.plan_files import (
     write_plan,
 )
 from foredraft.drafters.skips import Skips
-from foredraft.tune.plan_output import replaced
+from foredraft.tune.plan_output import replaced_plan_note
 from tests.support.checkpoints import save_checkpoint
 
 PLAN = PlanFile(
@@ -54,12 +54,12 @@ def test_a_plan_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> Non
         ({"format": None}, "whose format is None, and this version reads 1"),
         (
             {"skip_attention": [1, 8]},
-            "skips the attention of layer 8; give 0 to 7, for the model has 8 layers",
+            "skips the attention of layer 8; give 0 to 7: the model has 8 layers",
         ),
-        ({"skip_mlp": [-1]}, "skips the mlp of layer -1; give 0 to 7"),
-        ({"skip_mlp": [2, 2]}, "skips the mlp of a layer twice; give each layer once"),
+        ({"skip_mlp": [-1]}, "skips the MLP of layer -1; give 0 to 7"),
+        ({"skip_mlp": [2, 2]}, "skips the MLP of a layer twice; give each layer once"),
         ({"skip_attention": [1.0]}, "whose skip_attention is .1.0., not a list of whole numbers"),
-        ({"exit": 3}, "has an exit and layers to skip; give one of the two"),
+        ({"exit": 3}, "has both an exit and layers to skip; give one of the two"),
         ({"exit": 8, "skip_attention": [], "skip_mlp": []}, "exits before layer 8; give 1 to 7"),
         ({"exit": 0, "skip_attention": [], "skip_mlp": []}, "exits before layer 0; give 1 to 7"),
         ({"layers": 0}, "whose layers is 0, not a whole number of 1 or more"),
@@ -118,20 +118,20 @@ def test_a_plan_tells_where_it_was_measured() -> None:
         assert f"was measured on cpu in float32, and serves on {device} in {dtype}: the output stays" in told
 
 
-def test_what_takes_the_place_of_a_plan_tells_it(cache: Path) -> None:
-    assert replaced(PLAN.model_hash) is None
+def test_a_note_names_the_replaced_plan(cache: Path) -> None:
+    assert replaced_plan_note(PLAN.model_hash) is None
     place = keep_plan(PLAN)
     assert place is not None
-    assert replaced(PLAN.model_hash) == (
-        "It takes the place of the plan that was kept before: skip:attn=1,3/mlp=4, measured at temperature 0.7"
-        " at 1.25 x plain decoding on 2026-11-21."
+    assert replaced_plan_note(PLAN.model_hash) == (
+        "The winner replaces the earlier plan skip:attn=1,3/mlp=4, measured at temperature 0.7 at 1.25 x plain"
+        " decoding on 2026-11-21."
     )
     place.write_text("{}")
-    assert replaced(PLAN.model_hash) is None
+    assert replaced_plan_note(PLAN.model_hash) is None
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="skips the mlp of layer 8"):
+    with pytest.raises(ConfigError, match="skips the MLP of layer 8"):
         write_plan(replace(PLAN, skip_mlp=(8,)), tmp_path / "plan.json")
     with pytest.raises(ConfigError, match=r"out is '.*', which cannot be written \(No such file"):
         write_plan(PLAN, tmp_path / "none" / "plan.json", "out")
@@ -184,7 +184,7 @@ def test_a_hash_tells_models_apart(tmp_path: Path) -> None:
         model_hash(folder)
 
 
-SPELLED = [
+NOTATIONS = [
     ("exit:3", Skips(exit=3)),
     ("skip:none", Skips()),
     ("skip:attn=3,5-7/mlp=4", Skips((3, 5, 6, 7), (4,))),
@@ -193,21 +193,21 @@ SPELLED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "skips"), SPELLED)
-def test_skips_are_spelled_and_read(text: str, skips: Skips) -> None:
-    assert Skips.spelled(text) == skips and str(skips) == text
+@pytest.mark.parametrize(("text", "skips"), NOTATIONS)
+def test_skips_are_formatted_and_parsed(text: str, skips: Skips) -> None:
+    assert Skips.parse(text) == skips and str(skips) == text
 
 
 LAYERS = st.sets(st.integers(0, 999)).map(lambda found: tuple(sorted(found)))
 
 
 @given(st.builds(Skips, LAYERS, LAYERS) | st.builds(Skips, exit=st.integers(1, 999)))
-def test_any_skips_are_spelled_and_read(skips: Skips) -> None:
-    assert Skips.spelled(str(skips)) == skips
+def test_parse_inverts_str(skips: Skips) -> None:
+    assert Skips.parse(str(skips)) == skips
 
 
-def test_skips_may_be_spelled_in_any_order() -> None:
-    assert Skips.spelled("skip:mlp=4/attn=5-6,3") == Skips((3, 5, 6), (4,))
+def test_parse_accepts_any_order() -> None:
+    assert Skips.parse("skip:mlp=4/attn=5-6,3") == Skips((3, 5, 6), (4,))
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_skips_may_be_spelled_in_any_order() -> None:
     "exit: exit:-1 exit:a exit:1,2 skip: skip:attn skip:attn= skip:head=1 skip:attn=1/attn=2 skip:attn=3-1"
     " skip:attn=1- skip:attn=0-999999999 skip:attn=²".split(),
 )
-def test_skips_that_are_unclear_are_refused(text: str) -> None:
+def test_parse_refuses_other_texts(text: str) -> None:
     with pytest.raises(ConfigError, match="plan is '.*'; give exit:LAYER, or skip:attn=LAYERS/mlp=LAYERS"):
-        Skips.spelled(text)
+        Skips.parse(text)
 
 
-def test_the_plan_of_skips() -> None:
+def test_skips_convert_to_a_plan() -> None:
     plan = Skips((1,), (0, 2)).plan(3)
     assert plan.attention == (True, False, True) and plan.mlp == (False, True, False)
     exiting = Skips(exit=2).plan(3)

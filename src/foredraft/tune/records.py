@@ -93,7 +93,7 @@ class Finalist:
         if self.speedup.median <= 1:
             return "it is not faster than plain decoding"
         if sign_test(self.prompts, self.prompts) > SIGNIFICANCE:
-            return f"{self.prompts} held-out prompts are too few to rule out chance; give more prompts"
+            return f"{self.prompts} held-out prompt(s) are too few to rule out chance; give more prompts"
         if sign_test(self.faster, self.prompts) > SIGNIFICANCE:
             return (
                 f"it is faster than plain decoding on only {self.faster} of {self.prompts} held-out prompts,"
