@@ -61,7 +61,7 @@ def test_every_plan_gives_the_same_text(
         (["--plan", "nowhere.json"], "--plan is 'nowhere.json', which cannot be read"),
         (["--plan", "skip:heads=1"], "--plan is 'skip:heads=1'; give exit:LAYER, or skip:attn=LAYERS/mlp"),
         (["--plan", "exit:3"], "plan exits before layer 3; give 1 to 2: the model has 3 layers"),
-        (["--plan", "other.json"], "--plan is one of 'big', which is another model than"),
+        (["--plan", "other.json"], "--plan is for 'big', which is another model than"),
         (["--plan", "exit:1", "--drafter", "lookup"], "--plan has no use with drafter lookup; leave it out"),
         (["--plan", "exit:1", "--draft", "nowhere"], "--draft has no use with --drafter layer-skip"),
     ],

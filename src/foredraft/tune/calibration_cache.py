@@ -1,8 +1,8 @@
-"""Texts once written, kept between runs in the user's cache folder: a large model writes them for minutes.
+"""Calibration texts in the user's cache folder, since a large model writes them for minutes.
 
-Contract: a file's name tells everything that its texts are a function of, and texts that were not written to
-the end are in none. Nothing about the folder is ever an error: a file that cannot be read, or holds something
-else, is written anew, and what cannot be written is not kept.
+The name of a file is a hash of everything that its texts depend on. A file holds complete texts only. No
+problem with the folder is an error: a file that cannot be read or is not valid is replaced, and if it
+cannot be written, the texts are not cached.
 """
 
 from __future__ import annotations
@@ -30,8 +30,16 @@ FORMAT = 1
 
 
 class CalibrationCache:
-    """Where the texts of one search are: `tokens` new ones or more, after these prompts, by the model of this
-    folder and hash. The hash knows no values of weights, so the files' own place, sizes and times count, too.
+    """The cached texts of one search.
+
+    Args:
+        folder: Folder of the model. The name depends on its path and on the sizes and times of its files,
+            because the hash does not cover the values of the weights.
+        hash: Hash of the model (`plan_files.model_hash`).
+        llm: The model.
+        prompts: Token ids of the prompts that the texts continue.
+        tokens: New tokens of all texts, at least.
+        temperature: Temperature of the texts.
     """
 
     def __init__(
@@ -46,7 +54,7 @@ class CalibrationCache:
         self.file = None if cache is None else cache / "texts" / f"{self.name[:32]}.json"
 
     def read_or(self, write: Callable[[], CalibrationTexts]) -> CalibrationTexts:
-        """Those that are kept, or else what `write` gives, which are kept from then on."""
+        """Return the cached texts, or call `write` and cache what it returns."""
         found = self._read()
         if found is None:
             found = write()
@@ -83,14 +91,14 @@ class CalibrationCache:
 
 
 def _files(folder: Path) -> list[Any]:
-    """Of the weights, and of what says where a text ends."""
+    """Return the path of the folder, and the name, size and time of its weights and configuration files."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
     about = ((file.name, file.stat()) for file in files)
     return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
 
 
 def _passes(llm: LLM) -> list[Any]:
-    """By what the tokens are computed."""
+    """Return what determines the arithmetic: device, dtype, kind of passes, version of PyTorch."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     device, dtype = llm.engine.device.type, str(llm.engine.cache.dtype)

@@ -281,7 +281,9 @@ def _load(
     def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
         """Return the rows and positions that the search needs."""
         if tokenizer is None:
-            raise ConfigError("the model has no tokenizer.json, which text prompts need", remedy="add the file")
+            raise ConfigError(
+                "the model has no tokenizer.json, which text prompts need", remedy="add the file"
+            )
         longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
         return min(CALIBRATION_BATCH, len(prompts)), longest + _new_tokens(options, prompts)
 
