@@ -119,11 +119,11 @@ def change_file(change: Callable[[dict[str, Any]], Any], *, digest: bool = True)
     """A function that changes the content of a file; `digest` updates its digest, too."""
 
     def changed(text: str) -> str:
-        kept = json.loads(text)
-        change(kept)
+        content = json.loads(text)
+        change(content)
         if digest:
-            kept["digest"] = hashlib.sha256(json.dumps(kept["texts"]).encode()).hexdigest()
-        return json.dumps(kept)
+            content["digest"] = hashlib.sha256(json.dumps(content["texts"]).encode()).hexdigest()
+        return json.dumps(content)
 
     return changed
 
@@ -133,18 +133,20 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "cut": lambda text: text[: len(text) // 2],
     "a list": lambda text: "[1, 2]",
     "deep": lambda text: "[" * 100_000,
-    "of another format": change_file(lambda kept: kept.update(format=0)),
-    "with other arguments": change_file(lambda kept: kept.update(name="0" * 64)),
-    "another token": change_file(lambda kept: kept["texts"][0][0].__setitem__(-1, 3), digest=False),
-    "no texts": change_file(lambda kept: kept.pop("texts") and kept.update(texts=[])),
-    "too few tokens": change_file(lambda kept: kept["texts"].pop()),
-    "a text of no new token": change_file(lambda kept: kept["texts"].append([PROMPTS[0], len(PROMPTS[0])])),
-    "an unknown token": change_file(lambda kept: kept["texts"][0][0].append(10**6)),
-    "a negative token": change_file(lambda kept: kept["texts"][0][0].append(-1)),
-    "no token": change_file(lambda kept: kept["texts"][0][0].append(2.5)),
-    "another prompt": change_file(lambda kept: kept["texts"][0][0].insert(0, 3)),
-    "a start from the end": change_file(lambda kept: kept["texts"].append([[*PROMPTS[0], 3, 4], -2])),
-    "no start": change_file(lambda kept: kept["texts"][0].__setitem__(1, None)),
+    "of another format": change_file(lambda content: content.update(format=0)),
+    "with other arguments": change_file(lambda content: content.update(name="0" * 64)),
+    "another token": change_file(lambda content: content["texts"][0][0].__setitem__(-1, 3), digest=False),
+    "no texts": change_file(lambda content: content.pop("texts") and content.update(texts=[])),
+    "too few tokens": change_file(lambda content: content["texts"].pop()),
+    "a text of no new token": change_file(
+        lambda content: content["texts"].append([PROMPTS[0], len(PROMPTS[0])])
+    ),
+    "an unknown token": change_file(lambda content: content["texts"][0][0].append(10**6)),
+    "a negative token": change_file(lambda content: content["texts"][0][0].append(-1)),
+    "no token": change_file(lambda content: content["texts"][0][0].append(2.5)),
+    "another prompt": change_file(lambda content: content["texts"][0][0].insert(0, 3)),
+    "a start from the end": change_file(lambda content: content["texts"].append([[*PROMPTS[0], 3, 4], -2])),
+    "no start": change_file(lambda content: content["texts"][0].__setitem__(1, None)),
 }
 
 
@@ -154,7 +156,9 @@ def test_an_invalid_file_is_replaced(searches: Searches, broken: str) -> None:
     file = searches.cache().file
     assert file is not None
     whole = file.read_text()
-    assert change_file(lambda kept: None)(whole) == whole.strip(), "without a change, the file stays the same"
+    assert change_file(lambda content: None)(whole) == whole.strip(), (
+        "without a change, the file stays the same"
+    )
     file.write_text(BROKEN[broken](whole))
     assert searches.texts() == (first, True)
     assert file.read_text() == whole

@@ -58,7 +58,7 @@ def count_sub_layer_runs(layers: int, max_skipped: int) -> int:
 
 @torch.inference_mode()
 def greedy(teacher_forced: TeacherForced, on_run: OnRun = _ignore) -> list[int]:
-    """Return the numbers of all sub-layers, the one that changes the final states least first."""
+    """Return the numbers of all sub-layers, ordered by how little skipping each changes the final states."""
     sample = _Sample(teacher_forced)
     layers = sample.layers
     full = sample.run(sample.embedded, 0, layers, Plan.full(layers))
