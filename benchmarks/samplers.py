@@ -1,4 +1,4 @@
-"""Which sampler is worth its time: TPE, Gaussian process, flips and random search at 32 to 160 switches.
+"""Which sampler is worth its time: TPE, Gaussian process, hill climbing or random, at 32 to 160 switches.
 
 Two objectives. A synthetic one: each sub-layer that a draft leaves out lowers the chance of its tokens by a
 factor of its own, two neighbours by one more, and saves its cost; what is sought is the predicted speed-up.
@@ -30,11 +30,11 @@ from workload import HERE, machine, write
 from foredraft.cli.tune import prompts_of
 from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
-from foredraft.tune.expected_rounds import Rounds
+from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.ranking import skips_of
-from foredraft.tune.search import SIZES, Deadline, Search, warm_starts
-from foredraft.tune.study import StudyPlace
+from foredraft.tune.search import SEED_SIZES, Deadline, Search, seed_plans
+from foredraft.tune.study import StudyStorage
 
 DEVICE = torch.device("cpu")
 LONGEST = 8
@@ -58,14 +58,16 @@ class Synthetic:
         self.alone = np.exp(random.normal(-5.5 - np.log(layers / 16), 1.5, 2 * layers))
         self.together = np.exp(random.normal(-6.5 - np.log(layers / 16), 1.5, 2 * layers))
 
-    def rounds(self, plan: Plan) -> Rounds:
+    def rounds(self, plan: Plan) -> ExpectedRounds:
         left_out = ~np.array([runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair])
         loss = (self.alone * left_out).sum() + (self.together * (left_out & np.roll(left_out, 1))).sum()
-        return Rounds.of(np.full((1, 4 * LONGEST, LONGEST), np.exp(-loss)), np.array([4 * LONGEST]))
+        return ExpectedRounds.from_acceptance(
+            np.full((1, 4 * LONGEST, LONGEST), np.exp(-loss)), np.array([4 * LONGEST])
+        )
 
     def warm_starts(self) -> dict[str, str]:
         ranked = [int(number) for number in self.alone.argsort()]
-        sizes = [round(len(ranked) * eighth / SIZES) for eighth in range(SIZES)]
+        sizes = [round(len(ranked) * eighth / SEED_SIZES) for eighth in range(SEED_SIZES)]
         return {f"greedy {size}": str(skips_of(ranked[:size])) for size in sizes}
 
     @property
@@ -81,15 +83,15 @@ class Demo:
     def __init__(self, tokens: int) -> None:
         self.teacher = teacher_again(None, prompts_of(None, None), Options(tokens=tokens, max_draft=LONGEST))
         self.runner = self.teacher.runner
-        self.seen: dict[Plan, Rounds] = {}
+        self.seen: dict[Plan, ExpectedRounds] = {}
 
-    def rounds(self, plan: Plan) -> Rounds:
+    def rounds(self, plan: Plan) -> ExpectedRounds:
         if plan not in self.seen:
             self.seen[plan] = self.teacher.rounds(plan)
         return self.seen[plan]
 
     def warm_starts(self) -> dict[str, str]:
-        return {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
+        return {origin: str(skips) for origin, skips in seed_plans(self.teacher).items()}
 
     costs = PlanCosts(
         1.0, 0.06, (0.031,) * 16, 0.026, tuple(1 + 0.02 * rows for rows in range(1, LONGEST + 1))
@@ -100,7 +102,7 @@ def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, s
     clock = 0.0
     rounds = objective.rounds
 
-    def watched(plan: Plan) -> Rounds:
+    def watched(plan: Plan) -> ExpectedRounds:
         nonlocal clock
         seconds, found = timed(lambda: rounds(plan), DEVICE)
         clock += seconds
@@ -112,10 +114,10 @@ def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, s
 
     options = Options(trials=trials, sampler=sampler, seed=seed)
     name = f"{id(objective)} {sampler} {seed}"
-    search = Search(StudyPlace(None), name, options, Watched(), lambda: objective.costs, Deadline(None))
+    search = Search(StudyStorage(None), name, options, Watched(), lambda: objective.costs, Deadline(None))
     search.study.set_user_attr("begin with", json.dumps(plans))
-    search.begin()
-    seconds, _ = timed(lambda: search.run(silent), DEVICE)
+    search.enqueue_seed_plans()
+    seconds, _ = timed(lambda: search.run_trials(silent), DEVICE)
     best = list(accumulate((trial.predicted for trial in search.trials()), max))
     return {
         "best": {mark: best[mark - 1] for mark in MARKS if mark <= trials},

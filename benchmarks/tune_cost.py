@@ -28,12 +28,12 @@ from workload import machine, write
 import foredraft
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import calibrate, new_tokens
+from foredraft.tune.calibration import new_tokens_per_prompt, write_calibration_texts
 from foredraft.tune.costs import measure_plan_costs
-from foredraft.tune.expected_rounds import Rounds
+from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.search import Deadline, Search
-from foredraft.tune.study import StudyPlace
+from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced
 
 LAYERS, PROMPTS, LENGTH, CONTEXT = 32, 64, 48, 128
@@ -45,7 +45,7 @@ class Watched(TeacherForced):
 
     seconds = 0.0
 
-    def rounds(self, plan: Plan, *, every_start: bool = False) -> Rounds:
+    def rounds(self, plan: Plan, *, every_start: bool = False) -> ExpectedRounds:
         seconds, found = timed(lambda: super(Watched, self).rounds(plan, every_start=every_start), DEVICE)
         self.seconds += seconds
         return found
@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = [[draw.randrange(2048) for _ in range(LENGTH)] for _ in range(PROMPTS)]
     with tempfile.TemporaryDirectory() as folder:
         model = random_checkpoint(Path(folder) / "model", shape)
-        room = LENGTH + new_tokens(given.tokens, PROMPTS)
+        room = LENGTH + new_tokens_per_prompt(given.tokens, PROMPTS)
         llm = foredraft.load(model, drafter="none", max_batch=8, max_length=room)
         runner = llm.engine.target
         assert isinstance(runner, Runner)
-        calibration = calibrate(llm, prompts, given.tokens, options.temperature, silent)
+        calibration = write_calibration_texts(llm, prompts, given.tokens, options.temperature, silent)
         teacher = Watched(runner, calibration, options.max_draft)
         costs = measure_plan_costs(llm, CONTEXT, options.max_draft, options.temperature, repeats=5)
-        place = StudyPlace(f"sqlite:///{folder}/study.db")
+        place = StudyStorage(f"sqlite:///{folder}/study.db")
         search = Search(place, "a study", options, teacher, lambda: costs, Deadline(None))
         forwards: list[float] = []
 
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         bare(teacher)  # warms up
         start = time.perf_counter()
-        search.begin()
-        search.run(between)
+        search.enqueue_seed_plans()
+        search.run_trials(between)
         whole = time.perf_counter() - start - sum(forwards)
         in_trials = teacher.seconds
         full = Plan.full(LAYERS)

@@ -39,7 +39,12 @@ from foredraft.cli.tune import prompts_of
 from foredraft.drafters.skips import Skips
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
+from foredraft.tune.calibration import (
+    calibration_prompt_count,
+    hold_out,
+    new_tokens_per_prompt,
+    write_calibration_texts,
+)
 from foredraft.tune.options import SAMPLERS, Options
 from foredraft.tune.ranking import clasp, greedy, skips_of
 from foredraft.tune.records import Report
@@ -61,11 +66,11 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
         needs=lambda tokenizer, _: (
             8,
             max(len(tokenizer.encode(prompt)) for prompt in prompts)
-            + new_tokens(options.tokens, written(len(prompts))),
+            + new_tokens_per_prompt(options.tokens, calibration_prompt_count(len(prompts))),
         ),
     )
     kept, _ = hold_out(llm.encode(prompts))
-    calibration = calibrate(llm, kept, options.tokens, options.temperature, silent)
+    calibration = write_calibration_texts(llm, kept, options.tokens, options.temperature, silent)
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     return TeacherForced(runner, calibration, options.max_draft)
@@ -76,7 +81,7 @@ def predicted(
 ) -> dict[str, list[float]]:
     """Of each kind's plans, by the objective of the search. Those that the search has tried are not tried
     again, for the texts are the same."""
-    taus = {Skips.spelled(trial.skips).plan(report.layers): np.array(trial.taus) for trial in report.trials}
+    taus = {Skips.parse(trial.skips).plan(report.layers): np.array(trial.taus) for trial in report.trials}
     untried = list({skips.plan(report.layers) for skips in chain(*kinds.values())} - taus.keys())
     if untried:
         taus |= {plan: found.taus for plan, found in zip(untried, teacher.rounds_of(untried), strict=True)}
@@ -88,7 +93,7 @@ def predicted(
 
 def left_out(report: Report) -> frozenset[int]:
     """The best plan's sub-layers, numbered as `ranking` does."""
-    plan = Skips.spelled(report.best.skips).plan(report.layers)
+    plan = Skips.parse(report.best.skips).plan(report.layers)
     order = [runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair]
     return frozenset(number for number, runs in enumerate(order) if not runs)
 
@@ -139,7 +144,7 @@ def bare(teacher: TeacherForced) -> None:
     """The forward that a trial is held against: all columns, all sub-layers, norm and head, nothing else."""
     plan = Plan.full(teacher.runner.decoder.spec.layers)
     for blocks in teacher.passes(
-        teacher.blocks([row % teacher.longest for row in range(len(teacher.texts))])
+        teacher.blocks([row % teacher.max_draft for row in range(len(teacher.texts))])
     ):
         tokens, starts = teacher.inputs(blocks)
         counts = [count for _, _, count in blocks]
@@ -183,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for _ in range(given.repeats):
         forwards.append(timed(lambda: bare(teacher), device)[0])
         trials.append(timed(lambda: teacher.rounds(full), device)[0])
-    best = Skips.spelled(report.best.skips).plan(report.layers)
+    best = Skips.parse(report.best.skips).plan(report.layers)
     own = [timed(lambda: teacher.rounds(best), device)[0] for _ in range(given.repeats)]
     result: dict[str, Any] = {
         "what": vars(given),

@@ -1,4 +1,4 @@
-"""A model that drafts for itself, from the command line: --plan in every command that takes one, and its mistakes."""
+"""--plan and drafter layer-skip in every command, and their mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash, write
 from tests.support.checkpoints import save_checkpoint
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "12", "--device", "cpu", "--json"]
-ALWAYS = ["--policy", "fixed"]
+FIXED_POLICY = ["--policy", "fixed"]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def test_text_is_the_same_by_every_plan(
+def test_every_plan_gives_the_same_text(
     models: Path, plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
@@ -46,7 +46,7 @@ def test_text_is_the_same_by_every_plan(
         ["--plan", "exit:2"],
         ["--plan", "skip:attn=0-2/mlp=1", "--max-draft", "7", "--draft-sampling", "greedy"],
     ):
-        assert main([*command, *ALWAYS, *options]) == 0
+        assert main([*command, *FIXED_POLICY, *options]) == 0
         found = document(capsys)
         assert found["outputs"][0]["token_ids"] == want and found["stats"]["drafted"] > 0
 
@@ -60,8 +60,8 @@ def test_text_is_the_same_by_every_plan(
         ),
         (["--plan", "nowhere.json"], "--plan is 'nowhere.json', which cannot be read"),
         (["--plan", "skip:heads=1"], "--plan is 'skip:heads=1'; give exit:LAYER, or skip:attn=LAYERS/mlp"),
-        (["--plan", "exit:3"], "plan exits before layer 3; give 1 to 2, for the model has 3 layers"),
-        (["--plan", "other.json"], "--plan is one of 'big', which is another model than"),
+        (["--plan", "exit:3"], "plan exits before layer 3; give 1 to 2: the model has 3 layers"),
+        (["--plan", "other.json"], "--plan is for 'big', which is another model than"),
         (["--plan", "exit:1", "--drafter", "lookup"], "--plan has no use with drafter lookup; leave it out"),
         (["--plan", "exit:1", "--draft", "nowhere"], "--draft has no use with --drafter layer-skip"),
     ],
@@ -79,31 +79,30 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     write_plan(plan, tmp_path / "other.json")
     model = "mute" if "other.json" in arguments else "big"
     assert main(["generate", "x", "--model", str(models / model), *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
-    assert told.err.startswith("foredraft: error: ") and message in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("foredraft: error: ") and message in captured.err
 
 
-def test_verify_holds_it_to_the_target(
-    plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a spread law, drafted by the model without its last layer's attention: often right, often wrong."""
+def test_verify_tests_a_plan(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model's distributions are flat, so drafts without the last layer's attention are accepted about half the
+    time."""
     model = save_checkpoint(
         tmp_path / "model", tokenizer=True, seed=3, eos_token_id=None, initializer_range=0.4
     )
     quick = ["--tokens", "6", "--detect", "0.1", "--seed", "3", "--max-batch", "32", "--device", "cpu"]
-    command = ["verify", "--model", str(model), *quick, *ALWAYS, "def accept", "Viktor", "x"]
+    command = ["verify", "--model", str(model), *quick, *FIXED_POLICY, "def accept", "Viktor", "x"]
     for given in ("skip:attn=2", "exit:2"):
         assert main([*command, "--plan", given]) == 0
-        told = capsys.readouterr().out
-        assert f"drafter layer-skip ({given}), policy fixed;" in told and "PASSED" in told
+        output = capsys.readouterr().out
+        assert f"drafter layer-skip ({given}), policy fixed;" in output and "PASSED" in output
     assert main([*command, "--plan", "skip:attn=2", "--self-test"]) == 1, "a missing residual is found"
     assert "was found" in capsys.readouterr().out
     assert main([*command, "--drafter", "layer-skip"]) == 2
     assert "no plan for this model" in capsys.readouterr().err
 
 
-def test_bench_shows_it_as_a_row(
+def test_bench_has_a_row_for_the_plan(
     models: Path,
     plan: PlanFile,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Searches whose trials take no time: what the tests of studies share, and the processes that they kill."""
+"""Searches whose trials take no time, and child processes that a test can kill during a search."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import sqlalchemy
 
 from foredraft.drafters.skips import Skips
 from foredraft.tune.costs import PlanCosts
-from foredraft.tune.expected_rounds import Rounds
+from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import Options
 from foredraft.tune.search import Deadline, Search
-from foredraft.tune.study import StudyPlace, optuna
+from foredraft.tune.study import StudyStorage, optuna
 from tests.support.running import ROOT
 
 LAYERS = 4
 COSTS = PlanCosts(1e-3, 0.05, (0.1,) * LAYERS, 0.13, (1.0, 1.02, 1.04))
 
 
-class FakeTeacher:
-    """Each sub-layer that is left out costs its share of the drafts' chances; layer 0's cost most."""
+class FakeTeacherForced:
+    """Each skipped sub-layer lowers the acceptance probability by a factor; those of layer 0 matter most."""
 
     class runner:
         class decoder:
@@ -39,85 +39,90 @@ class FakeTeacher:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.trials = seconds, 0
 
-    def rounds(self, plan: Any) -> Rounds:
+    def rounds(self, plan: Any) -> ExpectedRounds:
         self.trials += 1
         time.sleep(self.seconds)
-        chance = 0.97
-        for layer in range(LAYERS):
-            chance *= 1.0 if plan.attention[layer] else (0.3 if layer == 0 else 0.96)
-            chance *= 1.0 if plan.mlp[layer] else (0.3 if layer == 0 else 0.9)
-        return Rounds.of(np.full((1, 60, 3), chance), np.array([60]))
+        acceptance = 0.97
+        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
+            acceptance *= 1.0 if attention else (0.3 if layer == 0 else 0.96)
+            acceptance *= 1.0 if mlp else (0.3 if layer == 0 else 0.9)
+        return ExpectedRounds.from_acceptance(np.full((1, 60, 3), acceptance), np.array([60]))
 
 
-WARM = {"nothing": Skips(), "every other layer": Skips((1, 3), (1, 3))}
+SEED_PLANS = {"nothing": Skips(), "every other layer": Skips((1, 3), (1, 3))}
 
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     return None
 
 
-def searched(url: str | None, teacher: Any = None, costs: PlanCosts = COSTS, **options: Any) -> Search:
-    """A search that has ended."""
-    made = Search(
-        StudyPlace(url),
-        "a study",
-        Options(**{"trials": 12, "sampler": "random", **options}),
-        teacher or FakeTeacher(),
-        lambda: costs,
-        Deadline(None),
-    )
-    made.begin()
-    made.run(silent)
-    return made
+def make_search(
+    url: str | None, teacher_forced: Any, costs: PlanCosts = COSTS, options: Options | None = None
+) -> Search:
+    """A search without a deadline in the study "a study"."""
+    storage = StudyStorage(url)
+    return Search(storage, "a study", options or Options(), teacher_forced, lambda: costs, Deadline(None))
 
 
-def sqlite(folder: Path) -> str:
+def run_search(
+    url: str | None, teacher_forced: Any = None, costs: PlanCosts = COSTS, **options: Any
+) -> Search:
+    """A search that has run all its trials."""
+    given = Options(**{"trials": 12, "sampler": "random", **options})
+    search = make_search(url, teacher_forced or FakeTeacherForced(), costs, given)
+    search.enqueue_seed_plans()
+    search.run_trials(silent)
+    return search
+
+
+def sqlite_url(folder: Path) -> str:
     return f"sqlite:///{folder / 'study.db'}"
 
 
 CHILD = f"""
 import sys
-sys.path.insert(0, "{ROOT}/tests")
+sys.path.insert(0, "{ROOT}")
 from tests.support import searching
 from foredraft.tune import search
-search.warm_starts = lambda *_: dict(searching.WARM)
-url, seconds, trials, seed, moment = sys.argv[1:]
-if moment:
-    searching.dies_at(moment, 4)
-searching.searched(url, searching.FakeTeacher(float(seconds)), trials=int(trials), seed=int(seed))
+search.seed_plans = lambda *_: dict(searching.SEED_PLANS)
+url, seconds, trials, seed, kill_point = sys.argv[1:]
+if kill_point:
+    searching.kill_at(kill_point, 4)
+searching.run_search(url, searching.FakeTeacherForced(float(seconds)), trials=int(trials), seed=int(seed))
 """
-MOMENTS = {
-    "within a trial": (FakeTeacher, "rounds"),
-    "before its first heartbeat": (optuna.storages.RDBStorage, "record_heartbeat"),
-    "as it is kept": (optuna.storages.RDBStorage, "set_trial_state_values"),
-    "between two": (StudyPlace, "give_up_unborn"),
+KILL_POINTS = {
+    "within a trial": (FakeTeacherForced, "rounds"),
+    "before the first heartbeat": (optuna.storages.RDBStorage, "record_heartbeat"),
+    "while the trial is stored": (optuna.storages.RDBStorage, "set_trial_state_values"),
+    "between two trials": (StudyStorage, "fail_trials_without_heartbeat"),
 }
 
 
-def dies_at(moment: str, call: int) -> None:
-    """This process is killed as it enters the method for the n-th time."""
-    owner, name = MOMENTS[moment]
+def kill_at(kill_point: str, call: int) -> None:
+    """Kill this process when it calls the method of the kill point for the n-th time."""
+    owner, name = KILL_POINTS[kill_point]
     method, calls = getattr(owner, name), iter(range(1, call + 1))
 
-    def deadly(*given: Any, **options: Any) -> Any:
+    def deadly(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return method(*given, **options)
+        return method(*args, **kwargs)
 
     setattr(owner, name, deadly)
 
 
-def child(
-    url: str, seconds: float = 0.0, trials: int = 1000, seed: int = 0, moment: str = ""
+def start_child(
+    url: str, seconds: float = 0.0, trials: int = 1000, seed: int = 0, kill_point: str = ""
 ) -> subprocess.Popen[bytes]:
+    """Start a search in a process of its own, whose trials take this many seconds."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [url, str(seconds), str(trials), str(seed), moment]
-    return subprocess.Popen([sys.executable, "-c", CHILD, *words], env=env)
+    arguments = [url, str(seconds), str(trials), str(seed), kill_point]
+    return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=env)
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Any]:
+def open_database(url: str) -> Iterator[Any]:
     storage = optuna.storages.RDBStorage(url)
     try:
         yield storage
@@ -125,17 +130,17 @@ def opened(url: str) -> Iterator[Any]:
         storage.engine.dispose()
 
 
-def kept(url: str, state: str = "COMPLETE") -> dict[int, float | None]:
-    """Values of a study's trials in that state, by number."""
-    with opened(url) as storage:
+def stored_trials(url: str, state: str = "COMPLETE") -> dict[int, float | None]:
+    """The values of the study's trials in this state, by number."""
+    with open_database(url) as storage:
         trials = optuna.load_study(study_name="a study", storage=storage).trials
     return {trial.number: trial.value for trial in trials if trial.state.name == state}
 
 
-def days_later(url: str) -> None:
-    """For the trials that run, whatever the time zones."""
+def backdate_running_trials(url: str) -> None:
+    """Make running trials and their heartbeats two days old, which no time zone explains."""
     running = "(SELECT trial_id FROM trials WHERE state = 'RUNNING')"
-    with opened(url) as storage, storage.engine.begin() as connection:
+    with open_database(url) as storage, storage.engine.begin() as connection:
         for table, column in (("trials", "datetime_start"), ("trial_heartbeats", "heartbeat")):
             change = f"UPDATE {table} SET {column} = :then WHERE trial_id IN {running}"
             then = datetime.now() - timedelta(days=2)

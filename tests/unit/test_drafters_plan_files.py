@@ -1,4 +1,4 @@
-"""Plan files: what is read back, what is refused and how, and which model a plan belongs to."""
+"""Plan files and the notation of skips: round trips, refused input, and the model of a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from foredraft.drafters.plan_files import (
     write_plan,
 )
 from foredraft.drafters.skips import Skips
-from foredraft.tune.plan_output import replaced
+from foredraft.tune.plan_output import replaced_plan_note
 from tests.support.checkpoints import save_checkpoint
 
 PLAN = PlanFile(
@@ -41,25 +41,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("plan", [PLAN, replace(PLAN, skip_attention=(), skip_mlp=(), exit=3)])
-def test_a_plan_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
+def test_a_plan_survives_writing_and_reading(plan: PlanFile, tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json", "out")
     assert read_plan(tmp_path / "plan.json") == plan
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
-        ({"format": 2}, "whose format is 2, and this version reads 1; make the plan anew"),
-        ({"format": None}, "whose format is None, and this version reads 1"),
+        ({"format": 2}, "whose format is 2, but this version reads format 1; make a new plan"),
+        ({"format": None}, "whose format is None, but this version reads format 1"),
         (
             {"skip_attention": [1, 8]},
-            "skips the attention of layer 8; give 0 to 7, for the model has 8 layers",
+            "skips the attention of layer 8; give 0 to 7: the model has 8 layers",
         ),
-        ({"skip_mlp": [-1]}, "skips the mlp of layer -1; give 0 to 7"),
-        ({"skip_mlp": [2, 2]}, "skips the mlp of a layer twice; give each layer once"),
+        ({"skip_mlp": [-1]}, "skips the MLP of layer -1; give 0 to 7"),
+        ({"skip_mlp": [2, 2]}, "skips the MLP of a layer twice; give each layer once"),
         ({"skip_attention": [1.0]}, "whose skip_attention is .1.0., not a list of whole numbers"),
-        ({"exit": 3}, "has an exit and layers to skip; give one of the two"),
+        ({"exit": 3}, "has both an exit and layers to skip; give one of the two"),
         ({"exit": 8, "skip_attention": [], "skip_mlp": []}, "exits before layer 8; give 1 to 7"),
         ({"exit": 0, "skip_attention": [], "skip_mlp": []}, "exits before layer 0; give 1 to 7"),
         ({"layers": 0}, "whose layers is 0, not a whole number of 1 or more"),
@@ -78,73 +78,73 @@ def test_a_plan_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> Non
         ({"date": "20261121"}, "whose date is '20261121', not a date as YYYY-MM-DD"),
         ({"temperature": -1}, "whose temperature is -1, not 0 or more"),
         ({"temperature": "warm"}, "whose temperature is 'warm', not a finite number or null"),
-        ({"skip_heads": []}, "which holds 'skip_heads', unknown to this version"),
+        ({"skip_heads": []}, "which has the unknown field 'skip_heads'"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_field_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     content = {name: value for name, value in {**asdict(PLAN), **changed}.items() if value is not ...}
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         read_plan(tmp_path / "plan.json")
     assert "plan.json" in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[" * 10**5, "not JSON"), (b"[1]", "no JSON object")],
 )
-def test_a_file_that_is_no_plan_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+def test_a_file_without_a_plan_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(
-        ConfigError, match=f"plan.json', which (is|holds) {told}.*; give a file that `foredraft tune`"
+        ConfigError, match=f"plan.json', which (is|holds) {message}.*; give a file that `foredraft tune`"
     ):
         read_plan(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="cannot be read .No such file"):
         read_plan(tmp_path / "none.json")
 
 
-def test_a_file_that_does_not_tell_its_temperature_is_read(tmp_path: Path) -> None:
+def test_a_file_without_a_temperature_is_read(tmp_path: Path) -> None:
     content = asdict(PLAN)
     del content["temperature"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert read_plan(tmp_path / "plan.json") == replace(PLAN, temperature=None)
 
 
-def test_a_plan_tells_where_it_was_measured() -> None:
+def test_a_plan_warns_on_another_device_or_dtype() -> None:
     assert PLAN.doubt("cpu", "float32") is None
     for device, dtype in (("cuda", "float32"), ("cpu", "bfloat16")):
-        told = PLAN.doubt(device, dtype)
-        assert told is not None and "\n" not in told
-        assert f"was measured on cpu in float32, and serves on {device} in {dtype}: the output stays" in told
+        message = PLAN.doubt(device, dtype)
+        assert message is not None and "\n" not in message
+        assert f"was measured on cpu in float32, but runs on {device} in {dtype}: the output stays" in message
 
 
-def test_what_takes_the_place_of_a_plan_tells_it(cache: Path) -> None:
-    assert replaced(PLAN.model_hash) is None
+def test_a_note_names_the_replaced_plan(cache: Path) -> None:
+    assert replaced_plan_note(PLAN.model_hash) is None
     place = keep_plan(PLAN)
     assert place is not None
-    assert replaced(PLAN.model_hash) == (
-        "It takes the place of the plan that was kept before: skip:attn=1,3/mlp=4, measured at temperature 0.7"
-        " at 1.25 x plain decoding on 2026-11-21."
+    assert replaced_plan_note(PLAN.model_hash) == (
+        "The winner replaces the earlier plan skip:attn=1,3/mlp=4, measured at temperature 0.7 at 1.25 x plain"
+        " decoding on 2026-11-21."
     )
     place.write_text("{}")
-    assert replaced(PLAN.model_hash) is None
+    assert replaced_plan_note(PLAN.model_hash) is None
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="skips the mlp of layer 8"):
+def test_an_invalid_plan_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="skips the MLP of layer 8"):
         write_plan(replace(PLAN, skip_mlp=(8,)), tmp_path / "plan.json")
     with pytest.raises(ConfigError, match=r"out is '.*', which cannot be written \(No such file"):
         write_plan(PLAN, tmp_path / "none" / "plan.json", "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_is_found_by_its_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_found_by_the_hash_of_its_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_plan(PLAN.model_hash) is None
     place = keep_plan(PLAN)
     assert place is not None and place.is_relative_to(cache) and place == plan_place(PLAN.model_hash)
     assert find_plan(PLAN.model_hash) == PLAN and find_plan("b" * 64) is None
     other = place.rename(place.with_name("b" * 64 + ".json"))
-    with pytest.raises(ConfigError, match="plan is one of 'tiny', which is another model than"):
+    with pytest.raises(ConfigError, match="plan is for 'tiny', which is another model than"):
         find_plan("b" * 64)
     (place.parent / ("c" * 64 + ".json")).mkdir()
     with pytest.raises(ConfigError, match=r"c.json', which cannot be read \(Is a directory\)"):
@@ -158,21 +158,21 @@ def test_a_plan_is_found_by_its_model(cache: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_plan_of_another_model_is_refused() -> None:
     PLAN.check(PLAN.model_hash, "tiny")
-    with pytest.raises(ConfigError, match="plan is one of 'tiny', which is another model than big; make one"):
+    with pytest.raises(ConfigError, match="plan is for 'tiny', which is another model than big; make one"):
         PLAN.check("b" * 64, "big")
 
 
-def test_a_hash_tells_models_apart(tmp_path: Path) -> None:
+def test_the_hash_depends_on_config_and_tensors_only(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model")
     hash = model_hash(folder)
     assert len(hash) == 64
-    # neither where it lies, nor how it is spread over files, nor how its JSON is laid out
+    # the folder, the shards and the layout of the JSON do not matter
     shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "copy" / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=7))
     assert model_hash(tmp_path / "copy") == hash
     assert model_hash(save_checkpoint(tmp_path / "shards", shards=True)) == hash
-    # but its config, and the dtypes and shapes of its tensors
+    # the values of the config, and the dtypes and shapes of the tensors do
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     assert model_hash(tmp_path / "copy") != hash
     tensors = load_file(folder / "model.safetensors")
@@ -184,7 +184,7 @@ def test_a_hash_tells_models_apart(tmp_path: Path) -> None:
         model_hash(folder)
 
 
-SPELLED = [
+NOTATIONS = [
     ("exit:3", Skips(exit=3)),
     ("skip:none", Skips()),
     ("skip:attn=3,5-7/mlp=4", Skips((3, 5, 6, 7), (4,))),
@@ -193,21 +193,21 @@ SPELLED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "skips"), SPELLED)
-def test_skips_are_spelled_and_read(text: str, skips: Skips) -> None:
-    assert Skips.spelled(text) == skips and str(skips) == text
+@pytest.mark.parametrize(("text", "skips"), NOTATIONS)
+def test_skips_are_formatted_and_parsed(text: str, skips: Skips) -> None:
+    assert Skips.parse(text) == skips and str(skips) == text
 
 
 LAYERS = st.sets(st.integers(0, 999)).map(lambda found: tuple(sorted(found)))
 
 
 @given(st.builds(Skips, LAYERS, LAYERS) | st.builds(Skips, exit=st.integers(1, 999)))
-def test_any_skips_are_spelled_and_read(skips: Skips) -> None:
-    assert Skips.spelled(str(skips)) == skips
+def test_parse_inverts_str(skips: Skips) -> None:
+    assert Skips.parse(str(skips)) == skips
 
 
-def test_skips_may_be_spelled_in_any_order() -> None:
-    assert Skips.spelled("skip:mlp=4/attn=5-6,3") == Skips((3, 5, 6), (4,))
+def test_parse_accepts_any_order() -> None:
+    assert Skips.parse("skip:mlp=4/attn=5-6,3") == Skips((3, 5, 6), (4,))
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_skips_may_be_spelled_in_any_order() -> None:
     "exit: exit:-1 exit:a exit:1,2 skip: skip:attn skip:attn= skip:head=1 skip:attn=1/attn=2 skip:attn=3-1"
     " skip:attn=1- skip:attn=0-999999999 skip:attn=²".split(),
 )
-def test_skips_that_are_unclear_are_refused(text: str) -> None:
+def test_parse_refuses_other_texts(text: str) -> None:
     with pytest.raises(ConfigError, match="plan is '.*'; give exit:LAYER, or skip:attn=LAYERS/mlp=LAYERS"):
-        Skips.spelled(text)
+        Skips.parse(text)
 
 
-def test_the_plan_of_skips() -> None:
+def test_skips_convert_to_a_plan() -> None:
     plan = Skips((1,), (0, 2)).plan(3)
     assert plan.attention == (True, False, True) and plan.mlp == (False, True, False)
     exiting = Skips(exit=2).plan(3)

@@ -101,16 +101,16 @@ def test_plans_that_do_not_fit_are_refused(models: Path, plan: PlanFile, tmp_pat
     for given, message in (
         (
             tmp_path / "other.json",
-            "plan is one of 'another', which is another model than .*big; make one with",
+            "plan is for 'another', which is another model than .*big; make one with",
         ),
-        (other, "plan is one of 'another'"),
+        (other, "plan is for 'another'"),
         (tmp_path / "none.json", "plan is '.*none.json', which cannot be read"),
         (tmp_path / "text.json", "plan is '.*text.json', which is not JSON"),
-        ("exit:3", "plan exits before layer 3; give 1 to 2, for the model has 3 layers"),
-        ("skip:mlp=3", "plan skips the mlp of layer 3; give 0 to 2"),
+        ("exit:3", "plan exits before layer 3; give 1 to 2: the model has 3 layers"),
+        ("skip:mlp=3", "plan skips the MLP of layer 3; give 0 to 2"),
         ("skip:mlp", "plan is 'skip:mlp'; give exit:LAYER, or skip:"),
         (replace(plan, layers=7), "plan is for a model of 7 layers, but this one has 3; make one with"),
-        (replace(plan, layers=9, skip_mlp=(8,)), "plan skips the mlp of layer 8; give 0 to 2"),
+        (replace(plan, layers=9, skip_mlp=(8,)), "plan skips the MLP of layer 8; give 0 to 2"),
     ):
         with pytest.raises(ConfigError, match=message) as refused:
             load(models, plan=given)
@@ -150,7 +150,7 @@ def test_a_plan_of_another_device_or_dtype_is_used_with_a_warning(
             load(models, **given)
         told = [one.getMessage() for one in caplog.records if "was measured on" in one.getMessage()]
         assert len(told) == doubted, given
-        assert not told or "and serves on cpu in " in told[0]
+        assert not told or "but runs on cpu in " in told[0]
 
 
 def test_greedy_draft_sampling_works_with_layer_skip(models: Path) -> None:

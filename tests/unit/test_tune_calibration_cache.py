@@ -1,4 +1,4 @@
-"""Texts that are kept: when they serve again, when they are written anew, and what is never an error."""
+"""Cached calibration texts: when they are reused, when they are replaced, and that the cache never fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import foredraft
 from foredraft import LLM, user_cache
 from foredraft.drafters.plan_files import model_hash
 from foredraft.tune import calibration_cache
-from foredraft.tune.calibration import CalibrationTexts, calibrate
+from foredraft.tune.calibration import CalibrationTexts, write_calibration_texts
 from foredraft.tune.calibration_cache import CalibrationCache
 from tests.support.checkpoints import save_checkpoint
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Searches:
-    """Asks for texts as a search does, and counts what the model is asked for."""
+    """Asks for texts as a search does, and counts the calls of the model."""
 
     def __init__(self, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.llm, self.calls = folder, llm, 0
@@ -57,18 +57,20 @@ class Searches:
 
         monkeypatch.setattr(llm, "generate", counted)
 
-    def place(self, **changes: Any) -> CalibrationCache:
+    def cache(self, **changes: Any) -> CalibrationCache:
         return CalibrationCache(self.folder, model_hash(self.folder), self.llm, **self.given | changes)
 
     def file(self) -> Path:
-        path = user_cache.keyed_path(calibration_cache.KIND, self.place().key)
+        path = user_cache.keyed_path(calibration_cache.KIND, self.cache().key)
         assert path is not None
         return path
 
     def texts(self, **changes: Any) -> tuple[CalibrationTexts, bool]:
-        """And whether they were written."""
+        """The texts, and whether the model wrote them."""
         before, given = self.calls, self.given | changes
-        found = self.place(**changes).read_or(lambda: calibrate(self.llm, **given, progress=lambda *_: None))
+        found = self.cache(**changes).read_or(
+            lambda: write_calibration_texts(self.llm, **given, progress=lambda *_: None)
+        )
         return found, self.calls > before
 
 
@@ -80,7 +82,7 @@ def searches(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Searche
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_are_written_once(searches: Searches, temperature: float, cache: Path) -> None:
     first, was_written = searches.texts(temperature=temperature)
-    assert was_written and len(list((cache / "texts").iterdir())) == 1, "nothing lies beside the file"
+    assert was_written and len(list((cache / "texts").iterdir())) == 1, "there is no temporary file"
     assert searches.texts(temperature=temperature) == (first, False)
 
 
@@ -95,12 +97,12 @@ def test_texts_are_written_once(searches: Searches, temperature: float, cache: P
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_others_are_asked_for_in_other_circumstances(searches: Searches, changes: dict[str, Any]) -> None:
+def test_other_arguments_have_texts_of_their_own(searches: Searches, changes: dict[str, Any]) -> None:
     searches.texts()
     assert searches.texts(**changes)[1] and not searches.texts()[1] and not searches.texts(**changes)[1]
 
 
-def test_texts_belong_to_a_version_a_dtype_and_the_very_weights(
+def test_texts_depend_on_the_version_the_dtype_and_the_weights(
     searches: Searches, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches.texts()
@@ -113,14 +115,14 @@ def test_texts_belong_to_a_version_a_dtype_and_the_very_weights(
     times = weights.stat()
     os.utime(
         weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1)
-    )  # trained on, say: no other shape or size
+    )  # as if the weights were trained further: the same shapes and sizes
     assert searches.texts()[1]
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert not searches.texts()[1]
 
 
-def told(change: Callable[[dict[str, Any]], Any], *, digest: bool = True) -> Callable[[str], str]:
-    """The file with a change to its document; digest: its digest fits again."""
+def change_file(change: Callable[[dict[str, Any]], Any], *, digest: bool = True) -> Callable[[str], str]:
+    """A function that changes the document in a file; `digest` updates its digest, too."""
 
     def changed(text: str) -> str:
         content = json.loads(text)
@@ -139,32 +141,34 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "a list": lambda text: "[1, 2]",
     "deep": lambda text: "[" * 100_000,
     "of other circumstances": lambda text: text.replace('"foredraft": "', '"foredraft": "9'),
-    "another token": told(lambda kept: kept["texts"][0][0].__setitem__(-1, 3), digest=False),
-    "no texts": told(lambda kept: kept.pop("texts") and kept.update(texts=[])),
-    "too few tokens": told(lambda kept: kept["texts"].pop()),
-    "a text of no new token": told(lambda kept: kept["texts"].append([PROMPTS[0], len(PROMPTS[0])])),
-    "an unknown token": told(lambda kept: kept["texts"][0][0].append(10**6)),
-    "a negative token": told(lambda kept: kept["texts"][0][0].append(-1)),
-    "no token": told(lambda kept: kept["texts"][0][0].append(2.5)),
-    "another prompt": told(lambda kept: kept["texts"][0][0].insert(0, 3)),
-    "a start from the end": told(lambda kept: kept["texts"].append([[*PROMPTS[0], 3, 4], -2])),
-    "no start": told(lambda kept: kept["texts"][0].__setitem__(1, None)),
+    "another token": change_file(lambda kept: kept["texts"][0][0].__setitem__(-1, 3), digest=False),
+    "no texts": change_file(lambda kept: kept.pop("texts") and kept.update(texts=[])),
+    "too few tokens": change_file(lambda kept: kept["texts"].pop()),
+    "a text of no new token": change_file(lambda kept: kept["texts"].append([PROMPTS[0], len(PROMPTS[0])])),
+    "an unknown token": change_file(lambda kept: kept["texts"][0][0].append(10**6)),
+    "a negative token": change_file(lambda kept: kept["texts"][0][0].append(-1)),
+    "no token": change_file(lambda kept: kept["texts"][0][0].append(2.5)),
+    "another prompt": change_file(lambda kept: kept["texts"][0][0].insert(0, 3)),
+    "a start from the end": change_file(lambda kept: kept["texts"].append([[*PROMPTS[0], 3, 4], -2])),
+    "no start": change_file(lambda kept: kept["texts"][0].__setitem__(1, None)),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_file_that_is_not_what_it_should_be_is_replaced(searches: Searches, broken: str) -> None:
+def test_an_invalid_file_is_replaced(searches: Searches, broken: str) -> None:
     first, _ = searches.texts()
     file = searches.file()
     whole = file.read_text()
-    assert told(lambda kept: None)(whole) == whole.strip(), "what is changed below is that, and nothing else"
+    assert change_file(lambda content: None)(whole) == whole.strip(), (
+        "without a change, the file stays the same"
+    )
     file.write_text(BROKEN[broken](whole))
     assert searches.texts() == (first, True)
     assert file.read_text() == whole
     assert searches.texts() == (first, False)
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_a_read_only_cache_is_not_an_error(
     searches: Searches, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = searches.texts()
@@ -179,12 +183,12 @@ def test_a_cache_that_cannot_be_written_is_no_error(
         assert searches.texts() == searches.texts() == (first, True)
 
 
-def test_texts_that_were_not_written_to_the_end_are_not_kept(searches: Searches, cache: Path) -> None:
+def test_incomplete_texts_are_not_cached(searches: Searches, cache: Path) -> None:
     def interrupted() -> CalibrationTexts:
-        calibrate(searches.llm, **searches.given, progress=lambda *_: None)
+        write_calibration_texts(searches.llm, **searches.given, progress=lambda *_: None)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        searches.place().read_or(interrupted)
+        searches.cache().read_or(interrupted)
     assert not (cache / "texts").exists()
     assert searches.texts()[1]

@@ -1,4 +1,4 @@
-"""What a search is made of: texts, ranked plans, costs, and the page."""
+"""Parts of a search: calibration texts, ranked plans, costs, and the page."""
 
 from __future__ import annotations
 
@@ -24,22 +24,28 @@ from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune import costs as costs_module
 from foredraft.tune import exits as exits_module
-from foredraft.tune.calibration import calibrate, hold_out, new_tokens, written
+from foredraft.tune.calibration import (
+    calibration_prompt_count,
+    hold_out,
+    new_tokens_per_prompt,
+    write_calibration_texts,
+)
 from foredraft.tune.costs import PlanCosts, measure_plan_costs
 from foredraft.tune.exits import ExitCosts, measure_exit_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
-from foredraft.tune.search import warm_starts
+from foredraft.tune.search import seed_plans
 from foredraft.tune.teacher_forced import TeacherForced
 from tests.support.checkpoints import save_checkpoint
 
-IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}  # sub-layers that add nothing, by their layer
+# Sub-layers whose weights are set to zero, so that they add nothing, by their layer.
+IDLE = {"self_attn.o_proj": 1, "mlp.down_proj": 2}
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A model two of whose sub-layers might as well not be there."""
+    """A model with two sub-layers that add nothing."""
     folder = save_checkpoint(tmp_path_factory.mktemp("idle"), eos_token_id=None, initializer_range=0.12)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -57,27 +63,31 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_texts_are_the_models_own_and_the_same_again(llm: LLM, temperature: float) -> None:
-    found = calibrate(llm, PROMPTS, 200, temperature, silent)
-    assert found.tokens >= 200 and found.tokens == sum(len(text.ids) - text.start for text in found.texts)
-    assert found == calibrate(llm, PROMPTS, 200, temperature, silent)
-    assert all(repeated(text.ids[text.start :]) <= MAX_REPEATED for text in found.texts)
+def test_calibration_texts_are_the_models_own_and_reproducible(llm: LLM, temperature: float) -> None:
+    found = write_calibration_texts(llm, PROMPTS, 200, temperature, silent)
+    assert found.tokens >= 200 and found.tokens == sum(
+        len(text.ids) - text.prompt_length for text in found.texts
+    )
+    assert found == write_calibration_texts(llm, PROMPTS, 200, temperature, silent)
+    assert all(repeated(text.ids[text.prompt_length :]) <= MAX_REPEATED for text in found.texts)
     for text in found.texts:
-        assert list(text.ids[: text.start]) in PROMPTS
+        assert list(text.ids[: text.prompt_length]) in PROMPTS
         if temperature == 0:
-            params = SamplingParams(temperature=0, max_new_tokens=text.new)
-            [output] = llm.generate(list(text.ids[: text.start]), params)
-            assert tuple(output.token_ids) == text.ids[text.start :]
+            params = SamplingParams(temperature=0, max_new_tokens=text.new_tokens)
+            [output] = llm.generate(list(text.ids[: text.prompt_length]), params)
+            assert tuple(output.token_ids) == text.ids[text.prompt_length :]
 
 
-def test_texts_of_several_samples_differ(llm: LLM) -> None:
-    found = calibrate(llm, PROMPTS[:2], 700, 1.0, silent)
+def test_samples_of_one_prompt_differ(llm: LLM) -> None:
+    found = write_calibration_texts(llm, PROMPTS[:2], 700, 1.0, silent)
     assert len(found.texts) > 2 and len({text.ids for text in found.texts}) == len(found.texts)
-    with pytest.raises(ConfigError, match="tokens is 9999, but these prompts give .*; give more prompts"):
-        calibrate(llm, PROMPTS[:2], 9999, 0.0, silent)
+    with pytest.raises(
+        ConfigError, match="tokens is 9999, but the prompts give .* without repetition; give more prompts"
+    ):
+        write_calibration_texts(llm, PROMPTS[:2], 9999, 0.0, silent)
 
 
-def test_texts_end_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_texts_are_cut_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = llm.generate
 
     def looping(prompts: list[list[int]], params: list[SamplingParams]) -> list[foredraft.Output]:
@@ -85,58 +95,59 @@ def test_texts_end_before_they_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         return [replace(one, token_ids=[*range(20), *[3, 4, 5, 6] * 11]) for one in made]
 
     monkeypatch.setattr(llm, "generate", looping)
-    for text in calibrate(llm, PROMPTS, 100, 0.0, silent).texts:
-        assert 20 < text.new < 64 and repeated(text.ids[text.start :]) <= MAX_REPEATED
+    for text in write_calibration_texts(llm, PROMPTS, 100, 0.0, silent).texts:
+        assert 20 < text.new_tokens < 64 and repeated(text.ids[text.prompt_length :]) <= MAX_REPEATED
 
 
-def test_held_out_prompts_are_in_no_text() -> None:
-    kept, held_out = hold_out(PROMPTS)
-    assert sorted(kept + held_out) == sorted(PROMPTS) and len(held_out) == 6
-    assert hold_out(PROMPTS) == (kept, held_out)
+def test_held_out_prompts_are_not_used_for_calibration() -> None:
+    calibration, held_out = hold_out(PROMPTS)
+    assert sorted(calibration + held_out) == sorted(PROMPTS) and len(held_out) == 6
+    assert hold_out(PROMPTS) == (calibration, held_out)
     for count in range(2, len(PROMPTS)):
-        assert len(hold_out(PROMPTS[:count])[0]) == written(count)
+        assert len(hold_out(PROMPTS[:count])[0]) == calibration_prompt_count(count)
     sizes = [len(hold_out([[number] for number in range(count)])[1]) for count in range(2, 34)]
     assert sizes[:11] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6] and sizes[11:22] == [6] * 11
     assert sizes[22:] == [6, 6, 7, 7, 7, 7, 8, 8, 8, 8]
-    with pytest.raises(ConfigError, match="a single prompt is given"):
+    with pytest.raises(
+        ConfigError, match="prompts holds a single prompt; give two or more different prompts"
+    ):
         hold_out(PROMPTS[:1])
-    assert [new_tokens(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
+    assert [new_tokens_per_prompt(4096, count) for count in (1, 40, 1000)] == [256, 205, 64]
 
 
-def test_equal_prompts_are_on_one_side() -> None:
+def test_equal_prompts_are_not_on_both_sides() -> None:
     for numbers in ([1, 1, 1, 2, 2, 2, 3, 3], [5, 4] * 4, [*range(9), 7, 7, 7, 8]):
-        kept, held_out = hold_out([[number] for number in numbers])
-        assert sorted(kept + held_out) == [[number] for number in sorted(set(numbers))]
-        assert len(kept) == written(len(set(numbers)))
-    with pytest.raises(ConfigError, match="all 4 prompts are the same; give prompts= of two or more"):
+        calibration, held_out = hold_out([[number] for number in numbers])
+        assert sorted(calibration + held_out) == [[number] for number in sorted(set(numbers))]
+        assert len(calibration) == calibration_prompt_count(len(set(numbers)))
+    with pytest.raises(ConfigError, match="prompts holds 4 equal prompts; give two or more"):
         hold_out([[1, 2]] * 4)
 
 
 @pytest.fixture(scope="module")
-def teacher(llm: LLM) -> TeacherForced:
+def teacher_forced(llm: LLM) -> TeacherForced:
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    return TeacherForced(runner, calibrate(llm, PROMPTS, 200, 0.0, silent), 4)
+    return TeacherForced(runner, write_calibration_texts(llm, PROMPTS, 200, 0.0, silent), 4)
 
 
-def test_rankings_begin_with_what_adds_nothing(teacher: TeacherForced) -> None:
+def test_rankings_begin_with_sub_layers_that_add_nothing(teacher_forced: TeacherForced) -> None:
     idle = [2 * 1, 2 * 2 + 1]
-    ranked = greedy(teacher)
+    ranked = greedy(teacher_forced)
     assert sorted(ranked) == list(range(6)) and sorted(ranked[:2]) == idle
-    programmed = clasp(teacher, 5)
+    programmed = clasp(teacher_forced, 5)
     assert list(map(len, programmed)) == list(range(6))
     assert list(programmed[2]) == idle
     for chosen in programmed:
         assert list(chosen) == sorted(set(chosen))
 
 
-def test_the_dynamic_programme_keeps_the_better_of_two(teacher: TeacherForced) -> None:
-    """Of all ways to leave one sub-layer out, given that what comes before and after it runs."""
-    best = clasp(teacher, 1)[1]
+def test_clasp_skips_a_sub_layer_that_adds_nothing(teacher_forced: TeacherForced) -> None:
+    best = clasp(teacher_forced, 1)[1]
     assert skips_of(best) in (Skips((1,)), Skips((), (2,)))
 
 
-def test_plans_by_number() -> None:
+def test_numbers_of_sub_layers_convert_to_skips() -> None:
     assert skips_of([5, 0, 3, 2]) == Skips((0, 1), (1, 2))
     assert every_other(5) == Skips((1, 3), (1, 3))
 
@@ -146,9 +157,10 @@ V = {2: 1.1, 3: 1.2, 4: 1.3}
 START = 0.07
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int, float] = V) -> None:
-    """A machine whose plain step takes 2 s, but every other time 3 s, and all else then half as much again;
-    a draft takes START beside its steps, a step what `seconds` says. All in plain steps."""
+def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int, float] = V) -> None:
+    """Fake a machine whose plain step takes 2 s and 3 s by turns, with all else in proportion.
+
+    In plain steps, a draft takes START, and `seconds(plan)` for each of its steps."""
 
     def interleaved(works: dict[Any, Any], *_: object, **__: object) -> dict[Any, list[float]]:
         found = {}
@@ -164,8 +176,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int, floa
     monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
 
 
-def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Passes whose time is the sum of their parts give the parts back: two kinds of attention, by window."""
+def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Attention layers with two kinds of window have costs of their own."""
     folder = save_checkpoint(tmp_path / "gemma2", "gemma2", eos_token_id=None)
     llm = foredraft.load(folder, drafter="none", max_batch=1, max_length=64)
     windows = llm.spec.windows
@@ -178,56 +190,58 @@ def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         )
         return 0.03 + attention + 0.15 * sum(plan.mlp)
 
-    planted(monkeypatch, seconds)
+    fake_timings(monkeypatch, seconds)
     found = measure_plan_costs(llm, 20, 3, 0.0)
     assert found.step_seconds == 2.5 and found.verifying == pytest.approx((1.1, 1.2, 1.3))
     assert (found.start, found.fixed, found.together) == pytest.approx((START, 0.03, 0.0))
-    for spelled in ("skip:none", "skip:attn=0-1/mlp=3", "skip:attn=0-3/mlp=0-3", "skip:attn=2"):
-        skips = Skips.spelled(spelled)
+    for skips_text in ("skip:none", "skip:attn=0-1/mlp=3", "skip:attn=0-3/mlp=0-3", "skip:attn=2"):
+        skips = Skips.parse(skips_text)
         c = seconds(skips.plan(4))
         assert found.step(skips.plan(4)) == pytest.approx(c)
         want = [tau / (START + k * c + V[k + 1]) for k, tau in enumerate((1.8, 2.5, 3.0), start=1)]
         assert found.speedups(skips, np.array([1.8, 2.5, 3.0])) == pytest.approx(want)
 
 
-@pytest.mark.parametrize("dear", [1.0, 1.5])
-def test_sub_layers_together_cost_more_than_each_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, dear: float
+@pytest.mark.parametrize("mlp_cost", [1.0, 1.5])
+def test_sub_layers_together_may_cost_more_than_their_sum(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, mlp_cost: float
 ) -> None:
-    """As they drive each other out of the caches. Right where nothing runs and where all does, and near it
-    between; dear: an MLP, by an attention."""
+    """The costs are exact if nothing or everything runs, and close in between; mlp_cost: of an MLP, in
+    attentions."""
 
     def seconds(plan: Plan) -> float:
-        share = (sum(plan.attention) + dear * sum(plan.mlp)) / (3 + 3 * dear)
+        share = (sum(plan.attention) + mlp_cost * sum(plan.mlp)) / (3 + 3 * mlp_cost)
         return 0.03 + 0.6 * share + 0.36 * share**2
 
-    planted(monkeypatch, seconds)
+    fake_timings(monkeypatch, seconds)
     found = measure_plan_costs(llm, 20, 3, 0.0)
     assert found.fixed == pytest.approx(0.03) and found.together == pytest.approx(0.36, rel=0.03)
-    for spelled, error in (
+    for skips_text, error in (
         ("skip:none", 1e-9),
         ("skip:attn=0-2/mlp=0-2", 1e-9),
         ("skip:attn=0-1/mlp=0-1", 0.03),
         ("skip:attn=0,2/mlp=1", 0.03),
         ("skip:mlp=1", 0.03),
     ):
-        plan = Skips.spelled(spelled).plan(3)
-        assert found.step(plan) == pytest.approx(seconds(plan), rel=error), spelled
+        plan = Skips.parse(skips_text).plan(3)
+        assert found.step(plan) == pytest.approx(seconds(plan), rel=error), skips_text
 
 
-def test_costs_of_a_disturbed_machine_are_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, lambda plan: 0.1, {2: 0.9, 3: 2.0, 4: 1.5, 5: 2.5})
+def test_costs_stay_plausible_under_noise(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timings(monkeypatch, lambda plan: 0.1, {2: 0.9, 3: 2.0, 4: 1.5, 5: 2.5})
     found = measure_plan_costs(llm, 20, 4, 0.0)
-    assert found.verifying == (1.0, 1.5, 1.5, 2.5), "fewer columns never take more, and 1 at least"
+    assert found.verifying == (1.0, 1.5, 1.5, 2.5), "v(n) is at least 1 and never falls"
     assert found.fixed == pytest.approx(0.1) and found.step(Plan.full(3)) == pytest.approx(0.1)
-    assert costs_module._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), "no step is for nothing"
-    planted(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
+    assert costs_module._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), (
+        "the fixed part is at most half of the draft"
+    )
+    fake_timings(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
     found = measure_plan_costs(llm, 20, 3, 0.0)
     assert min(found.mlp, *found.attention, found.together, found.start) >= 0 and found.fixed > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
+def test_costs_of_real_passes_survive_json(llm: LLM, temperature: float) -> None:
     found = measure_plan_costs(llm, 20, 3, temperature, repeats=2)
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) > 0
@@ -235,42 +249,44 @@ def test_real_passes_can_be_timed(llm: LLM, temperature: float) -> None:
     assert PlanCosts.told(json.dumps(asdict(found))) == found
 
 
-class Heard:
-    """What a search tells of how far it is."""
+class ProgressLog:
+    """Records progress."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[str, int, int]] = []
 
     def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None:
-        self.told.append((stage, done, total))
+        self.calls.append((stage, done, total))
 
 
-def test_costs_tell_each_turn(llm: LLM) -> None:
-    heard = Heard()
-    measure_plan_costs(llm, 20, 3, 0.0, heard, 2)
-    turns = 3 + 2  # forwards and plans; exits; of each, one warms up
-    assert heard.told == [("costs", done, turns) for done in range(turns + 1)]
+def test_measuring_costs_reports_every_turn(llm: LLM) -> None:
+    progress = ProgressLog()
+    measure_plan_costs(llm, 20, 3, 0.0, progress, 2)
+    turns = 3 + 2  # forwards and plans, then exits; one turn of each warms up
+    assert progress.calls == [("costs", done, turns) for done in range(turns + 1)]
 
 
-def test_rankings_tell_what_they_ran(teacher: TeacherForced, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard, sub_layers = Heard(), 2 * 3
-    forward, layers = teacher.runner.forward, []
+def test_seed_plans_report_the_sub_layers_that_they_ran(
+    teacher_forced: TeacherForced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, sub_layers = ProgressLog(), 2 * 3
+    forward, layers = teacher_forced.runner.forward, []
 
     def watched(*given: Any, **named: Any) -> Any:
         layers.append(named["stop"] - named["resume"].depth)
         return forward(*given, **named)
 
-    monkeypatch.setattr(teacher.runner, "forward", watched)
-    warm_starts(teacher, heard)
-    # a pass through one layer alone runs one sub-layer of it
+    monkeypatch.setattr(teacher_forced.runner, "forward", watched)
+    seed_plans(teacher_forced, progress)
+    # a pass through a single layer runs one of its sub-layers
     ran = sum(2 * count if count == 3 else 1 for count in layers)
-    steps = [done for _, done, _ in heard.told]
-    assert {(stage, total) for stage, _, total in heard.told} == {("rank", ran)}
+    steps = [done for _, done, _ in progress.calls]
+    assert {(stage, total) for stage, _, total in progress.calls} == {("rank", ran)}
     assert steps[0] == 0 and steps[-1] == ran and steps == sorted(set(steps))
     assert len(steps) == 1 + (1 + sub_layers) + sub_layers
 
 
-def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def c(exit: int) -> float:
         return 0.2 + 0.2 * exit
 
@@ -298,15 +314,17 @@ def test_the_cost_of_an_exit_lies_on_a_line(llm: LLM, monkeypatch: pytest.Monkey
     assert costs.speedups(Skips(exit=2), taus) == pytest.approx(expected)
     cheap = replace(costs, exit=ExitCosts((0.0, 0.0), ((0.1, 0.0),) * 3))
     bounds = [tau / (k * (0.05 + 0.46) + 1) for k, tau in enumerate(taus, start=1)]
-    assert cheap.speedups(Skips(exit=2), taus) == pytest.approx(bounds), "whatever a clock said"
+    assert cheap.speedups(Skips(exit=2), taus) == pytest.approx(bounds), (
+        "an exit is no cheaper than its layers in one call"
+    )
     skipped = [tau / (k * (0.05 + 0.46) + costs.verifying[k - 1]) for k, tau in enumerate(taus, start=1)]
     assert costs.speedups(Skips((2,), (2,)), taus) == pytest.approx(skipped)
 
 
 @pytest.mark.parametrize("exit", [1, 2])
 def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps one by one at exact shapes through its layers alone; a verifying pass that resumes there, which
-    knows all columns but the last."""
+    """Each step runs the layers below the exit at an exact shape; the verifying pass resumes there and knows the
+    states of all columns but the last."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     forward, calls = runner.forward, []
@@ -326,11 +344,11 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 def test_a_draft_is_timed_as_the_engine_makes_it(
-    llm: LLM, temperature: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, temperature: float, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one call where the kernels serve, of all its tokens; else step by step."""
+    """The draft is one fused call where the runner has it, and else one step per token."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     calls: list[tuple[list[int], bool]] = []
@@ -347,7 +365,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
         **more: Any,
     ) -> Any:
         calls.append((most, sampling_inputs is not None))
-        return object() if at_once else None
+        return object() if fused else None
 
     def stepped(*given: Any, exact: bool = True, **options: Any) -> Any:
         nonlocal steps
@@ -359,7 +377,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
     measure_plan_costs(llm, 20, 3, temperature, repeats=2)
     assert {most for [most], _ in calls} == {1, 3} and {drawn for _, drawn in calls} == {temperature > 0}
-    assert steps == (0 if at_once else sum(most for [most], _ in calls))
+    assert steps == (0 if fused else sum(most for [most], _ in calls))
 
 
 def report(**changes: object) -> Report:
@@ -386,24 +404,24 @@ def report(**changes: object) -> Report:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_the_page_says_what_was_found_and_loads_nothing() -> None:
+def test_the_page_shows_the_records_and_loads_nothing() -> None:
     made = page(report())
     assert made == page(report())
-    assert "skip:attn=0,2/mlp=1 runs at 1.30 × own plain decoding" in made
-    assert "every token was plain decoding&#39;s" in made
+    assert "skip:attn=0,2/mlp=1 runs at 1.30 × plain decoding" in made
+    assert "every token equals plain decoding&#39;s" in made
     assert "<td>1.30<small>1.20–1.40, 8 of 8 faster</small></td>" in made and "✓ same in every run" in made
     heads = re.findall(r'<th scope="col">(.*?)</th>', made)
     cells = re.findall(r"<td[^>]*>([^<]*)", made)
-    told = dict(zip(heads[1:], cells, strict=False))  # the first head is the plan's
-    assert (told["τ"], told["predicted τ"], told["trial&#39;s τ"]) == ("2.51", "2.50", "2.63")
+    row = dict(zip(heads[1:], cells, strict=False))  # the first column is the plan
+    assert (row["τ"], row["predicted τ"], row["trial&#39;s τ"]) == ("2.51", "2.50", "2.63")
     assert re.findall(r'<h2 id="(\w+)"', made) == ["history", "layers", "importance"]
     assert "<script" not in made and not re.search(r'(?:src|href)="(?!#)', made)
 
 
-def test_the_page_tells_bad_news_first() -> None:
+def test_the_page_says_why_no_plan_was_kept() -> None:
     slow = replace(report().finalists[0], speedup=Spread(0.9, 0.8, 1.0, 8))
-    told = page(report(winner=None, finalists=(slow,)))
-    assert "No plan was kept. skip:attn=0,2/mlp=1: it is not faster than plain decoding." in told
+    html = page(report(winner=None, finalists=(slow,)))
+    assert "No plan was kept. skip:attn=0,2/mlp=1: it is not faster than plain decoding." in html
     none = page(report(winner=None, finalists=(), importance={}, finished=False))
     assert "No plan was timed." in none and "Interrupted" in none
     assert re.findall(r'<h2 id="(\w+)"', none) == ["history", "layers"]
@@ -411,7 +429,7 @@ def test_the_page_tells_bad_news_first() -> None:
     assert '<td class="bad">✗ differ</td>' in page(report(winner=None, finalists=(wrong,)))
 
 
-def test_the_picture_has_a_cross_for_each_sub_layer_that_is_left_out() -> None:
+def test_the_plot_of_layers_has_a_cross_for_each_skipped_sub_layer() -> None:
     from foredraft.tune.plots import plots
 
     shown = replace(report().finalists[0], skips="skip:attn=0,2")

@@ -1,4 +1,4 @@
-"""A study in a database that several processes search at once. Runs where PostgreSQL and its driver are."""
+"""A PostgreSQL study that several processes share. Needs a PostgreSQL server and its driver."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from typing import Any
 import pytest
 
 from foredraft.tune import search as search_module
-from tests.support.searching import WARM, child, days_later, kept, searched
+from tests.support.searching import (
+    SEED_PLANS,
+    backdate_running_trials,
+    run_search,
+    start_child,
+    stored_trials,
+)
 
 pytest.importorskip("psycopg")
 SERVER = shutil.which("postgres")
 pytestmark = pytest.mark.skipif(SERVER is None, reason="PostgreSQL is not installed")
-OWNER = "nobody"  # root may not run it
+OWNER = "nobody"  # the server refuses to run as root
 
 
 @pytest.fixture(autouse=True)
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "warm_starts", lambda *_: dict(WARM))
+def fake_seed_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "seed_plans", lambda *_: dict(SEED_PLANS))
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a database of its own, which is gone afterwards."""
+    """URL of a server that runs for these tests only."""
     assert SERVER is not None
     programs = Path(SERVER).resolve().parent
     folder = Path(tempfile.mkdtemp(prefix="foredraft-"))
@@ -70,16 +76,19 @@ def url() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def test_two_search_one_study_one_is_killed_and_another_goes_on(url: str) -> None:
-    """Both find an empty database, and make its tables at the same time."""
-    with child(url, 0.05, 30, 1, "before its first heartbeat") as dies, child(url, 0.05, 30, 2) as lives:
-        assert (dies.wait(timeout=100), lives.wait(timeout=100)) == (-signal.SIGKILL, 0)
-    before = kept(url)
-    assert len(before) >= 30 and len(kept(url, "RUNNING")) == 1
-    days_later(url)
-    found = searched(url, trials=len(before) + 3)
-    after = kept(url)
+def test_processes_share_a_study_and_a_later_one_resumes_it_after_a_kill(url: str) -> None:
+    """Both processes find an empty database and create its tables at the same time."""
+    with (
+        start_child(url, 0.05, 30, 1, "before the first heartbeat") as killed,
+        start_child(url, 0.05, 30, 2) as other,
+    ):
+        assert (killed.wait(timeout=100), other.wait(timeout=100)) == (-signal.SIGKILL, 0)
+    before = stored_trials(url)
+    assert len(before) >= 30 and len(stored_trials(url, "RUNNING")) == 1
+    backdate_running_trials(url)
+    found = run_search(url, trials=len(before) + 3)
+    after = stored_trials(url)
     assert after.items() >= before.items() and len(after) == len(before) + 3
-    assert not kept(url, "RUNNING") and len(kept(url, "FAIL")) == 1
-    assert {trial.origin for trial in found.trials()} >= set(WARM)
-    found.place.storage.engine.dispose()
+    assert not stored_trials(url, "RUNNING") and len(stored_trials(url, "FAIL")) == 1
+    assert {trial.origin for trial in found.trials()} >= set(SEED_PLANS)
+    found.storage.storage.engine.dispose()

@@ -1,4 +1,4 @@
-"""Studies: what is kept, what is resumed, and what cannot be."""
+"""Studies: trials that are stored, resumed and shared; storages that are refused."""
 
 from __future__ import annotations
 
@@ -23,45 +23,46 @@ from foredraft.tune import storage as storage_module
 from foredraft.tune import study as study_module
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.exits import ExitCosts
-from foredraft.tune.expected_rounds import Rounds
+from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
-from foredraft.tune.search import Deadline, Search, best_of
-from foredraft.tune.study import StudyPlace, optuna, sqlalchemy
+from foredraft.tune.search import Deadline, Search, best_trials
+from foredraft.tune.study import StudyStorage, optuna, sqlalchemy
 from tests.support.searching import (
     COSTS,
+    KILL_POINTS,
     LAYERS,
-    MOMENTS,
-    WARM,
-    FakeTeacher,
-    child,
-    days_later,
-    kept,
-    searched,
+    SEED_PLANS,
+    FakeTeacherForced,
+    backdate_running_trials,
+    make_search,
+    run_search,
     silent,
-    sqlite,
+    sqlite_url,
+    start_child,
+    stored_trials,
 )  # fmt: skip
 
-WARM_STARTS = search_module.warm_starts  # itself, which the tests do without
+REAL_SEED_PLANS = search_module.seed_plans  # before the fixture replaces it
 
 
 @pytest.fixture(autouse=True)
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "warm_starts", lambda *_: dict(WARM))
+def fake_seed_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "seed_plans", lambda *_: dict(SEED_PLANS))
 
 
-def test_a_search_begins_with_the_plans_it_is_given_and_tries_as_many_as_asked(tmp_path: Path) -> None:
-    teacher = FakeTeacher()
-    trials = searched(sqlite(tmp_path), teacher).trials()
+def test_a_search_tries_the_seed_plans_first_and_then_as_many_plans_as_asked(tmp_path: Path) -> None:
+    teacher_forced = FakeTeacherForced()
+    trials = run_search(sqlite_url(tmp_path), teacher_forced).trials()
     assert len(trials) == 12
     assert [(trial.origin, trial.skips) for trial in trials[:2]] == [
-        (origin, str(skips)) for origin, skips in WARM.items()
+        (origin, str(skips)) for origin, skips in SEED_PLANS.items()
     ]
-    assert teacher.trials == len({trial.skips for trial in trials})  # no plan is computed twice
+    assert teacher_forced.trials == len({trial.skips for trial in trials})  # no plan is scored twice
 
 
 def test_the_objective_is_the_predicted_speedup_at_its_best_draft_length(tmp_path: Path) -> None:
-    for trial in searched(sqlite(tmp_path)).trials():
-        plan = Skips.spelled(trial.skips).plan(LAYERS)
+    for trial in run_search(sqlite_url(tmp_path)).trials():
+        plan = Skips.parse(trial.skips).plan(LAYERS)
         c = 0.05 + 0.1 * sum(plan.attention) + 0.13 * sum(plan.mlp)
         gains = [tau / (k * c + COSTS.verifying[k - 1]) for k, tau in enumerate(trial.taus, start=1)]
         assert trial.predicted == pytest.approx(max(gains))
@@ -73,90 +74,90 @@ SLOW = replace(COSTS, exit=ExitCosts((9.0, 0.0), ((9.0, 0.0),) * 3))
 
 
 @pytest.mark.parametrize(
-    ("costs", "way"), [(EXITS, "exit:2"), (SLOW, "skip:attn=2-3/mlp=2-3"), (COSTS, "skip:attn=2-3/mlp=2-3")]
+    ("costs", "form"), [(EXITS, "exit:2"), (SLOW, "skip:attn=2-3/mlp=2-3"), (COSTS, "skip:attn=2-3/mlp=2-3")]
 )
 def test_a_plan_without_its_last_layers_runs_as_an_exit_where_that_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: PlanCosts, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: PlanCosts, form: str
 ) -> None:
-    warm = {"nothing": Skips(), "exit 2": Skips(exit=2)}
-    monkeypatch.setattr(search_module, "warm_starts", lambda *_: warm)
-    found = searched(sqlite(tmp_path), costs=costs, trials=3)
+    plans = {"nothing": Skips(), "exit 2": Skips(exit=2)}
+    monkeypatch.setattr(search_module, "seed_plans", lambda *_: plans)
+    found = run_search(sqlite_url(tmp_path), costs=costs, trials=3)
     trial = {trial.origin: trial for trial in found.trials()}["exit 2"]
-    assert trial.skips == way
-    assert trial.predicted == pytest.approx(costs.speedups(Skips.spelled(way), np.array(trial.taus)).max())
-    again = searched(sqlite(tmp_path), trials=3)
+    assert trial.skips == form
+    assert trial.predicted == pytest.approx(costs.speedups(Skips.parse(form), np.array(trial.taus)).max())
+    again = run_search(sqlite_url(tmp_path), trials=3)
     assert again.costs == costs
-    assert not kept(sqlite(tmp_path), "WAITING"), "it was tried, by whatever name"
+    assert not stored_trials(sqlite_url(tmp_path), "WAITING"), "the plan was tried in one of its two forms"
 
 
-def test_plans_that_are_exits() -> None:
+def test_only_plans_without_their_last_layers_are_exits() -> None:
     assert Skips((2, 3), (2, 3)).as_exit(4) == Skips(exit=2)
     for skips in (Skips(), Skips((2, 3), (3,)), Skips((1, 2), (1, 2)), Skips((0, 1, 2, 3), (0, 1, 2, 3))):
         assert skips.as_exit(4) is None
 
 
-def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = searched(sqlite(tmp_path), trials=5).trials()
+def test_a_search_resumes_with_the_costs_and_trials_of_its_study(tmp_path: Path) -> None:
+    first = run_search(sqlite_url(tmp_path), trials=5).trials()
     costs = PlanCosts(2e-3, 0.5, (0.5,) * LAYERS, 0.5, (1.0, 1.1, 1.2))
-    teacher = FakeTeacher()
-    other = Search(
-        StudyPlace(sqlite(tmp_path)), "a study", Options(trials=9, sampler="random"), teacher, lambda: costs,
-        Deadline(None),
-    )  # fmt: skip
-    assert other.costs == COSTS  # those of the study: all its trials are held against the same ones
-    other.begin()
-    other.run(silent)
+    teacher_forced = FakeTeacherForced()
+    options = Options(trials=9, sampler="random")
+    other = make_search(sqlite_url(tmp_path), teacher_forced, costs, options)
+    assert other.costs == COSTS
+    other.enqueue_seed_plans()
+    other.run_trials(silent)
     trials = other.trials()
     assert len(trials) == 9 and trials[:5] == first
-    assert teacher.trials <= 4
-    other.run(silent)
+    assert teacher_forced.trials <= 4
+    other.run_trials(silent)
     assert len(other.trials()) == 9
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_search_loses_no_trial_that_ended(tmp_path: Path, moment: str) -> None:
-    url = sqlite(tmp_path)
-    assert child(url, moment=moment).wait(timeout=100) == -signal.SIGKILL
-    before = kept(url)
-    assert before and len(kept(url, "RUNNING")) == (moment != "between two")
-    days_later(url)
-    found = searched(url, trials=len(before) + 4)
-    after = kept(url)
+@pytest.mark.parametrize("kill_point", KILL_POINTS)
+def test_a_killed_search_loses_no_completed_trial(tmp_path: Path, kill_point: str) -> None:
+    url = sqlite_url(tmp_path)
+    assert start_child(url, kill_point=kill_point).wait(timeout=100) == -signal.SIGKILL
+    before = stored_trials(url)
+    assert before and len(stored_trials(url, "RUNNING")) == (kill_point != "between two trials")
+    backdate_running_trials(url)
+    found = run_search(url, trials=len(before) + 4)
+    after = stored_trials(url)
     assert after.items() >= before.items() and len(after) == len(before) + 4
-    assert not kept(url, "RUNNING")
-    assert {trial.origin for trial in found.trials()} >= set(WARM)
+    assert not stored_trials(url, "RUNNING")
+    assert {trial.origin for trial in found.trials()} >= set(SEED_PLANS)
 
 
 def test_a_trial_that_died_before_its_first_heartbeat_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study_module, "FIRST", 0.0)
-    place = StudyPlace(sqlite(tmp_path))
-    study = place.study("a study")
+    monkeypatch.setattr(study_module, "FIRST_HEARTBEAT_SECONDS", 0.0)
+    storage = StudyStorage(sqlite_url(tmp_path))
+    study = storage.open_study("a study")
     study.enqueue_trial({"attention.0": True}, user_attrs={"warm start": "nothing"})
     with pytest.warns(UserWarning, match="Heartbeat"):
-        unborn, alive = study.ask(), study.ask()
-    place.storage.record_heartbeat(alive._trial_id)
-    place.give_up_unborn(study)
-    assert set(kept(sqlite(tmp_path), "RUNNING")) == {unborn.number, alive.number}, "both have just begun"
-    days_later(sqlite(tmp_path))
+        dead, alive = study.ask(), study.ask()
+    storage.storage.record_heartbeat(alive._trial_id)
+    storage.fail_trials_without_heartbeat(study)
+    assert set(stored_trials(sqlite_url(tmp_path), "RUNNING")) == {dead.number, alive.number}, (
+        "both have just started"
+    )
+    backdate_running_trials(sqlite_url(tmp_path))
     with pytest.warns(UserWarning, match="Heartbeat"):
-        young = study.ask()
-    place.give_up_unborn(study)
-    place.give_up_unborn(study)
-    assert set(kept(sqlite(tmp_path), "FAIL")) == {unborn.number}
-    assert set(kept(sqlite(tmp_path), "RUNNING")) == {alive.number, young.number}
+        new = study.ask()
+    storage.fail_trials_without_heartbeat(study)
+    storage.fail_trials_without_heartbeat(study)
+    assert set(stored_trials(sqlite_url(tmp_path), "FAIL")) == {dead.number}
+    assert set(stored_trials(sqlite_url(tmp_path), "RUNNING")) == {alive.number, new.number}
     [again] = [trial for trial in study.trials if trial.state is optuna.trial.TrialState.WAITING]
     assert again.system_attrs["fixed_params"] == {"attention.0": True}
     assert again.user_attrs == {"warm start": "nothing"}
 
 
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
-    url = sqlite(tmp_path)
-    searched(url, trials=1)
-    both = [child(url, 0.2, 14, seed) for seed in (1, 2)]
+    url = sqlite_url(tmp_path)
+    run_search(url, trials=1)
+    both = [start_child(url, 0.2, 14, seed) for seed in (1, 2)]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
-    assert 14 <= len(kept(url)) <= 15  # the other may be about to end one
+    assert 14 <= len(stored_trials(url)) <= 15  # the other process may be about to complete one
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_database_that_another_process_is_making_is_opened_once_it_is_made(
+def test_a_database_that_another_process_creates_is_opened_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     storage, errors = storage_module.Storage, [error, error]
@@ -182,70 +183,72 @@ def test_a_database_that_another_process_is_making_is_opened_once_it_is_made(
 
     monkeypatch.setattr(storage_module, "Storage", racing)
     monkeypatch.setattr(storage_module.time, "sleep", lambda _: None)
-    assert StudyPlace(sqlite(tmp_path)).study("a study").trials == []
+    assert StudyStorage(sqlite_url(tmp_path)).open_study("a study").trials == []
     errors.extend([error] * 100)
     with pytest.raises(ConfigError, match="cannot be used"):
-        StudyPlace(sqlite(tmp_path))
+        StudyStorage(sqlite_url(tmp_path))
 
 
-def test_of_two_processes_that_want_a_trial_at_once_one_gets_it(tmp_path: Path) -> None:
-    ours, theirs = StudyPlace(sqlite(tmp_path)), StudyPlace(sqlite(tmp_path))
-    study = ours.study("a study")
+def test_only_one_of_two_processes_starts_a_waiting_trial(tmp_path: Path) -> None:
+    ours, theirs = StudyStorage(sqlite_url(tmp_path)), StudyStorage(sqlite_url(tmp_path))
+    study = ours.open_study("a study")
     study.enqueue_trial({"attention.0": True})
     [waiting] = study.trials
     running = optuna.trial.TrialState.RUNNING
     got = []
 
-    def quicker(*statement: Any) -> None:
-        """The other process begins it when ours is about to write that it has."""
+    def start_first(*statement: Any) -> None:
+        """The other process starts the trial when ours is about to write that it runs."""
         if "UPDATE trials" in statement[2] and not got:
             got.append(theirs.storage.set_trial_state_values(waiting._trial_id, running))
 
-    sqlalchemy.event.listen(ours.storage.engine, "before_cursor_execute", quicker)
+    sqlalchemy.event.listen(ours.storage.engine, "before_cursor_execute", start_first)
     got.append(ours.storage.set_trial_state_values(waiting._trial_id, running))
     assert got == [True, False]
-    [begun] = study.trials
-    assert begun.state is running and begun.datetime_start is not None
+    [started] = study.trials
+    assert started.state is running and started.datetime_start is not None
 
 
 @pytest.mark.parametrize("moment", ["rounds", "tell"])
-def test_a_trial_that_another_process_gave_up_does_not_end_the_search(
+def test_a_trial_that_another_process_marked_as_failed_does_not_end_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    url = sqlite(tmp_path)
-    others = StudyPlace(url).study("a study")
-    teacher = FakeTeacher()
-    owner = teacher if moment == "rounds" else optuna.storages.RDBStorage
+    url = sqlite_url(tmp_path)
+    others = StudyStorage(url).open_study("a study")
+    teacher_forced = FakeTeacherForced()
+    owner = teacher_forced if moment == "rounds" else optuna.storages.RDBStorage
     name = "rounds" if moment == "rounds" else "set_trial_state_values"
     method, calls = getattr(owner, name), []
 
     def late(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == 3:
-            [number] = kept(url, "RUNNING")
+            [number] = stored_trials(url, "RUNNING")
             others.tell(number, state=optuna.trial.TrialState.FAIL)
         return method(*given)
 
     monkeypatch.setattr(owner, name, late)
-    trials = searched(url, teacher, trials=6).trials()
-    assert len(trials) == 6 and not kept(url, "RUNNING")
-    assert len(kept(url, "FAIL")) == 1
+    trials = run_search(url, teacher_forced, trials=6).trials()
+    assert len(trials) == 6 and not stored_trials(url, "RUNNING")
+    assert len(stored_trials(url, "FAIL")) == 1
 
 
-def test_an_error_within_a_trial_ends_the_trial_and_is_told(
+def test_an_exception_in_a_trial_fails_the_trial_and_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> Rounds:
+    def broken(*_: object) -> ExpectedRounds:
         raise ValueError("broken")
 
-    monkeypatch.setattr(FakeTeacher, "rounds", broken)
+    monkeypatch.setattr(FakeTeacherForced, "rounds", broken)
     with pytest.raises(ValueError, match="broken"):
-        searched(sqlite(tmp_path))
-    assert len(kept(sqlite(tmp_path), "FAIL")) == 1 and not kept(sqlite(tmp_path), "RUNNING")
+        run_search(sqlite_url(tmp_path))
+    assert len(stored_trials(sqlite_url(tmp_path), "FAIL")) == 1 and not stored_trials(
+        sqlite_url(tmp_path), "RUNNING"
+    )
 
 
-class HurriedTeacher(FakeTeacher):
-    """A trial's ten passes take so many seconds of a clock of its own; between them it asks for the time."""
+class SlowTeacherForced(FakeTeacherForced):
+    """A trial has ten passes and takes this many seconds of a fake clock; before each pass it checks the time."""
 
     def __init__(self, trial: float) -> None:
         super().__init__()
@@ -255,84 +258,85 @@ class HurriedTeacher(FakeTeacher):
     def monotonic(self) -> float:
         return self.now
 
-    def rounds(self, plan: Any) -> Rounds:
+    def rounds(self, plan: Any) -> ExpectedRounds:
         for _ in range(10):
             self.deadline.check()
             self.now += self.trial / 10
         return super().rounds(plan)
 
 
-def hurried(folder: Path, seconds: float, trial: float, monkeypatch: pytest.MonkeyPatch) -> Search:
-    """A search with so many seconds left, whose trials take so long."""
-    teacher = HurriedTeacher(trial)
-    monkeypatch.setattr(search_module, "time", teacher)
-    teacher.deadline = Deadline(seconds)
-    made = Search(
-        StudyPlace(sqlite(folder)), "a study", Options(trials=500, sampler="random", timeout=seconds),
-        teacher, lambda: COSTS, teacher.deadline,
-    )  # fmt: skip
-    made.begin()
-    teacher.now += 1000  # what comes before the trials does not count
+def search_with_clock(folder: Path, seconds: float, trial: float, monkeypatch: pytest.MonkeyPatch) -> Search:
+    """A search with a timeout, whose trials take this many seconds of a fake clock."""
+    teacher_forced = SlowTeacherForced(trial)
+    monkeypatch.setattr(search_module, "time", teacher_forced)
+    teacher_forced.deadline = Deadline(seconds)
+    options = Options(trials=500, sampler="random", timeout=seconds)
+    made = make_search(sqlite_url(folder), teacher_forced, COSTS, options)
+    made.deadline = teacher_forced.deadline
+    made.enqueue_seed_plans()
+    teacher_forced.now += 1000  # time before the trials does not count
     return made
 
 
-def test_time_that_is_up_ends_a_search_and_keeps_what_ended(
+def test_the_timeout_ends_a_search_and_keeps_completed_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = hurried(tmp_path, 3.05, 0.4, monkeypatch)
-    made.run(silent)
-    ended = {trial.skips for trial in made.trials()}
-    assert len(ended) == 7, "3.05 seconds, at 0.4 for a plan"
-    assert len(kept(sqlite(tmp_path), "FAIL")) == 1, "the eighth was given up"
+    made = search_with_clock(tmp_path, 3.05, 0.4, monkeypatch)
+    made.run_trials(silent)
+    completed = {trial.skips for trial in made.trials()}
+    assert len(completed) == 7, "3.05 s, at 0.4 s per plan"
+    assert len(stored_trials(sqlite_url(tmp_path), "FAIL")) == 1, "the eighth was abandoned"
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(36e3, ["", "6 h", "6 h"]), (200.0, ["", "3 min", "2 min", "80 s"])]
 )
-def test_a_search_says_how_long_it_will_take(
+def test_a_search_reports_the_time_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: list[str]
 ) -> None:
-    """500 trials of 40 seconds, or as many as there is time for; an earlier run's took none of this one's."""
-    for _ in ("begun", "gone on with"):
-        made = hurried(tmp_path, seconds, 40.0, monkeypatch)
-        told: list[str] = []
+    """500 trials of 40 s, or the timeout; trials of an earlier run do not count."""
+    for _ in ("new", "resumed"):
+        made = search_with_clock(tmp_path, seconds, 40.0, monkeypatch)
+        notes: list[str] = []
 
-        def tell(stage: str, done: int, total: int, note: str = "", /, *, told: list[str] = told) -> None:
-            told.append(note)
-            if len(told) == len(expected):
+        def record(stage: str, done: int, total: int, note: str = "", /, *, notes: list[str] = notes) -> None:
+            notes.append(note)
+            if len(notes) == len(expected):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            made.run(tell)
-        assert [note.partition(", about ")[2].removesuffix(" left") for note in told] == expected
-        assert all(note.startswith("best predicted speed-up ") for note in told[1:])
+            made.run_trials(record)
+        assert [note.partition(", about ")[2].removesuffix(" left") for note in notes] == expected
+        assert all(note.startswith("best predicted speed-up ") for note in notes[1:])
 
 
-def test_time_that_is_up_before_a_trial_ended_is_a_mistake(
+def test_a_timeout_before_the_first_completed_trial_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = hurried(tmp_path, 0.05, 60.0, monkeypatch)
-    with pytest.raises(ConfigError, match="timeout is 0.05, in which not one trial ended; give more seconds"):
-        made.run(silent)
-    origins = {trial.origin for trial in searched(sqlite(tmp_path), trials=3).trials()}
-    assert origins >= set(WARM)  # what was given up is tried again
+    made = search_with_clock(tmp_path, 0.05, 60.0, monkeypatch)
+    with pytest.raises(
+        ConfigError, match="timeout is 0.05, but no trial was completed in that time; raise timeout or lower"
+    ):
+        made.run_trials(silent)
+    origins = {trial.origin for trial in run_search(sqlite_url(tmp_path), trials=3).trials()}
+    assert origins >= set(SEED_PLANS)  # abandoned trials are tried again
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_samplers_propose_plans(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", "")  # in memory
-    trials = searched(None, sampler=sampler, trials=14).trials()
+def test_every_sampler_proposes_plans(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")  # the study is in memory
+    trials = run_search(None, sampler=sampler, trials=14).trials()
     assert len({trial.skips for trial in trials}) > 5
 
 
-def test_importance_finds_the_layer_that_must_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importance_finds_the_sub_layers_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
-    found = searched(None, trials=80)
+    found = run_search(None, trials=80)
     shares = found.importance()
     assert sum(shares.values()) == pytest.approx(1)
     assert set(sorted(shares, key=shares.__getitem__)[-2:]) == {"attention.0", "mlp.0"}
-    assert best_of(found.trials(), 3)[0].predicted == max(trial.predicted for trial in found.trials())
-    assert len({trial.skips for trial in best_of(found.trials(), 5)}) == 5
+    assert best_trials(found.trials(), 3)[0].predicted == max(trial.predicted for trial in found.trials())
+    assert len({trial.skips for trial in best_trials(found.trials(), 5)}) == 5
 
 
 POSTGRES = (
@@ -350,86 +354,88 @@ MEMORY = (
 
 
 @pytest.mark.parametrize(
-    ("url", "complaint"),
+    ("url", "message"),
     [
         ("sqlite:////no/such/folder/study.db", "unable to open database file"),
-        ("", "which is no URL"),
-        ("nonsense", "which is no URL; give sqlite:///FILE"),
+        ("", "which is not a URL"),
+        ("nonsense", "which is not a URL; give sqlite:///FILE"),
         (
             "nonsense://me:hush@host/db",
-            "which is no kind that keeps trials; give sqlite:///FILE, or the URL of a",
+            "which is of no kind that can hold studies; give sqlite:///FILE, or the URL of a",
         ),
-        ("postgresql:/me:hush@host/db", "'postgresql:/***@host/db', which is no URL; give sqlite"),
-        ("postgresql://me:hush@host:port/db", "which is no URL"),
-        ("postgresql://me:hush[x]", "which is no URL"),
+        ("postgresql:/me:hush@host/db", "'postgresql:/***@host/db', which is not a URL; give sqlite"),
+        ("postgresql://me:hush@host:port/db", "which is not a URL"),
+        ("postgresql://me:hush[x]", "which is not a URL"),
         ("postgresql://host/db?password=hush", "password=***"),
         ("sqlite:////no/such/folder/{file}.db", "unable to open database file"),
-        *((url, "in memory, which a search's threads cannot share") for url in MEMORY),
+        *((url, "which is in memory, where threads cannot share it; give sqlite:///FILE") for url in MEMORY),
         ("postgresql://me:hush@127.0.0.1:9/db", POSTGRES),
     ],
 )
-def test_a_storage_that_cannot_be_used_is_told(url: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match="^storage is ") as told:
-        StudyPlace(url)
-    assert complaint in str(told.value)
-    assert "hush" not in str(told.value)
-    assert "\n" not in str(told.value)
+def test_a_storage_that_cannot_be_used_is_refused_in_one_line(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="^storage is ") as refused:
+        StudyStorage(url)
+    assert message in str(refused.value)
+    assert "hush" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_no_database_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_left_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     file.write_text("my notes, which are no database\n" * 50)
     before = file.read_bytes()
     with pytest.raises(ConfigError, match="file is not a database"):
-        StudyPlace(sqlite(tmp_path))
+        StudyStorage(sqlite_url(tmp_path))
     assert file.read_bytes() == before
 
 
 FOREIGN = {
-    "of a table called like one of a study's": ("CREATE TABLE studies (id INTEGER, title TEXT)",),
-    "of tables of its own": ("CREATE TABLE notes (text TEXT)",),
-    "that counts its revisions likewise": ("CREATE TABLE alembic_version (version_num TEXT)",),
-    "that counts its versions itself": ("CREATE TABLE version_info (version TEXT)",),
+    "a table with the name of a study's": ("CREATE TABLE studies (id INTEGER, title TEXT)",),
+    "tables of its own": ("CREATE TABLE notes (text TEXT)",),
+    "a revision table": ("CREATE TABLE alembic_version (version_num TEXT)",),
+    "a version table": ("CREATE TABLE version_info (version TEXT)",),
 }
 
 
 @pytest.mark.parametrize("statements", FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path, statements: tuple[str, ...]) -> None:
+def test_a_database_of_another_program_is_left_unchanged(tmp_path: Path, statements: tuple[str, ...]) -> None:
     with closing(sqlite3.connect(tmp_path / "study.db")) as connection:
         for statement in statements:
             connection.execute(statement)
     before = (tmp_path / "study.db").read_bytes()
-    with pytest.raises(ConfigError, match=r"a database of another program's.*; it stays as it is"):
-        StudyPlace(sqlite(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"belongs to another program .*and is left unchanged; give an empty"
+    ):
+        StudyStorage(sqlite_url(tmp_path))
     assert (tmp_path / "study.db").read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["study.db"]
 
 
-def test_a_database_whose_tables_are_half_made_is_made_whole(tmp_path: Path) -> None:
-    """Who made them died, or is not yet done."""
-    StudyPlace(sqlite(tmp_path)).storage.engine.dispose()
+def test_a_half_created_database_is_completed(tmp_path: Path) -> None:
+    """The process that created its tables died, or is not done yet."""
+    StudyStorage(sqlite_url(tmp_path)).storage.engine.dispose()
     with closing(sqlite3.connect(tmp_path / "study.db")) as connection:
         for table in ("alembic_version", "version_info", "trial_heartbeats"):
             connection.execute(f"DROP TABLE {table}")
-    assert len(searched(sqlite(tmp_path), trials=2).trials()) == 2
+    assert len(run_search(sqlite_url(tmp_path), trials=2).trials()) == 2
 
 
-def test_a_database_that_may_only_be_read_is_told_at_once(tmp_path: Path) -> None:
-    searched(sqlite(tmp_path), trials=2)
+def test_a_read_only_database_is_refused_at_once(tmp_path: Path) -> None:
+    run_search(sqlite_url(tmp_path), trials=2)
     with pytest.raises(ConfigError, match="readonly database"):
-        StudyPlace(f"sqlite:///file:{tmp_path / 'study.db'}?mode=ro&uri=true")
+        StudyStorage(f"sqlite:///file:{tmp_path / 'study.db'}?mode=ro&uri=true")
 
 
-def test_braces_in_a_name_are_braces(tmp_path: Path) -> None:
-    assert len(searched(f"sqlite:///{tmp_path}/a{{b}}.db", trials=2).trials()) == 2
+def test_braces_in_a_file_name_are_kept(tmp_path: Path) -> None:
+    assert len(run_search(f"sqlite:///{tmp_path}/a{{b}}.db", trials=2).trials()) == 2
     assert (tmp_path / "a{b}.db").is_file()
 
 
-def gone(folder: Path) -> None:
+def delete_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def emptied(folder: Path) -> None:
+def delete_study(folder: Path) -> None:
     """Another process deletes the study."""
     with closing(sqlite3.connect(folder / "study.db")) as connection:
         connection.execute("PRAGMA foreign_keys=OFF")
@@ -438,101 +444,100 @@ def emptied(folder: Path) -> None:
         connection.commit()
 
 
-@pytest.mark.parametrize("lost", [gone, emptied])
-def test_a_storage_that_is_lost_is_one_line(tmp_path: Path, lost: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("lose", [delete_folder, delete_study])
+def test_a_lost_storage_is_reported_in_one_line(tmp_path: Path, lose: Callable[[Path], None]) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
 
-    class Losing(FakeTeacher):
-        def rounds(self, plan: Any) -> Rounds:
+    class Losing(FakeTeacherForced):
+        def rounds(self, plan: Any) -> ExpectedRounds:
             if self.trials == 3:
-                lost(folder)
+                lose(folder)
             return super().rounds(plan)
 
-    one_line = pytest.raises(ConfigError, match=r"lost during the search \(.+\); no plan was written")
-    with one_line as told, StudyPlace(sqlite(tmp_path)).watched():
-        searched(sqlite(folder), Losing(), trials=50)
-    assert "\n" not in str(told.value)
+    one_line = pytest.raises(
+        ConfigError, match=r"lost during the search \(.+\), so no plan was written; restore it"
+    )
+    with one_line as refused, StudyStorage(sqlite_url(tmp_path)).loss_reported():
+        run_search(sqlite_url(folder), Losing(), trials=50)
+    assert "\n" not in str(refused.value)
 
 
-def test_what_no_database_failed_in_is_not_taken_for_that(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="planted"), StudyPlace(sqlite(tmp_path)).watched():
+def test_other_exceptions_are_not_reported_as_a_lost_storage(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="planted"), StudyStorage(sqlite_url(tmp_path)).loss_reported():
         raise KeyError("planted")
 
 
-def test_a_sign_of_life_that_cannot_be_given_is_no_error(tmp_path: Path) -> None:
-    place = StudyPlace(sqlite(tmp_path))
+def test_a_failed_heartbeat_is_ignored(tmp_path: Path) -> None:
+    storage = StudyStorage(sqlite_url(tmp_path))
     (tmp_path / "study.db").unlink()
-    place.storage.engine.dispose()
-    place.storage.record_heartbeat(1)
+    storage.storage.engine.dispose()
+    storage.storage.record_heartbeat(1)
 
 
-@pytest.mark.parametrize("sampler", ["flips", "random"])
-def test_a_search_ends_when_all_plans_were_tried(
+@pytest.mark.parametrize("sampler", ["hill-climbing", "random"])
+def test_a_search_ends_once_all_plans_were_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str
 ) -> None:
-    monkeypatch.setattr(FakeTeacher.runner.decoder.spec, "layers", 2)
-    monkeypatch.setattr("searching.LAYERS", 2)
-    monkeypatch.setattr(search_module, "warm_starts", lambda *_: {"nothing": Skips()})
+    monkeypatch.setattr(FakeTeacherForced.runner.decoder.spec, "layers", 2)
+    monkeypatch.setattr(search_module, "seed_plans", lambda *_: {"nothing": Skips()})
     costs = replace(COSTS, attention=(0.1,) * 2)
-    teacher, told = FakeTeacher(), list[tuple[int, int, str]]()
-    made = Search(
-        StudyPlace(sqlite(tmp_path)), "a study", Options(trials=400, sampler=sampler),  # type: ignore[arg-type]
-        teacher, lambda: costs, Deadline(None),
-    )  # fmt: skip
+    teacher_forced, calls = FakeTeacherForced(), list[tuple[int, int, str]]()
+    options = Options(trials=400, sampler=sampler)  # type: ignore[arg-type]
+    made = make_search(sqlite_url(tmp_path), teacher_forced, costs, options)
     assert not made.exhausted
-    made.begin()
-    for _ in ("begun", "gone on with"):
-        made.run(lambda stage, done, total, note="": told.append((done, total, note)))
+    made.enqueue_seed_plans()
+    for _ in ("new", "resumed"):
+        made.run_trials(lambda stage, done, total, note="": calls.append((done, total, note)))
         trials = made.trials()
-        assert made.exhausted and teacher.trials == 16 == len({trial.skips for trial in trials})
-        assert told[-1] == (len(trials), len(trials), "all 16 plans were tried")
+        assert made.exhausted and teacher_forced.trials == 16 == len({trial.skips for trial in trials})
+        assert calls[-1] == (len(trials), len(trials), "all 16 plans were tried")
     assert sampler == "random" or len(trials) == 16
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_there_are_plans_to_begin_with_for_few_layers(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
-    monkeypatch.setattr(FakeTeacher.runner.decoder.spec, "layers", layers)
+def test_seed_plans_of_small_models_differ(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    monkeypatch.setattr(FakeTeacherForced.runner.decoder.spec, "layers", layers)
     numbers = range(2 * layers)
     monkeypatch.setattr(search_module, "greedy", lambda *_: [*numbers])
     monkeypatch.setattr(
-        search_module, "clasp", lambda teacher, most, _: [numbers[:size] for size in range(most + 1)]
+        search_module, "clasp", lambda _, most, __: [numbers[:size] for size in range(most + 1)]
     )
-    found = WARM_STARTS(FakeTeacher())  # type: ignore[arg-type]
+    found = REAL_SEED_PLANS(FakeTeacherForced())  # type: ignore[arg-type]
     assert found["nothing"] == Skips() and len(set(found.values())) == len(found)
 
 
-def test_the_default_is_a_file_in_the_cache_folder_or_memory(
+def test_the_default_storage_is_a_file_in_the_cache_folder_or_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    assert len(searched(None, trials=3).trials()) == 3
-    assert len(searched(None, trials=5).trials()) == 5
+    assert len(run_search(None, trials=3).trials()) == 3
+    assert len(run_search(None, trials=5).trials()) == 5
     assert (tmp_path / "studies" / "studies.db").is_file()
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
-    assert StudyPlace(None).shown == "memory"
-    assert len(searched(None, trials=2).trials()) == 2
+    assert StudyStorage(None).shown == "memory"
+    assert len(run_search(None, trials=2).trials()) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"trials": 0}, "trials is 0; give 1 or more"),
         ({"timeout": 0.0}, "timeout is 0.0; give seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
-        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, flips, random"),
+        ({"sampler": "grid"}, "sampler is 'grid'; give one of tpe, gp, hill-climbing, random"),
         ({"temperature": -1.0}, "temperature is -1.0; give 0 or more"),
         ({"max_draft": 0}, "max_draft is 0; give 1 or more"),
         ({"new_tokens": 1}, "new_tokens is 1; give 2 or more"),
         ({"seed": -1}, "seed is -1; give a whole number"),
     ],
 )
-def test_options_out_of_range(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as told:
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         Options(**options)
-    assert complaint in str(told.value)
+    assert message in str(refused.value)
 
 
-def test_costs_are_kept_as_they_were(tmp_path: Path) -> None:
-    kept = searched(sqlite(tmp_path), trials=1).study.user_attrs["costs"]
-    assert json.loads(kept)["mlp"] == 0.13
+def test_costs_are_stored_with_the_study(tmp_path: Path) -> None:
+    stored = run_search(sqlite_url(tmp_path), trials=1).study.user_attrs["costs"]
+    assert json.loads(stored)["mlp"] == 0.13

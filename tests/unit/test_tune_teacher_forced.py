@@ -1,4 +1,4 @@
-"""Trials against real drafts: the same chances, and at temperature 0 the same rounds."""
+"""Teacher forcing against real drafts: equal acceptance probabilities, and at temperature 0 equal rounds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.runner import Runner
-from foredraft.tune import teacher_forced as teacher_module
-from foredraft.tune.calibration import CalibrationTexts, Text
+from foredraft.tune import teacher_forced as teacher_forced_module
+from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.teacher_forced import TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
 from tests.support.planting import Edit, Mutant, assert_caught
 
-LONGEST = 4
+MAX_DRAFT = 4
 PLANS = ["skip:none", "skip:attn=1/mlp=0", "skip:attn=0-1/mlp=1-2", "skip:attn=0-2/mlp=0-2"]
 FAMILIES = ["llama", "gemma2"]
 
@@ -39,65 +39,66 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return foredraft.load(folder, max_batch=3, max_length=128, drafter="none", kernels=kernels)
 
 
-def written(llm: LLM, temperature: float, count: int = 5) -> CalibrationTexts:
-    """Texts of unlike lengths: their prompts reach over gemma's window of 24."""
+def write_texts(llm: LLM, temperature: float, count: int = 5) -> CalibrationTexts:
+    """Texts of different lengths, whose prompts exceed gemma's window of 24 tokens."""
     texts = []
     for number in range(count):
         prompt = [(7 * number + 3 * i) % 90 + 5 for i in range(9 + 7 * number)]
         params = SamplingParams(temperature=temperature, max_new_tokens=31 - 5 * number, seed=number)
         [output] = llm.generate(prompt, params)
-        texts.append(Text((*prompt, *output.token_ids), len(prompt)))
+        texts.append(CalibrationText((*prompt, *output.token_ids), len(prompt)))
     return CalibrationTexts(tuple(texts), temperature)
 
 
-def made(llm: LLM, temperature: float) -> TeacherForced:
+def make_teacher_forced(llm: LLM, temperature: float) -> TeacherForced:
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    return TeacherForced(runner, written(llm, temperature), LONGEST)
+    return TeacherForced(runner, write_texts(llm, temperature), MAX_DRAFT)
 
 
-def rounds_of_decoding(llm: LLM, teacher: TeacherForced, spelled: str, draft: int) -> int:
+def decoded_rounds(llm: LLM, teacher_forced: TeacherForced, skips: str, draft: int) -> int:
     engine = llm.engine
     assert isinstance(engine.target, Runner)
-    engine.drafters["self"] = LayerSkip(engine.target, engine.cache, Skips.spelled(spelled))
+    engine.drafters["self"] = LayerSkip(engine.target, engine.cache, Skips.parse(skips))
     engine.policy = Fixed(draft)
     params = [
-        SamplingParams(temperature=0, max_new_tokens=text.new, drafter="self") for text in teacher.texts
+        SamplingParams(temperature=0, max_new_tokens=text.new_tokens, drafter="self")
+        for text in teacher_forced.texts
     ]
-    outputs = llm.generate([list(text.ids[: text.start]) for text in teacher.texts], params)
+    outputs = llm.generate([list(text.ids[: text.prompt_length]) for text in teacher_forced.texts], params)
     assert [tuple(output.token_ids) for output in outputs] == [
-        text.ids[text.start :] for text in teacher.texts
+        text.ids[text.prompt_length :] for text in teacher_forced.texts
     ]
     return Stats.merge(output.stats for output in outputs).rounds
 
 
-@pytest.mark.parametrize("spelled", PLANS)
-def test_rounds_are_those_of_decoding_at_temperature_0(llm: LLM, spelled: str) -> None:
-    teacher = made(llm, 0.0)
-    plan = Skips.spelled(spelled).plan(llm.spec.layers)
-    counts = teacher.rounds(plan, every_start=True).counts
-    assert [rounds_of_decoding(llm, teacher, spelled, draft) for draft in range(1, LONGEST + 1)] == (
+@pytest.mark.parametrize("skips", PLANS)
+def test_expected_rounds_equal_decoded_rounds_at_temperature_0(llm: LLM, skips: str) -> None:
+    teacher_forced = make_teacher_forced(llm, 0.0)
+    plan = Skips.parse(skips).plan(llm.spec.layers)
+    counts = teacher_forced.rounds(plan, every_start=True).counts
+    assert [decoded_rounds(llm, teacher_forced, skips, draft) for draft in range(1, MAX_DRAFT + 1)] == (
         counts.tolist()
     )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("spelled", PLANS[1:3])
-def test_chances_are_those_of_drafts_taken_step_by_step(llm: LLM, spelled: str, temperature: float) -> None:
-    """Brute force: for every start, the target reads what comes before, and the draft steps on alone."""
-    teacher = made(llm, temperature)
-    runner = teacher.runner
-    plan = Skips.spelled(spelled).plan(llm.spec.layers)
-    every, trial = teacher.chances(plan, every_start=True), teacher.chances(plan)
-    for row, text in list(enumerate(teacher.texts))[1:4]:
-        cache = runner.new_cache(1, len(text.ids) + LONGEST)
+@pytest.mark.parametrize("skips", PLANS[1:3])
+def test_acceptance_equals_that_of_drafts_made_step_by_step(llm: LLM, skips: str, temperature: float) -> None:
+    """Brute force: at every start, the target prefills the text before it, and the draft runs step by step."""
+    teacher_forced = make_teacher_forced(llm, temperature)
+    runner = teacher_forced.runner
+    plan = Skips.parse(skips).plan(llm.spec.layers)
+    every, trial = teacher_forced.acceptance(plan, every_start=True), teacher_forced.acceptance(plan)
+    for row, text in list(enumerate(teacher_forced.texts))[1:4]:
+        cache = runner.new_cache(1, len(text.ids) + MAX_DRAFT)
         ids = torch.tensor([text.ids])
         whole = runner.forward(cache, ids, [0]).logits
         assert whole is not None
-        for start in range(0, text.new, 3):
-            runner.forward(cache, ids, [0])  # the target's keys and values everywhere again
-            at = text.start - 1 + start
-            for k in range(min(LONGEST, text.new - start)):
+        for start in range(0, text.new_tokens, 3):
+            runner.forward(cache, ids, [0])  # restores the target's keys and values
+            at = text.prompt_length - 1 + start
+            for k in range(min(MAX_DRAFT, text.new_tokens - start)):
                 drafted = runner.forward(cache, ids[:, at + k : at + k + 1], [at + k], plan=plan).logits
                 assert drafted is not None
                 token = text.ids[at + k + 1]
@@ -110,151 +111,153 @@ def test_chances_are_those_of_drafts_taken_step_by_step(llm: LLM, spelled: str, 
                     )
                     expected = min(1.0, float(q / p))
                 assert every[row, start, k] == pytest.approx(expected, abs=2e-5)
-        # a trial has each token's chance at one place in a draft, the same ones as every start has there
-        offset = row % LONGEST
-        for first in range(offset, text.new, LONGEST):
-            span = min(LONGEST, text.new - first)
+        # a trial has each token at one place in a draft, with the value that `every_start` has there
+        offset = row % MAX_DRAFT
+        for first in range(offset, text.new_tokens, MAX_DRAFT):
+            span = min(MAX_DRAFT, text.new_tokens - first)
             assert trial[row, first, :span] == pytest.approx(every[row, first, :span], abs=1e-6)
 
 
-def check_that_a_trial_leaves_nothing_behind(llm: LLM, temperature: float) -> None:
-    teacher = made(llm, temperature)
+def check_trials_are_independent(llm: LLM, temperature: float) -> None:
+    teacher_forced = make_teacher_forced(llm, temperature)
     layers = llm.spec.layers
-    plan, other = (Skips.spelled(spelled).plan(layers) for spelled in PLANS[1:3])
-    before = teacher.chances(plan).copy()
-    teacher.chances(other)
-    assert np.array_equal(teacher.chances(plan), before)
+    plan, other = (Skips.parse(skips).plan(layers) for skips in PLANS[1:3])
+    before = teacher_forced.acceptance(plan).copy()
+    teacher_forced.acceptance(other)
+    assert np.array_equal(teacher_forced.acceptance(plan), before)
 
 
-def check_that_rows_are_the_targets_again(llm: LLM) -> None:
-    """Prompts, which no copy holds, too; no draft reads the last token."""
-    teacher = made(llm, 0.0)
-    before = [held(teacher.cache, row, len(text.ids) - 1) for row, text in enumerate(teacher.texts)]
-    for spelled in PLANS:
-        teacher.chances(Skips.spelled(spelled).plan(llm.spec.layers), every_start=True)
-    teacher.restore()
-    for row, text in enumerate(teacher.texts):
-        assert torch.equal(held(teacher.cache, row, len(text.ids) - 1), before[row])
+def check_restore_gives_the_targets_rows(llm: LLM) -> None:
+    """All positions but the last, which no draft reads: prompts too, of which there is no copy."""
+    teacher_forced = make_teacher_forced(llm, 0.0)
+    before = [
+        held(teacher_forced.cache, row, len(text.ids) - 1) for row, text in enumerate(teacher_forced.texts)
+    ]
+    for skips in PLANS:
+        teacher_forced.acceptance(Skips.parse(skips).plan(llm.spec.layers), every_start=True)
+    teacher_forced.restore()
+    for row, text in enumerate(teacher_forced.texts):
+        assert torch.equal(held(teacher_forced.cache, row, len(text.ids) - 1), before[row])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_trial_leaves_nothing_behind(llm: LLM, temperature: float) -> None:
-    check_that_a_trial_leaves_nothing_behind(llm, temperature)
-    check_that_rows_are_the_targets_again(llm)
+def test_trials_are_independent(llm: LLM, temperature: float) -> None:
+    check_trials_are_independent(llm, temperature)
+    check_restore_gives_the_targets_rows(llm)
 
 
-SHORT = (teacher_module._overwritten, "text.start - 1", "text.start")
-LATE = (teacher_module._overwritten, "len(text.ids) - 1", "len(text.ids) - 2")
-NOT_PUT_BACK = (TeacherForced.restore, "self.cache.put_back(span)", "pass")
+STARTS_LATE = (teacher_forced_module._overwritten, "text.prompt_length - 1", "text.prompt_length")
+ENDS_EARLY = (teacher_forced_module._overwritten, "len(text.ids) - 1", "len(text.ids) - 2")
+NOT_RESTORED = (TeacherForced.restore, "self.cache.put_back(span)", "pass")
 
 
-@pytest.mark.parametrize("edit", [SHORT, NOT_PUT_BACK], ids=["begins late", "not put back"])
-def test_chances_tell_of_a_copy_that_is_wrong(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = partial(check_that_a_trial_leaves_nothing_behind, llm, 0.8)
-    assert_caught(Mutant("a copy that is wrong", (edit,), check), monkeypatch)
+@pytest.mark.parametrize("edit", [STARTS_LATE, NOT_RESTORED], ids=["starts late", "not restored"])
+def test_a_defective_copy_changes_acceptance(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_trials_are_independent, llm, 0.8)
+    assert_caught(Mutant("a defective copy", (edit,), check), monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "edit", [SHORT, LATE, NOT_PUT_BACK], ids=["begins late", "ends early", "not put back"]
+    "edit", [STARTS_LATE, ENDS_EARLY, NOT_RESTORED], ids=["starts late", "ends early", "not restored"]
 )
-def test_rows_tell_of_a_copy_that_is_wrong(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = partial(check_that_rows_are_the_targets_again, llm)
-    assert_caught(Mutant("a copy that is wrong", (edit,), check), monkeypatch)
+def test_a_defective_copy_changes_the_rows(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_restore_gives_the_targets_rows, llm)
+    assert_caught(Mutant("a defective copy", (edit,), check), monkeypatch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_several_plans_have_what_each_has_alone(llm: LLM, temperature: float) -> None:
-    """Plans that begin alike, that differ from the first layer on, and one that comes twice."""
-    teacher = made(llm, temperature)
+def test_several_plans_score_as_each_alone(llm: LLM, temperature: float) -> None:
+    """Plans with a common prefix, plans that differ from the first layer on, and one plan twice."""
+    teacher_forced = make_teacher_forced(llm, temperature)
     layers = llm.spec.layers
-    spelled = [*PLANS, "skip:attn=1/mlp=0", "skip:attn=1-2/mlp=0", "skip:attn=1/mlp=0,2", "skip:attn=2/mlp=0"]
-    plans = [Skips.spelled(each).plan(layers) for each in spelled]
-    alone = [teacher.rounds(plan) for plan in plans]
-    assert len({tuple(one.taus) for one in alone}) > 3, "plans that differ in nothing show nothing"
-    for plan, one, several in zip(spelled, alone, teacher.rounds_of(plans), strict=True):
+    skips = [*PLANS, "skip:attn=1/mlp=0", "skip:attn=1-2/mlp=0", "skip:attn=1/mlp=0,2", "skip:attn=2/mlp=0"]
+    plans = [Skips.parse(each).plan(layers) for each in skips]
+    alone = [teacher_forced.rounds(plan) for plan in plans]
+    assert len({tuple(one.taus) for one in alone}) > 3, "the plans must differ for this test to show anything"
+    for plan, one, several in zip(skips, alone, teacher_forced.rounds_of(plans), strict=True):
         assert several.taus == pytest.approx(one.taus, abs=1e-6), plan
         assert several.emitted == pytest.approx(one.emitted, abs=1e-6), plan
-    before = teacher.chances(plans[1])
+    before = teacher_forced.acceptance(plans[1])
     for chosen in (plans[:1], plans[3:5]):
-        list(teacher.rounds_of(chosen))
-    assert np.array_equal(teacher.chances(plans[1]), before)
+        list(teacher_forced.rounds_of(chosen))
+    assert np.array_equal(teacher_forced.acceptance(plans[1]), before)
 
 
-def test_what_plans_begin_with_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the layers that passes over the last drafts of the texts ran."""
-    teacher = made(llm, 0.0)
+def test_a_common_prefix_of_plans_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the layers that each pass runs."""
+    teacher_forced = make_teacher_forced(llm, 0.0)
     last = llm.spec.layers - 1
-    plans = [Skips.spelled(each).plan(last + 1) for each in ("skip:none", f"skip:attn={last}/mlp={last}")]
+    plans = [Skips.parse(each).plan(last + 1) for each in ("skip:none", f"skip:attn={last}/mlp={last}")]
     ran: list[tuple[int, int]] = []
-    forward = teacher.runner.forward
+    forward = teacher_forced.runner.forward
 
     def watched(*given: Any, **named: Any) -> Any:
         ran.append((named["resume"].depth if named["resume"] else 0, named["stop"]))
         return forward(*given, **named)
 
-    monkeypatch.setattr(teacher.runner, "forward", watched)
-    list(teacher.rounds_of(plans))
+    monkeypatch.setattr(teacher_forced.runner, "forward", watched)
+    list(teacher_forced.rounds_of(plans))
     assert ran[:3] == [(0, last), (last, last + 1), (last, last + 1)]
     assert set(ran) == set(ran[:3])
 
 
-def test_memory_is_bounded_and_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits in pieces, and passes over few columns, give the same chances."""
-    teacher = made(llm, 0.8)
-    plan = Skips.spelled(PLANS[2]).plan(llm.spec.layers)
-    whole = teacher.chances(plan).copy()
+def test_limits_on_memory_do_not_change_acceptance(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few logits at once and few columns per pass give the same probabilities."""
+    teacher_forced = make_teacher_forced(llm, 0.8)
+    plan = Skips.parse(PLANS[2]).plan(llm.spec.layers)
+    whole = teacher_forced.acceptance(plan).copy()
     widest = 0
-    head = teacher.runner.head
+    head = teacher_forced.runner.head
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal widest
         widest = max(widest, hidden.shape[1])
         return head(hidden)
 
-    monkeypatch.setattr(teacher_module, "LOGITS", 3 * llm.spec.vocab_size)
-    monkeypatch.setattr(teacher_module, "COLUMNS", 2 * LONGEST)
-    monkeypatch.setattr(teacher.runner, "head", watched)
-    assert teacher.chances(plan) == pytest.approx(whole, abs=1e-6)
+    monkeypatch.setattr(teacher_forced_module, "MAX_LOGITS", 3 * llm.spec.vocab_size)
+    monkeypatch.setattr(teacher_forced_module, "MAX_COLUMNS", 2 * MAX_DRAFT)
+    monkeypatch.setattr(teacher_forced.runner, "head", watched)
+    assert teacher_forced.acceptance(plan) == pytest.approx(whole, abs=1e-6)
     assert widest == 3
 
 
-def test_a_trial_costs_one_forward_of_the_texts(llm: LLM) -> None:
-    teacher = made(llm, 0.0)
-    before = teacher.runner.forwarded
-    teacher.rounds(Skips().plan(llm.spec.layers))
-    assert teacher.runner.forwarded - before == teacher.tokens
+def test_a_trial_runs_each_new_token_once(llm: LLM) -> None:
+    teacher_forced = make_teacher_forced(llm, 0.0)
+    before = teacher_forced.runner.forwarded
+    teacher_forced.rounds(Skips().plan(llm.spec.layers))
+    assert teacher_forced.runner.forwarded - before == teacher_forced.tokens
 
 
-def test_what_is_raised_between_passes_ends_a_trial(llm: LLM) -> None:
+def test_an_exception_before_a_pass_ends_the_trial(llm: LLM) -> None:
     def stop() -> None:
         raise TimeoutError
 
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    teacher = TeacherForced(runner, written(llm, 0.0, count=2), LONGEST, stop)
+    teacher_forced = TeacherForced(runner, write_texts(llm, 0.0, count=2), MAX_DRAFT, stop)
     with pytest.raises(TimeoutError):
-        teacher.rounds(Skips().plan(llm.spec.layers))
+        teacher_forced.rounds(Skips().plan(llm.spec.layers))
 
 
-def taken(teacher: TeacherForced) -> int:
-    return teacher.cache.memory.nbytes + sum(span.bytes for span in teacher.targets)
+def memory_used(teacher_forced: TeacherForced) -> int:
+    return teacher_forced.cache.memory.nbytes + sum(span.bytes for span in teacher_forced.copies)
 
 
-def test_keys_and_values_are_held_once_and_those_of_new_tokens_twice(llm: LLM) -> None:
-    teacher = made(llm, 0.0)
-    spec, memory = llm.spec, teacher.cache.memory
+def test_only_the_new_tokens_keys_and_values_are_copied(llm: LLM) -> None:
+    teacher_forced = make_teacher_forced(llm, 0.0)
+    spec, memory = llm.spec, teacher_forced.cache.memory
     position = 2 * spec.layers * spec.kv_heads * spec.head_dim * memory.itemsize
-    assert memory.nbytes == len(teacher.texts) * teacher.cache.stored * position
-    assert taken(teacher) == memory.nbytes + teacher.tokens * position
-    assert taken(teacher) < 1.05 * memory.nbytes
+    assert memory.nbytes == len(teacher_forced.texts) * teacher_forced.cache.stored * position
+    assert memory_used(teacher_forced) == memory.nbytes + teacher_forced.tokens * position
+    assert memory_used(teacher_forced) < 1.05 * memory.nbytes
 
 
-def test_texts_that_do_not_fit_are_told_before_they_are_read(
+def test_texts_that_do_not_fit_are_refused_before_they_are_read(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need = taken(made(llm, 0.0))
-    monkeypatch.setattr(teacher_module, "free_memory", lambda device: need)
-    made(llm, 0.0)
-    monkeypatch.setattr(teacher_module, "free_memory", lambda device: need - 1)
-    with pytest.raises(ConfigError, match="of keys and values, but .* free on cpu; give fewer tokens"):
-        made(llm, 0.0)
+    need = memory_used(make_teacher_forced(llm, 0.0))
+    monkeypatch.setattr(teacher_forced_module, "free_memory", lambda device: need)
+    make_teacher_forced(llm, 0.0)
+    monkeypatch.setattr(teacher_forced_module, "free_memory", lambda device: need - 1)
+    with pytest.raises(ConfigError, match="of keys and values, but cpu has .* free; lower tokens"):
+        make_teacher_forced(llm, 0.0)

@@ -1,7 +1,7 @@
-"""Plan files: which sub-layers a draft leaves out, of which model, and what that was found to gain.
+"""Plan files: the sub-layers that a model's drafts skip, and the speed-up that was measured with them.
 
-Contract: a file is whole or absent, and read strictly: every field is there, of its type, and nothing else.
-A plan belongs to one model, told by its `model_hash`; where it is used with another, it is refused.
+A file is written whole or not at all. It is read strictly: every field must be present and of its type, and
+no other field may be there. A plan is for one model, identified by `model_hash`; another model refuses it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,27 @@ REMEDY = "give a file that `foredraft tune` wrote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A plan and where it comes from.
+    """A plan and how it was measured.
 
-    model: its name, for people. max_draft: the draft length it is best at. alpha, c, tau, speedup: measured
-    on held-out prompts (docs/architecture.md, "Words"); predicted: the speed-up that was expected of it.
-    device, dtype: it was measured on. date: of the measurement, as YYYY-MM-DD. foredraft: the version that
-    wrote it. temperature: that it was searched and measured at; None where an old file does not say.
-    Either `skip_attention` and `skip_mlp` name what is left out, or `exit` does (`Skips`).
+    Attributes:
+        model: Name of the model, for display.
+        model_hash: Hash of the model.
+        layers: Number of layers of the model.
+        skip_attention: Layers whose attention is skipped.
+        skip_mlp: Layers whose MLP is skipped.
+        exit: First layer that an early exit leaves out; then no layers are skipped one by one.
+        device: Device type of the measurement.
+        dtype: Dtype of the measurement.
+        max_draft: Best draft length.
+        alpha: α on held-out prompts (docs/architecture.md, "Words").
+        c: Cost of a draft token, in plain steps.
+        tau: τ on held-out prompts.
+        speedup: Measured speed-up over plain decoding, on held-out prompts.
+        predicted: Speed-up that the search predicted.
+        date: Date of the measurement, YYYY-MM-DD.
+        foredraft: Version of Foredraft that wrote the file.
+        temperature: Temperature of the search and the measurement. None: the file does not say, as old files.
+        format: Version of the file format.
     """
 
     model: str
@@ -73,114 +87,145 @@ class PlanFile:
         return Skips(self.skip_attention, self.skip_mlp, self.exit)
 
     def __str__(self) -> str:
-        """In one line, for people."""
-        drawn = "" if self.temperature is None else f" at temperature {self.temperature:g}"
-        return f"{self.skips}, measured{drawn} at {self.speedup:.2f} x plain decoding on {self.date}"
+        """Return the plan and its measurement, for display."""
+        temperature = "" if self.temperature is None else f" at temperature {self.temperature:g}"
+        return f"{self.skips}, measured{temperature} at {self.speedup:.2f} x plain decoding on {self.date}"
 
     def doubt(self, device: str, dtype: str) -> str | None:
-        """What is to be said where it serves on a device, in a dtype, that it was not measured on."""
+        """Return a warning if the plan runs on another device or in another dtype than it was measured on."""
         if (self.device, self.dtype) == (device, dtype):
             return None
         return (
-            f"the plan of {shortened(self.model)} was measured on {self.device} in {self.dtype}, and serves"
-            f" on {device} in {dtype}: the output stays exact, but its draft length and speed-up may be"
-            " others; `foredraft tune` finds them"
+            f"the plan of {shortened(self.model)} was measured on {self.device} in {self.dtype}, but runs on"
+            f" {device} in {dtype}: the output stays exact, but another plan or draft length may be faster;"
+            " run `foredraft tune` here"
         )
 
     def check(self, hash: str, model: str) -> None:
-        """Raises ConfigError where it is of another model than the one of this hash, which people call so."""
+        """Raise ConfigError if the plan is for another model than the one with this hash and name."""
         if self.model_hash != hash:
             raise ConfigError(
-                f"plan is one of {shortened(self.model)}, which is another model than {model}; make one with"
-                " `foredraft tune`"
+                f"is for {shortened(self.model)}, which is another model than {model}",
+                option="plan",
+                remedy="make one with `foredraft tune`",
             )
 
 
 def read_plan(file: Path) -> PlanFile:
-    """Raises ConfigError that names what is wrong with it."""
-    where = f"plan is {str(file)!r}"
+    """Read a plan file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a valid plan.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{where}, which cannot be read ({error.strerror}); {REMEDY}") from error
+        raise _refused(file, f"which cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}, which is not JSON ({error}); {REMEDY}") from error
+        raise _refused(file, f"which is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{where}, which holds no JSON object; {REMEDY}")
+        raise _refused(file, "which holds no JSON object")
     if found.get("format") != FORMAT:
-        raise ConfigError(
-            f"{where}, whose format is {shortened(found.get('format'))}, and this version reads {FORMAT};"
-            " make the plan anew with `foredraft tune`"
+        raise _refused(
+            file,
+            f"whose format is {shortened(found.get('format'))}, but this version reads format {FORMAT}",
+            "make a new plan with `foredraft tune`",
         )
     found.setdefault("temperature", None)
     for name, type_ in _TYPES.items():
         if name not in found or not _is(found[name], type_):
             value = shortened(found[name]) if name in found else "missing"
-            raise ConfigError(f"{where}, whose {name} is {value}, not {_WORDS[type_]}; {REMEDY}")
+            raise _refused(file, f"whose {name} is {value}, not {_WORDS[type_]}")
     if unknown := sorted(found.keys() - _TYPES.keys()):
-        raise ConfigError(f"{where}, which holds {shortened(unknown[0])}, unknown to this version; {REMEDY}")
+        raise _refused(file, f"which has the unknown field {shortened(unknown[0])}")
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
     plan = PlanFile(**given)
     for name, (fits, words) in _BOUNDS.items():
         if not fits(getattr(plan, name)):
-            raise ConfigError(f"{where}, whose {name} is {shortened(found[name])}, not {words}; {REMEDY}")
-    plan.skips.check(plan.layers, f"plan {str(file)!r}")
+            raise _refused(file, f"whose {name} is {shortened(found[name])}, not {words}")
+    if (mistake := plan.skips.mistake(plan.layers)) is not None:
+        problem, remedy = mistake
+        raise _refused(file, f"which {problem}", remedy)
     return plan
 
 
+def _refused(file: Path, problem: str, remedy: str = REMEDY) -> ConfigError:
+    return ConfigError(problem, option="plan", value=str(file), remedy=remedy)
+
+
 def write_plan(plan: PlanFile, file: Path, option: str = "plan") -> None:
-    """Raises ConfigError, by the option whose value the file is, where it cannot be written."""
+    """Write a plan file; `option` is the option whose value the file is.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     plan.skips.check(plan.layers)
     write_whole(file, json.dumps(asdict(plan), indent=1, allow_nan=False) + "\n", option)
 
 
 def plan_place(hash: str) -> Path | None:
-    """Where the plan of a model is looked for; its folder may not be there yet. None: nothing is kept."""
+    """Return the file of a model's plan in the cache folder, or None if there is no cache folder.
+
+    The folder of the file may not exist yet.
+    """
     folder = cache_folder("plans")
     return None if folder is None else folder / f"{hash}.json"
 
 
 def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
-    """Write it where `find_plan` finds it; None: nothing is kept."""
+    """Write a plan to the cache folder, where `find_plan` finds it.
+
+    Returns:
+        The file, or None if there is no cache folder.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     place = plan_place(plan.model_hash)
     if place is not None:
-        with suppress(OSError):  # writing tells
+        with suppress(OSError):  # the write below reports the error
             place.parent.mkdir(parents=True, exist_ok=True)
         write_plan(plan, place, option)
     return place
 
 
 def plans_kept() -> bool:
-    """Whether there is a plan of any model."""
+    """Return whether the cache folder holds a plan of any model."""
     folder = cache_folder("plans")
     return folder is not None and folder.is_dir() and any(folder.iterdir())
 
 
 def find_plan(hash: str) -> PlanFile | None:
-    """The plan kept for the model of this hash. Raises ConfigError where it is there and cannot be used."""
+    """Return the plan in the cache folder for the model with this hash, or None if there is none.
+
+    Raises:
+        ConfigError: The plan cannot be used.
+    """
     place = plan_place(hash)
     if place is None or not (place.exists() or place.is_symlink()):
         return None
     plan = read_plan(place)
-    plan.check(hash, f"the one that {place} is for")
+    plan.check(hash, f"the one of {place}")
     return plan
 
 
 def model_hash(folder: Path) -> str:
-    """Which model a folder holds, told by its config.json and by its tensors' names, dtypes and shapes: their
-    values are not read, and how they are spread over files does not count.
+    """Return the SHA-256 hash of a model's config.json and of the names, dtypes and shapes of its tensors.
 
-    Raises CheckpointError.
+    The values of the weights are not read, and their distribution over files does not matter.
+
+    Raises:
+        CheckpointError: The folder holds no model.
     """
     known = {"config": read_json(folder / "config.json"), "tensors": weight_headers(folder)}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-# By the annotation, what JSON may hold there.
+# Annotation of a field -> the JSON values that it accepts, for messages.
 _WORDS = {
-    "str": "a text",
+    "str": "a string",
     "int": "a whole number of 1 or more",
     "float": "a finite number",
     "int | None": "a whole number or null",
@@ -213,12 +258,12 @@ def _is_date(text: str) -> bool:
         return False
 
 
-LAYERS, DRAFT = 10_000, 1_000  # at most, far beyond any model and any draft that pays
+MAX_LAYERS, MAX_DRAFT = 10_000, 1_000  # upper bounds, far above any model and any draft that pays
 _ABOVE_0: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "above 0")
-# What a field of the right type may hold.
+# Field -> test of its value, and the accepted values, for messages.
 _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "layers": (lambda layers: layers <= LAYERS, f"{LAYERS} or less"),
-    "max_draft": (lambda draft: draft <= DRAFT, f"{DRAFT} or less"),
+    "layers": (lambda layers: layers <= MAX_LAYERS, f"{MAX_LAYERS} or less"),
+    "max_draft": (lambda draft: draft <= MAX_DRAFT, f"{MAX_DRAFT} or less"),
     "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),
     "c": (lambda c: c >= 0, "0 or more"),
     "tau": (lambda tau: tau >= 1, "1 or more"),

@@ -1,11 +1,11 @@
-"""Skips: which sub-layers of the target a draft leaves out, and how people spell that.
+"""Skips: the sub-layers that the target leaves out when it drafts for itself, and their notation.
 
-Either some of them, each on its own (Draft & Verify, Zhang et al. 2023, arXiv:2309.08168), or all from a
-layer on (early exit; LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710):
+A draft skips any attention and MLP sub-layers (Draft & Verify, Zhang et al. 2023, arXiv:2309.08168), or all
+layers from one on (early exit; LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710):
 
-    skip:attn=3,5-7/mlp=4    the attention of layers 3, 5, 6 and 7, and the MLP of layer 4
-    skip:none                nothing, so that the target drafts for itself: a test, never faster
-    exit:8                   layers 0 to 7 run, then norm and head
+    skip:attn=3,5-7/mlp=4    skips the attention of layers 3, 5, 6 and 7, and the MLP of layer 4
+    skip:none                skips nothing: the target drafts for itself, which is never faster; for tests
+    exit:8                   runs layers 0 to 7, then the final norm and the head
 """
 
 from __future__ import annotations
@@ -17,111 +17,134 @@ from itertools import pairwise
 from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
 
-__all__ = ["Skips", "is_spelled"]
+__all__ = ["Skips", "is_skips"]
 
 SKIP, EXIT, NONE = "skip:", "exit:", "none"
 KINDS = {"attn": "attention", "mlp": "mlp"}
-SHAPE = "give exit:LAYER, or skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7"
-MOST = 10**5  # layers that a range may name, so that a slip of the finger costs no memory
+SYNTAX = "give exit:LAYER, or skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7"
+MAX_RANGE = 10**5  # layers in one range; far above any model, so that a typing error costs no memory
 
 
-def is_spelled(text: str) -> bool:
-    """Whether it spells skips, and names no file."""
+def is_skips(text: str) -> bool:
+    """Return whether a text is in the notation of skips, and so is not the name of a file."""
     return text.startswith((SKIP, EXIT))
 
 
 @dataclass(frozen=True, slots=True)
 class Skips:
-    """attention, mlp: the layers whose sub-layer is left out, in order. exit: the first layer that is left
-    out whole, with all that follow; None where the draft runs to the end."""
+    """The sub-layers that a draft leaves out.
+
+    Attributes:
+        attention: Layers whose attention is skipped, in ascending order.
+        mlp: Layers whose MLP is skipped, in ascending order.
+        exit: First layer that an early exit leaves out, with all that follow. None: the draft runs to the
+            end.
+
+    Example:
+        >>> Skips.parse("skip:attn=3,5-7/mlp=4")
+        Skips(attention=(3, 5, 6, 7), mlp=(4,), exit=None)
+    """
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
     exit: int | None = None
 
-    def check(self, layers: int, option: str = "plan") -> None:
-        """Raises ConfigError that names what a model of so many layers cannot leave out."""
+    def check(self, layers: int) -> None:
+        """Raise ConfigError if a model of this many layers cannot leave these sub-layers out."""
+        if (mistake := self.mistake(layers)) is not None:
+            problem, remedy = mistake
+            raise ConfigError(problem, option="plan", remedy=remedy)
+
+    def mistake(self, layers: int) -> tuple[str, str] | None:
+        """Return what a model of this many layers cannot skip, and the remedy; None if it can skip all."""
         if self.exit is not None:
             if self.attention or self.mlp:
-                raise ConfigError(f"{option} has an exit and layers to skip; give one of the two")
+                return "has both an exit and layers to skip", "give one of the two"
             if not 1 <= self.exit < layers:
-                raise ConfigError(
-                    f"{option} exits before layer {self.exit}; give 1 to {layers - 1}, for the model has"
-                    f" {layers} layers"
+                return (
+                    f"exits before layer {self.exit}",
+                    f"give 1 to {layers - 1}: the model has {layers} layers",
                 )
-        for name, named in (("attention", self.attention), ("mlp", self.mlp)):
-            for layer in named:
+        for name, skipped in (("attention", self.attention), ("MLP", self.mlp)):
+            for layer in skipped:
                 if not 0 <= layer < layers:
-                    raise ConfigError(
-                        f"{option} skips the {name} of layer {layer}; give 0 to {layers - 1}, for the model"
-                        f" has {layers} layers"
+                    return (
+                        f"skips the {name} of layer {layer}",
+                        f"give 0 to {layers - 1}: the model has {layers} layers",
                     )
-            if len(set(named)) < len(named):
-                raise ConfigError(f"{option} skips the {name} of a layer twice; give each layer once")
+            if len(set(skipped)) < len(skipped):
+                return f"skips the {name} of a layer twice", "give each layer once"
+        return None
 
     def plan(self, layers: int) -> Plan:
-        """The sub-layers of a draft's pass. What is left out adds nothing to the residual."""
+        """Return the sub-layers that a draft runs; a skipped one adds nothing to the residual stream."""
         plan = Plan.full(layers)
         if self.exit is not None:
-            left_out = range(self.exit, layers)
-            return plan.without(left_out, left_out)
+            skipped = range(self.exit, layers)
+            return plan.without(skipped, skipped)
         return plan.without(self.attention, self.mlp)
 
     def as_exit(self, layers: int) -> Skips | None:
-        """The early exit of the same plan; None where it is not one."""
+        """Return the early exit that runs the same sub-layers, or None if there is none."""
         last = tuple(range(layers - len(self.attention), layers))
         if not self.attention == self.mlp == last or not 0 < len(last) < layers:
             return None
         return Skips(exit=last[0])
 
     @classmethod
-    def spelled(cls, text: str) -> Skips:
-        """Raises ConfigError where nobody could know what is meant."""
+    def parse(cls, text: str) -> Skips:
+        """Parse the notation; the inverse of `str`.
+
+        Raises:
+            ConfigError: The text is not in the notation.
+        """
         if text.startswith(EXIT):
-            return cls(exit=_number(text.removeprefix(EXIT), text))
+            return cls(exit=_parse_number(text.removeprefix(EXIT), text))
         words = text.removeprefix(SKIP)
         if words == NONE:
             return cls()
-        named: dict[str, tuple[int, ...]] = {}
+        skipped: dict[str, tuple[int, ...]] = {}
         for part in words.split("/"):
             kind, equals, layers = part.partition("=")
-            if not equals or kind not in KINDS or KINDS[kind] in named:
-                raise _unclear(text)
-            named[KINDS[kind]] = tuple(sorted(_layers(layers, text)))
-        return cls(named.get("attention", ()), named.get("mlp", ()))
+            if not equals or kind not in KINDS or KINDS[kind] in skipped:
+                raise _syntax_error(text)
+            skipped[KINDS[kind]] = tuple(sorted(_parse_layers(layers, text)))
+        return cls(skipped.get("attention", ()), skipped.get("mlp", ()))
 
     def __str__(self) -> str:
-        """As `spelled` reads it."""
+        """Return the notation that `parse` reads."""
         if self.exit is not None:
             return f"{EXIT}{self.exit}"
         parts = [
-            f"{kind}={_ranges(getattr(self, name))}" for kind, name in KINDS.items() if getattr(self, name)
+            f"{kind}={_join_ranges(getattr(self, name))}"
+            for kind, name in KINDS.items()
+            if getattr(self, name)
         ]
         return SKIP + ("/".join(parts) or NONE)
 
 
-def _layers(words: str, text: str) -> Iterable[int]:
+def _parse_layers(words: str, text: str) -> Iterable[int]:
     for word in words.split(","):
         first, dash, last = word.partition("-")
-        start = _number(first, text)
-        stop = _number(last, text) if dash else start
-        if not start <= stop < start + MOST:
-            raise _unclear(text)
+        start = _parse_number(first, text)
+        stop = _parse_number(last, text) if dash else start
+        if not start <= stop < start + MAX_RANGE:
+            raise _syntax_error(text)
         yield from range(start, stop + 1)
 
 
-def _number(word: str, text: str) -> int:
-    if not (word.isascii() and word.isdecimal() and len(word) < len(str(MOST))):
-        raise _unclear(text)
+def _parse_number(word: str, text: str) -> int:
+    if not (word.isascii() and word.isdecimal() and len(word) < len(str(MAX_RANGE))):
+        raise _syntax_error(text)
     return int(word)
 
 
-def _unclear(text: str) -> ConfigError:
-    return ConfigError(f"plan is {text[:80]!r}; {SHAPE}")
+def _syntax_error(text: str) -> ConfigError:
+    return ConfigError(option="plan", value=text[:80], remedy=SYNTAX)
 
 
-def _ranges(layers: tuple[int, ...]) -> str:
-    """3,5-7 of (3, 5, 6, 7)"""
+def _join_ranges(layers: tuple[int, ...]) -> str:
+    """Return layers as ranges: "3,5-7" for (3, 5, 6, 7)."""
     ordered = sorted(layers)
     cuts = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(ordered)) if b > a + 1), len(ordered)]
     runs = [ordered[start:stop] for start, stop in pairwise(cuts)]

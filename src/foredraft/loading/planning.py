@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from foredraft.drafters.plan_files import PlanFile, find_plan, model_hash, plans_kept, read_plan
-from foredraft.drafters.skips import Skips, is_spelled
+from foredraft.drafters.skips import Skips, is_skips
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.checkpoints import Checkpoint
 from foredraft.loading.options import PlanSource
@@ -74,8 +74,8 @@ def _kept(folder: Path) -> PlanFile | None:
 
 def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
     """Return the plan that the user gives, in any form."""
-    if isinstance(plan, str) and is_spelled(plan):
-        return Skips.spelled(plan)
+    if isinstance(plan, str) and is_skips(plan):
+        return Skips.parse(plan)
     if isinstance(plan, Skips):
         return plan
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))

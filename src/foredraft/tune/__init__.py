@@ -1,1 +1,1 @@
-"""tune: which sub-layers a model can leave out while it drafts for itself, found by search."""
+"""tune: search for the sub-layers that a model skips while it drafts for itself."""

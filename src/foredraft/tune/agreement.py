@@ -1,8 +1,8 @@
-"""Whether a plan's drafts do in decoding what its trials say: rounds taken against rounds expected.
+"""Agreement between the τ of real decoding and the τ that teacher forcing predicts for the same texts.
 
-Contract: both are of the very texts that were decoded, one by one, so no draw of a text stands between them.
-What is left at a temperature above 0 is chance of acceptance, whose error the texts tell themselves: given a
-text, the rounds that it took lie about the expected ones (`rounds`). At temperature 0 there is none.
+Both sides cover the very texts that were decoded, so the choice of texts adds no error. At temperature 0
+they are equal. Above it the decoded rounds of a text scatter around the expected ones (`expected_rounds`),
+and their scatter gives the standard error of τ.
 """
 
 from __future__ import annotations
@@ -12,46 +12,54 @@ from math import sqrt
 
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import CalibrationTexts, Text
+from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["Agreement"]
 
 
 class Agreement:
-    """Of drafts of one plan, all `draft` tokens long."""
+    """Decoded and expected rounds of one plan at one draft length.
 
-    def __init__(self, runner: Runner, skips: Skips, draft: int, temperature: float) -> None:
-        self.runner, self.draft, self.temperature = runner, draft, temperature
+    Attributes:
+        tokens: New tokens of all texts.
+        decoded_rounds: Rounds that each text took.
+        expected_rounds: Rounds that teacher forcing expects of each text.
+    """
+
+    def __init__(self, runner: Runner, skips: Skips, draft_length: int, temperature: float) -> None:
+        self.runner, self.draft_length, self.temperature = runner, draft_length, temperature
         self.plan = skips.plan(runner.decoder.spec.layers)
         self.tokens = 0
-        self.taken: list[int] = []  # rounds of each text
-        self.expected: list[float] = []
+        self.decoded_rounds: list[int] = []
+        self.expected_rounds: list[float] = []
 
-    def add(self, texts: Sequence[Text], rounds: Sequence[int]) -> None:
-        """Texts as they were decoded, ends that cut a round included, and the rounds that each took."""
-        told = zip(texts, rounds, strict=True)
-        pairs = sorted(told, key=lambda pair: -pair[0].new)  # as a teacher has them
-        ordered = tuple(text for text, _ in pairs)
-        teacher = TeacherForced(self.runner, CalibrationTexts(ordered, self.temperature), self.draft)
-        starts = teacher.rounds(self.plan, every_start=True).starts[self.draft - 1]  # [R, N]
-        self.expected += map(float, starts.sum(1))
-        self.taken += [taken for _, taken in pairs]
-        self.tokens += teacher.tokens
+    def add(self, texts: Sequence[CalibrationText], rounds: Sequence[int]) -> None:
+        """Add decoded texts and the rounds that each took; the end of a text may cut its last round."""
+        pairs = zip(texts, rounds, strict=True)
+        ordered = sorted(pairs, key=lambda pair: -pair[0].new_tokens)  # the order that TeacherForced uses
+        calibration = CalibrationTexts(tuple(text for text, _ in ordered), self.temperature)
+        teacher_forced = TeacherForced(self.runner, calibration, self.draft_length)
+        starts = teacher_forced.rounds(self.plan, every_start=True).starts[self.draft_length - 1]  # [R, N]
+        self.expected_rounds += map(float, starts.sum(1))
+        self.decoded_rounds += [decoded for _, decoded in ordered]
+        self.tokens += teacher_forced.tokens
 
     @property
     def tau(self) -> float:
-        """Of the decoding."""
-        return self.tokens / sum(self.taken)
+        """τ of decoding."""
+        return self.tokens / sum(self.decoded_rounds)
 
     @property
     def predicted_tau(self) -> float:
-        return self.tokens / sum(self.expected)
+        """τ that teacher forcing predicts."""
+        return self.tokens / sum(self.expected_rounds)
 
     @property
-    def error(self) -> float:
-        """The standard error of tau, by tau."""
+    def relative_error(self) -> float:
+        """Standard error of `tau` ÷ `tau`."""
         if self.temperature == 0:
             return 0.0
-        pairs = zip(self.taken, self.expected, strict=True)
-        return sqrt(sum((taken - expected) ** 2 for taken, expected in pairs)) / sum(self.taken)
+        pairs = zip(self.decoded_rounds, self.expected_rounds, strict=True)
+        squares = sum((decoded - expected) ** 2 for decoded, expected in pairs)
+        return sqrt(squares) / sum(self.decoded_rounds)

@@ -1,8 +1,8 @@
-"""What trials are held against: texts that the target wrote itself, once, and prompts kept for the end.
+"""Calibration texts: texts that the target writes once, on which every trial is scored; and held-out prompts.
 
-Contract: the texts are a function of the model, the prompts and the temperature; every draw has its seed. A
-text ends before more than `MAX_REPEATED` of its 4-grams are repetitions, since drafting a loop is easy, and a
-plan that was found on loops would be good at nothing else.
+The texts are a function of the model, the prompts and the temperature, because every sample has a fixed
+seed. A text is cut before more than `MAX_REPEATED` of its 4-grams are repetitions: loops are easy to draft,
+and a plan that was found on loops is good at nothing else.
 """
 
 from __future__ import annotations
@@ -15,117 +15,155 @@ from dataclasses import dataclass
 
 from foredraft.bench.options import MAX_REPEATED
 from foredraft.decode.params import SamplingParams
-from foredraft.errors import ConfigError, RequestError
+from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.ngrams import repeated
 
-__all__ = ["CalibrationTexts", "Text", "calibrate", "hold_out", "new_tokens", "written"]
+__all__ = [
+    "CalibrationText",
+    "CalibrationTexts",
+    "calibration_prompt_count",
+    "hold_out",
+    "new_tokens_per_prompt",
+    "write_calibration_texts",
+]
 
-HELD_OUT = 4  # one prompt of so many is kept for the end
-FEWEST = 6  # but so many, or half: fewer tell no speed from chance (`Finalist.objection`)
-SHORTEST, LONGEST = 64, 256  # new tokens that are asked of a prompt
-LEAST = 16  # new tokens of a text that is any use
-SAMPLES = 8  # of a prompt at most, where they differ
+HELD_OUT_EVERY = 4  # one prompt in four is held out
+# Prompts held out at least, or half of all prompts: with fewer, no speed-up is significant
+# (`Finalist.objection`).
+MIN_HELD_OUT = 6
+MIN_NEW_TOKENS, MAX_NEW_TOKENS = 64, 256  # bounds of the new tokens asked of one prompt
+MIN_TEXT_TOKENS = 16  # shorter texts are dropped: they hold few whole drafts
+MAX_SAMPLES = 8  # samples of one prompt at a temperature above 0
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """ids: of the prompt, `start` of them, and what the target wrote after it."""
+class CalibrationText:
+    """A prompt and its continuation by the target.
+
+    Attributes:
+        ids: Token ids of the prompt and of the new tokens after it.
+        prompt_length: Tokens of the prompt.
+    """
 
     ids: tuple[int, ...]
-    start: int
+    prompt_length: int
 
     @property
-    def new(self) -> int:
-        return len(self.ids) - self.start
+    def new_tokens(self) -> int:
+        return len(self.ids) - self.prompt_length
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTexts:
-    texts: tuple[Text, ...]
+    """All texts of one search, and the temperature at which the target wrote them."""
+
+    texts: tuple[CalibrationText, ...]
     temperature: float
 
     @property
     def tokens(self) -> int:
-        """New ones."""
-        return sum(text.new for text in self.texts)
+        """New tokens of all texts."""
+        return sum(text.new_tokens for text in self.texts)
 
     @property
     def digest(self) -> str:
-        """Which texts these are."""
-        told = json.dumps([[text.ids, text.start] for text in self.texts])
-        return hashlib.sha256(told.encode()).hexdigest()
+        """SHA-256 of the token ids and of the prompts' lengths."""
+        document = json.dumps([[text.ids, text.prompt_length] for text in self.texts])
+        return hashlib.sha256(document.encode()).hexdigest()
 
 
 def hold_out(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Those to write texts after, in an order of no meaning, and those kept for the end. Equal ones count
-    once, so that none is on both sides.
+    """Split prompts, in a fixed random order, into those for calibration and those held out.
 
-    Raises ConfigError where there are too few.
+    Equal prompts count once, so that none is on both sides.
+
+    Args:
+        prompts: Token ids of each prompt.
+
+    Returns:
+        The prompts that calibration texts continue, and the held-out prompts.
+
+    Raises:
+        ConfigError: Fewer than two prompts differ.
     """
     different = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
     if len(different) < 2:
-        given = "a single prompt is given" if len(prompts) < 2 else f"all {len(prompts)} prompts are the same"
-        raise ConfigError(f"{given}; give prompts= of two or more that differ, since some are held out")
+        raise ConfigError(
+            "holds a single prompt" if len(prompts) < 2 else f"holds {len(prompts)} equal prompts",
+            option="prompts",
+            remedy="give two or more different prompts, since some are held out",
+        )
     random.Random(0).shuffle(different)
-    count = written(len(different))
-    held_out = different[1::HELD_OUT]
-    kept = [prompt for index, prompt in enumerate(different) if index % HELD_OUT != 1]
-    return kept[:count], held_out + kept[count:]
+    count = calibration_prompt_count(len(different))
+    held_out = different[1::HELD_OUT_EVERY]
+    others = [prompt for index, prompt in enumerate(different) if index % HELD_OUT_EVERY != 1]
+    return others[:count], held_out + others[count:]
 
 
-def written(prompts: int) -> int:
-    """After how many of so many different prompts texts are written."""
-    quarter = len(range(1, prompts, HELD_OUT))
-    return max(1, prompts - max(quarter, min(FEWEST, prompts // 2)))
+def calibration_prompt_count(prompts: int) -> int:
+    """Return how many of this many different prompts are left for calibration texts."""
+    quarter = len(range(1, prompts, HELD_OUT_EVERY))
+    return max(1, prompts - max(quarter, min(MIN_HELD_OUT, prompts // 2)))
 
 
-def new_tokens(tokens: int, prompts: int) -> int:
-    """To ask of each prompt, so that `tokens` are left after some were cut."""
-    return min(max(-(-2 * tokens // prompts), SHORTEST), LONGEST)
+def new_tokens_per_prompt(tokens: int, prompts: int) -> int:
+    """Return the new tokens to ask of each prompt: twice its share, since texts that repeat are cut."""
+    return min(max(-(-2 * tokens // prompts), MIN_NEW_TOKENS), MAX_NEW_TOKENS)
 
 
-def calibrate(
+def write_calibration_texts(
     llm: LLM,
     prompts: Sequence[list[int]],
     tokens: int,
     temperature: float,
     progress: Callable[[str, int, int], None],
 ) -> CalibrationTexts:
-    """Texts of `tokens` new tokens or more. Raises ConfigError where the prompts do not give so many."""
-    texts: list[Text] = []
+    """Let the target write texts with `tokens` new tokens or more in total.
+
+    Raises:
+        ConfigError: The prompts do not give that many new tokens.
+        RequestError: The generation of a text failed.
+    """
+    texts: list[CalibrationText] = []
     done = 0
-    room = llm.max_length - max(map(len, prompts))  # prompts that were cut alike are fewer than were given
-    for text in _texts(llm, prompts, min(new_tokens(tokens, len(prompts)), room), temperature):
+    room = llm.max_length - max(map(len, prompts))  # truncation may have made prompts equal: fewer are left
+    new_tokens = min(new_tokens_per_prompt(tokens, len(prompts)), room)
+    for text in _generate_texts(llm, prompts, new_tokens, temperature):
         texts.append(text)
-        done += text.new
+        done += text.new_tokens
         progress("calibrate", min(done, tokens), tokens)
         if done >= tokens:
             return CalibrationTexts(tuple(texts), temperature)
     raise ConfigError(
-        f"tokens is {tokens}, but these prompts give {done} new ones that do not repeat themselves; give"
-        " more prompts, or fewer tokens"
+        f"but the prompts give {done} new tokens without repetition",
+        option="tokens",
+        value=tokens,
+        remedy=("give more prompts or lower ", Option("tokens")),
     )
 
 
-def _texts(llm: LLM, prompts: Sequence[list[int]], new: int, temperature: float) -> Iterator[Text]:
-    """In batches, so that no more are written than are wanted."""
+def _generate_texts(
+    llm: LLM, prompts: Sequence[list[int]], new_tokens: int, temperature: float
+) -> Iterator[CalibrationText]:
+    """Generate one batch at a time, so that no batch is generated after the last one needed."""
     rows = llm.engine.cache.rows
-    for sample in range(SAMPLES if temperature > 0 else 1):
-        params = SamplingParams(temperature=temperature, max_new_tokens=new, seed=sample, drafter="none")
+    for sample in range(MAX_SAMPLES if temperature > 0 else 1):
+        params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, drafter="none")
         for first in range(0, len(prompts), rows):
             batch = list(prompts[first : first + rows])
-            each = [params.replace(seed=sample * len(prompts) + first + index) for index in range(len(batch))]
+            seeds = range(sample * len(prompts) + first, sample * len(prompts) + first + len(batch))
+            each = [params.replace(seed=seed) for seed in seeds]
             for prompt, output in zip(batch, llm.generate(batch, each), strict=True):
                 if output.error is not None:
-                    raise RequestError(f"a text for the search failed: {output.error}")
-                new_ids = _varied(output.token_ids)
-                if len(new_ids) >= min(LEAST, new):
-                    yield Text((*prompt, *new_ids), len(prompt))
+                    raise RequestError(f"writing a calibration text failed: {output.error}")
+                ids = _cut_repetition(output.token_ids)
+                if len(ids) >= min(MIN_TEXT_TOKENS, new_tokens):
+                    yield CalibrationText((*prompt, *ids), len(prompt))
 
 
-def _varied(ids: list[int]) -> list[int]:
-    """The longest beginning that repeats no more than is allowed."""
+def _cut_repetition(ids: list[int]) -> list[int]:
+    """Return the longest beginning in which at most `MAX_REPEATED` of the 4-grams are repetitions."""
     length = len(ids)
     while length and repeated(ids[:length]) > MAX_REPEATED:
         length -= 1

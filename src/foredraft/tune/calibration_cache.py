@@ -1,6 +1,6 @@
-"""Texts once written, kept between runs in the user's cache folder: a large model writes them for minutes.
+"""Calibration texts in the user's cache folder, since a large model writes them for minutes.
 
-Contract: the key holds everything that the texts are a function of, and only finished texts are kept.
+Contract: the key holds everything that the texts depend on, and only finished texts are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import foredraft
 from foredraft import user_cache
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import CalibrationTexts, Text
+from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 
 __all__ = ["CalibrationCache"]
 
@@ -24,8 +24,16 @@ FORMAT = 1
 
 
 class CalibrationCache:
-    """Where the texts of one search are: `tokens` new ones or more, after these prompts, by the model of this
-    folder and hash. The hash knows no values of weights, so the files' own place, sizes and times count, too.
+    """The cached texts of one search.
+
+    Args:
+        folder: Folder of the model. The name depends on its path and on the sizes and times of its files,
+            because the hash does not cover the values of the weights.
+        hash: Hash of the model (`plan_files.model_hash`).
+        llm: The model.
+        prompts: Token ids of the prompts that the texts continue.
+        tokens: New tokens of all texts, at least.
+        temperature: Temperature of the texts.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class CalibrationCache:
         }
 
     def read_or(self, write: Callable[[], CalibrationTexts]) -> CalibrationTexts:
-        """Those that are kept, or else what `write` gives, which are kept from then on."""
+        """Return the cached texts, or call `write` and cache what it returns."""
         found = self._read()
         if found is None:
             found = write()
@@ -57,32 +65,32 @@ class CalibrationCache:
         if kept is None:
             return None
         try:
-            texts = tuple(Text(tuple(ids), start) for ids, start in kept["texts"])
+            texts = tuple(CalibrationText(tuple(ids), start) for ids, start in kept["texts"])
             found = CalibrationTexts(texts, self.temperature)
             sound = kept["digest"] == found.digest and all(map(self._sound, texts))
         except (ValueError, LookupError, TypeError):  # not what `_keep` writes
             return None
         return found if sound and found.tokens >= self.tokens else None
 
-    def _sound(self, text: Text) -> bool:
+    def _sound(self, text: CalibrationText) -> bool:
         ids = all(type(id) is int and 0 <= id < self.vocabulary for id in text.ids)
-        start = type(text.start) is int and 0 < text.start < len(text.ids)
-        return ids and start and text.ids[: text.start] in self.prompts
+        start = type(text.prompt_length) is int and 0 < text.prompt_length < len(text.ids)
+        return ids and start and text.ids[: text.prompt_length] in self.prompts
 
     def _keep(self, found: CalibrationTexts) -> None:
-        texts = [[text.ids, text.start] for text in found.texts]
+        texts = [[text.ids, text.prompt_length] for text in found.texts]
         user_cache.write(KIND, self.key, {"digest": found.digest, "texts": texts})
 
 
 def _files(folder: Path) -> list[Any]:
-    """Of the weights, and of what says where a text ends."""
+    """Return the path of the folder, and the name, size and time of its weights and configuration files."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
     about = ((file.name, file.stat()) for file in files)
     return [str(folder.resolve()), *([name, found.st_size, found.st_mtime_ns] for name, found in about)]
 
 
 def _passes(llm: LLM) -> list[Any]:
-    """By what the tokens are computed."""
+    """Return what determines the arithmetic: device, dtype, kind of passes, version of PyTorch."""
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     device, dtype = llm.engine.device.type, str(llm.engine.cache.dtype)

@@ -1,14 +1,15 @@
-"""How many rounds a text takes, and how long they are: mean accepted lengths without decoding.
+"""Expected rounds: how many rounds decoding takes over given texts, and its τ, without decoding.
 
-Contract: pure arithmetic on chances, in float64. The chance that a drafted token is accepted, given that the
-text goes on with x, is min(1, q(x) / p(x)): accepted drafts bring x with probability min(p(x), q(x)), and x
-itself comes with p(x) (Leviathan et al. 2023, arXiv:2211.17192). At temperature 0 it is 1 or 0. So, given the
-text, where rounds begin is a Markov chain over its positions, and from a start
+Given that the text continues with x, a drafted token x is accepted with probability min(1, q(x) / p(x)): an
+accepted draft emits x with probability min(p(x), q(x)), and the target emits x with probability p(x)
+(Leviathan et al. 2023, arXiv:2211.17192). At temperature 0 the probability is 1 or 0. Given the text, the
+starts of rounds are a Markov chain over its positions, and a round emits
 
     E[tokens of the round] = 1 + sum_j prod_{i <= j} min(1, q_i(x_i) / p_i(x_i)).
 
-tau is the mean of that over the starts *as decoding visits them*. Drafts laid evenly over a text would count
-every token alike, but one that is accepted whole leaps over easy tokens, so their plain mean is too high.
+τ is the mean over the starts *that decoding visits*. A plain mean over evenly spaced starts is too high: a
+fully accepted draft skips easy tokens, so rounds begin at hard tokens more often. All arithmetic is in
+float64.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Rounds"]
+__all__ = ["ExpectedRounds", "Floats"]
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """Of several texts, at draft lengths 1 to K.
+class ExpectedRounds:
+    """Expected rounds over R texts of up to N new tokens, at draft lengths 1 to K.
 
-    starts [K, R, N]: the expected number of rounds that begin with a text's new token n: 0, 1 or between.
-    emitted [K, R, N]: the expected tokens of such a round, of a text without end. lengths [R]: new tokens.
+    Attributes:
+        starts: Expected number (0 to 1) of rounds that begin with a text's new token n, [K, R, N].
+        emitted: Expected tokens of such a round if the text did not end, [K, R, N].
+        lengths: New tokens of each text, [R].
     """
 
     starts: Floats
@@ -36,39 +39,45 @@ class Rounds:
     lengths: NDArray[np.int64]
 
     @classmethod
-    def of(cls, chances: Floats, lengths: NDArray[np.int64]) -> Rounds:
-        """chances [R, N, K]: of new token n + k, where a round that begins with token n drafts it as its k-th
-        (from 0); past a text, anything from 0 to 1."""
-        texts, positions, longest = chances.shape
-        survival = np.cumprod(chances, 2)
+    def from_acceptance(cls, acceptance: Floats, lengths: NDArray[np.int64]) -> ExpectedRounds:
+        """Compute expected rounds from acceptance probabilities.
+
+        Args:
+            acceptance: [R, N, K]: probability that new token n + k is accepted as the k-th token (from 0)
+                of a draft that begins with new token n. Entries past the end of a text may hold anything
+                from 0 to 1.
+            lengths: New tokens of each text, [R].
+        """
+        texts, positions, max_draft = acceptance.shape
+        survival = np.cumprod(acceptance, 2)
         before = np.concatenate([np.ones((texts, positions, 1)), survival[:, :, :-1]], 2)
-        # of a round at each draft length, the chance to emit 1, ..., K + 1 tokens
-        ends = np.zeros((longest, texts, positions, longest + 1))
-        for index in range(longest):
-            ends[index, :, :, : index + 1] = (before - survival)[:, :, : index + 1]  # with a correction
-            ends[index, :, :, index + 1] = survival[:, :, index]  # with a bonus token
-        starts = np.zeros((longest, texts, positions + longest + 1))
+        # [K, R, N, K + 1]: at each draft length, the probability that a round emits 1, ..., K + 1 tokens
+        emits = np.zeros((max_draft, texts, positions, max_draft + 1))
+        for index in range(max_draft):
+            emits[index, :, :, : index + 1] = (before - survival)[:, :, : index + 1]  # ends with a correction
+            emits[index, :, :, index + 1] = survival[:, :, index]  # ends with a bonus token
+        starts = np.zeros((max_draft, texts, positions + max_draft + 1))
         starts[:, :, 0] = 1.0
         within = np.arange(positions) < lengths[:, None]  # [R, N]
         for position in range(positions):
             starts[:, :, position] *= within[:, position]
-            ahead = slice(position + 1, position + longest + 2)
-            starts[:, :, ahead] += starts[:, :, position, None] * ends[:, :, position]
+            ahead = slice(position + 1, position + max_draft + 2)
+            starts[:, :, ahead] += starts[:, :, position, None] * emits[:, :, position]
         emitted = 1 + np.moveaxis(np.cumsum(survival, 2), 2, 0)
         return cls(starts[:, :, :positions], emitted, lengths)
 
     @property
     def counts(self) -> Floats:
-        """Rounds that it takes to write the texts, the last one of each cut where it ends -> [K]."""
+        """Rounds that decoding takes for all texts [K]; the last round of a text may be cut by its end."""
         counts: Floats = self.starts.sum((1, 2))
         return counts
 
     @property
     def taus(self) -> Floats:
-        """Mean accepted lengths -> [K], of rounds that no end of a text cuts; else, of all."""
-        longest, _, positions = self.starts.shape
-        ends = np.arange(positions) + np.arange(2, longest + 2)[:, None]  # [K, N] of a round accepted whole
-        whole = self.starts * (ends[:, None] <= self.lengths[:, None])
+        """τ at each draft length [K], over rounds that no end of a text cuts; over all if each is cut."""
+        max_draft, _, positions = self.starts.shape
+        stops = np.arange(positions) + np.arange(2, max_draft + 2)[:, None]  # [K, N], if all is accepted
+        whole = self.starts * (stops[:, None] <= self.lengths[:, None])
         count = whole.sum((1, 2))
         with np.errstate(invalid="ignore"):
             means = (whole * self.emitted).sum((1, 2)) / count

@@ -1,15 +1,16 @@
-"""The best plans in real decoding: held-out prompts, in turns with plain decoding.
+"""Finals: the best plans in real decoding of held-out prompts, in turns with plain decoding.
 
-Contract: plans are told apart by measurement alone. Every contender decodes each prompt in each repeat; a
-speed-up is the median of the ratios within a prompt's repeats, then over the prompts, and stands beside the
-flag that says whether all tokens were plain decoding's. Where drafts are drawn, a plan decodes on, by itself
-and untimed, until its tau is known well enough to be held against the predicted one.
+Every finalist decodes each prompt in each repeat. A speed-up is the median of the ratios within a prompt's
+repeats, and then over the prompts; it stands beside the flag that says whether all tokens equal plain
+decoding's. At a temperature above 0 a plan then decodes on, untimed, until its τ is accurate enough to be
+compared with the predicted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 
 from foredraft.bench.contender import Timing
@@ -27,129 +28,146 @@ from foredraft.llm import LLM
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
 from foredraft.tune.agreement import Agreement
-from foredraft.tune.calibration import Text
+from foredraft.tune.calibration import CalibrationText
 from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress
-from foredraft.tune.records import AGREEMENT, Finalist, Trial
+from foredraft.tune.records import TAU_TOLERANCE, Finalist, Trial
 
-__all__ = ["finals"]
+__all__ = ["decode_finalists"]
 
-PROMPTS = 16  # that are decoded, at most
-TURNS = 24  # over the prompts, at most, to know a tau
+MAX_PROMPTS = 16  # held-out prompts to decode; at 16, 13 wins are significant (`records.sign_test`)
+MAX_TURNS = 24  # runs over all prompts until τ must be accurate enough
 PLAIN = "none"
 
+Runs = list[list[Timing]]  # by prompt, then by repeat
 
-def finals(
+
+@dataclass(frozen=True, slots=True)
+class _Contest:
+    """What all finalists have in common: the model, the prompts, and the options."""
+
+    llm: LLM
+    prompts: list[list[int]]
+    options: Options
+
+    @property
+    def runner(self) -> Runner:
+        assert isinstance(self.llm.engine.target, Runner)
+        return self.llm.engine.target
+
+    def contender(self, name: str, draft_length: int) -> ForedraftContender:
+        temperature = self.options.temperature
+        return ForedraftContender(name, self.llm, name, temperature=temperature, decides=Fixed(draft_length))
+
+
+def decode_finalists(
     llm: LLM, trials: Sequence[Trial], prompts: Sequence[list[int]], options: Options, progress: Progress
 ) -> list[Finalist]:
-    """What became of each plan, in their order."""
-    runner = llm.engine.target
-    assert isinstance(runner, Runner)
-    temperature = options.temperature
-    plain = ForedraftContender(PLAIN, llm, PLAIN, temperature=temperature, decides=Fixed(0))
-    chosen = _varied(plain, prompts, options)
+    """Decode held-out prompts with each plan, and return what was measured, in the order of `trials`.
+
+    Args:
+        llm: The model.
+        trials: The trials of the plans, the best first.
+        prompts: Token ids of the held-out prompts.
+        options: The options of the search.
+        progress: Reports the prompts.
+    """
+    plain = _Contest(llm, [], options).contender(PLAIN, 0)
+    contest = _Contest(llm, _without_loops(plain, prompts, options), options)
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
-    timings: dict[str, list[list[Timing]]] = {name: [] for name in (PLAIN, *names)}
-    with _drafting(llm, {name: Skips.spelled(trial.skips) for name, trial in names.items()}):
-        contenders = [plain]
-        for name, trial in names.items():
-            fixed = Fixed(trial.draft)
-            contenders.append(ForedraftContender(name, llm, name, temperature=temperature, decides=fixed))
-        for done, prompt in enumerate(chosen):
-            for several in timings.values():
-                several.append([])
-            for repeat in range(-1 if done == 0 else 0, options.repeats):  # the first turn warms up
-                for contender in turns(contenders, repeat):
-                    timing = contender.run([prompt], options.new_tokens)
-                    if repeat >= 0:
-                        timings[contender.name][-1].append(timing)
-            progress("decode", done + 1, len(chosen))
-        context = int(median(map(len, chosen))) + options.new_tokens // 2
-        longest = max(trial.draft for trial in trials)
-        costs = measure_costs(llm, 1, context, longest).drafting
+    with _added_drafters(contest, {name: Skips.parse(trial.skips) for name, trial in names.items()}):
+        contenders = {name: contest.contender(name, trial.draft) for name, trial in names.items()}
+        runs = _run_in_turns(contest, [plain, *contenders.values()], progress)
+        context = int(median(map(len, contest.prompts))) + options.new_tokens // 2
+        costs = measure_costs(llm, 1, context, max(trial.draft for trial in trials)).drafting
         agreements = {
-            name: _agreement(runner, trial, contender, chosen, timings[name], options)
-            for (name, trial), contender in zip(names.items(), contenders[1:], strict=True)
+            name: _measure_agreement(contest, trial, contenders[name], runs[name])
+            for name, trial in names.items()
         }
     return [
         _finalist(
             trial,
-            timings[PLAIN],
-            timings[name],
+            runs[PLAIN],
+            runs[name],
             costs[name].of(trial.draft) / trial.draft,
             agreements[name],
-            temperature,
+            options.temperature,
         )
         for name, trial in names.items()
     ]
 
 
-def _varied(plain: ForedraftContender, prompts: Sequence[list[int]], options: Options) -> list[list[int]]:
-    """Prompts after which plain decoding repeats itself little, where there are any."""
+def _without_loops(
+    plain: ForedraftContender, prompts: Sequence[list[int]], options: Options
+) -> list[list[int]]:
+    """Return the prompts after which plain decoding repeats itself little; all prompts if there are none."""
     loops = [
         repeated(plain.run([prompt], options.new_tokens).tokens[0]) >= MAX_REPEATED for prompt in prompts
     ]
     varied = [prompt for prompt, looping in zip(prompts, loops, strict=True) if not looping]
-    return (varied or list(prompts))[:PROMPTS]
+    return (varied or list(prompts))[:MAX_PROMPTS]
 
 
 @contextmanager
-def _drafting(llm: LLM, plans: dict[str, Skips]) -> Iterator[None]:
-    """While entered, the engine has these drafters, too."""
-    engine = llm.engine
-    assert isinstance(engine.target, Runner)
-    before = engine.drafters
-    made = {name: LayerSkip(engine.target, engine.cache, skips) for name, skips in plans.items()}
-    with ExitStack() as stack:
-        stack.enter_context(wrapped(engine, "drafters", before | made))
+def _added_drafters(contest: _Contest, plans: dict[str, Skips]) -> Iterator[None]:
+    """Add a drafter for each plan to the engine while the context is open."""
+    engine = contest.llm.engine
+    added = {name: LayerSkip(contest.runner, engine.cache, skips) for name, skips in plans.items()}
+    with wrapped(engine, "drafters", engine.drafters | added):
         yield
 
 
-def _agreement(
-    runner: Runner,
-    trial: Trial,
-    contender: ForedraftContender,
-    prompts: list[list[int]],
-    timings: list[list[Timing]],
-    options: Options,
+def _run_in_turns(
+    contest: _Contest, contenders: Sequence[ForedraftContender], progress: Progress
+) -> dict[str, Runs]:
+    """Time all contenders on every prompt, by turns within each repeat."""
+    runs: dict[str, Runs] = {contender.name: [] for contender in contenders}
+    for done, prompt in enumerate(contest.prompts):
+        for own in runs.values():
+            own.append([])
+        for repeat in range(-1 if done == 0 else 0, contest.options.repeats):  # the first turn warms up
+            for contender in turns(contenders, repeat):
+                timing = contender.run([prompt], contest.options.new_tokens)
+                if repeat >= 0:
+                    runs[contender.name][-1].append(timing)
+        progress("decode", done + 1, len(contest.prompts))
+    return runs
+
+
+def _measure_agreement(
+    contest: _Contest, trial: Trial, contender: ForedraftContender, runs: Runs
 ) -> Agreement:
-    """Over the texts of the race, and over more where they are too few."""
-    found = Agreement(runner, Skips.spelled(trial.skips), trial.draft, options.temperature)
-    for turn in range(TURNS):
+    """Compare decoded and predicted τ over the timed runs, and over more runs until τ is accurate enough."""
+    prompts, options = contest.prompts, contest.options
+    found = Agreement(contest.runner, Skips.parse(trial.skips), trial.draft, options.temperature)
+    for turn in range(MAX_TURNS):
         if turn < options.repeats:
-            made = [several[turn] for several in timings]
+            timings = [repeats[turn] for repeats in runs]
         else:
-            made = [contender.run([prompt], options.new_tokens) for prompt in prompts]
+            timings = [contender.run([prompt], options.new_tokens) for prompt in prompts]
         found.add(
-            [Text((*prompt, *own.tokens[0]), len(prompt)) for prompt, own in zip(prompts, made, strict=True)],
-            [own.stats.rounds for own in made if own.stats is not None],
+            [
+                CalibrationText((*prompt, *timing.tokens[0]), len(prompt))
+                for prompt, timing in zip(prompts, timings, strict=True)
+            ],
+            [timing.stats.rounds for timing in timings if timing.stats is not None],
         )
-        if found.error <= AGREEMENT / 2:
+        if found.relative_error <= TAU_TOLERANCE / 2:
             break
     return found
 
 
 def _finalist(
-    trial: Trial,
-    plain: list[list[Timing]],
-    own: list[list[Timing]],
-    c: float,
-    agreement: Agreement,
-    temperature: float,
+    trial: Trial, plain: Runs, own: Runs, c: float, agreement: Agreement, temperature: float
 ) -> Finalist:
-    ratios = [
-        median(a.tokens_per_second / b.tokens_per_second for a, b in zip(ours, theirs, strict=True))
-        for ours, theirs in zip(own, plain, strict=True)
-    ]
-    stats = Stats.merge(timing.stats for several in own for timing in several if timing.stats is not None)
-    identical = all(
-        a.tokens == b.tokens
-        for ours, theirs in zip(own, plain, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    """Summarise the runs of a plan (`own`) and of plain decoding; `c` is the cost of a draft token."""
+    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(own, plain, strict=True)]
+    ratios = [median(a.tokens_per_second / b.tokens_per_second for a, b in prompt) for prompt in pairs]
+    stats = Stats.merge(timing.stats for runs in own for timing in runs if timing.stats is not None)
+    identical = all(a.tokens == b.tokens for prompt in pairs for a, b in prompt)
     speedup = Spread.of(ratios)
-    loops = Spread.of(repeated(several[0].tokens[0]) for several in own)
-    assert speedup is not None and loops is not None
+    repetition = Spread.of(repeated(runs[0].tokens[0]) for runs in own)
+    assert speedup is not None and repetition is not None
     return Finalist(
         skips=trial.skips,
         draft=trial.draft,
@@ -161,8 +179,8 @@ def _finalist(
         speedup=speedup,
         identical=identical if temperature == 0 else None,
         prompts=len(own),
-        repeated=loops,
+        repeated=repetition,
         faster=sum(ratio > 1 for ratio in ratios),
         trial_tau=trial.taus[trial.draft - 1],
-        tau_error=agreement.error,
+        tau_error=agreement.relative_error,
     )

@@ -1,7 +1,8 @@
-"""Local search as a sampler: the best plan so far with a few of its switches flipped.
+"""Hill climbing as an Optuna sampler: propose the best plan so far with a few sub-layers flipped.
 
-Contract: a plan that nobody proposed yet; one flip away from the best while there is such a one, else two,
-and so on. Which, is drawn, so that several processes that search one study seldom try the same.
+A flip turns one sub-layer from run to skipped, or back. The sampler proposes an untried plan at the
+smallest distance, in flips, from the best one. It draws among the plans at that distance, so processes that
+share a study seldom try the same plan.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from typing import Any
 
 from foredraft.bench.optional import module
 
-__all__ = ["FlipSampler"]
+__all__ = ["HillClimbingSampler"]
 
 optuna = module("optuna", "the search")
-MANY = 20_000  # sets that are not all looked at
-DRAWS = 64  # of those
 
-Sampler: Any = optuna.samplers.BaseSampler
+# The sampler lists all sets of flips up to this number (all pairs of 200 sub-layers), and random sets
+# beyond it.
+MAX_LISTED = 20_000
+RANDOM_SETS = 64  # random sets of flips to choose from; among so many sets, few were tried before
+
+BaseSampler: Any = optuna.samplers.BaseSampler
 
 
-class FlipSampler(Sampler):  # type: ignore[misc]
-    """Begins where a random plan is the best, unless there were trials."""
+class HillClimbingSampler(BaseSampler):  # type: ignore[misc]
+    """Sampler over Boolean parameters. The first trial of an empty study is random."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -47,18 +51,20 @@ class FlipSampler(Sampler):  # type: ignore[misc]
             if search_space.keys() <= other.params.keys()
         }
         for distance in range(1, len(names) + 1):
-            if untried := self._flips(names, distance, tried):
+            if untried := self._untried_flips(names, distance, tried):
                 flipped = self._random.choice(untried)
                 return {name: best[name] != (name in flipped) for name in names}
-        return {}  # all was tried
+        return {}  # every plan was tried
 
-    def _flips(self, names: list[str], distance: int, tried: set[frozenset[str]]) -> list[frozenset[str]]:
-        """So many of the names, in sets that were not tried: all such sets, or some where they are many."""
-        if comb(len(names), distance) <= MANY:
+    def _untried_flips(
+        self, names: list[str], distance: int, tried: set[frozenset[str]]
+    ) -> list[frozenset[str]]:
+        """Return untried sets of `distance` names: all of them, or a random part where there are too many."""
+        if comb(len(names), distance) <= MAX_LISTED:
             sets: Iterator[frozenset[str]] = map(frozenset, combinations(names, distance))
         else:
-            sets = (frozenset(self._random.sample(names, distance)) for _ in range(DRAWS))
-        return [each for each in sets if each not in tried]
+            sets = (frozenset(self._random.sample(names, distance)) for _ in range(RANDOM_SETS))
+        return [flips for flips in sets if flips not in tried]
 
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         return self._first.sample_independent(study, trial, name, distribution)

@@ -1,4 +1,4 @@
-"""What a search is asked for, checked before anything is loaded."""
+"""Options of a search, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -10,25 +10,35 @@ from foredraft.errors import ConfigError
 
 __all__ = ["SAMPLERS", "Options", "SamplerName"]
 
-SamplerName = Literal["tpe", "gp", "flips", "random"]
+SamplerName = Literal["tpe", "gp", "hill-climbing", "random"]
 SAMPLERS: tuple[str, ...] = get_args(SamplerName)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """trials: of the study, those that it holds already included. timeout: seconds of trials until none
-    begins. storage: URL of a database; None: a file in the user's cache folder. sampler: who proposes, after
-    plans that it begins with; "flips" finds the best ones (docs/log.md). max_draft: the longest draft
-    that is considered. tokens: that a trial is held against. finalists: plans that are timed in real
-    decoding. new_tokens: of each held-out prompt then. repeats: of every such run. seed: of the sampler.
+    """Options of `tune`.
 
-    Raises ConfigError that names a value out of range.
+    Attributes:
+        trials: Number of trials in the study, including those of earlier runs.
+        timeout: Seconds of trials after which no trial starts.
+        storage: Database URL of the study. None: a file in the user's cache folder.
+        sampler: Sampler used after the seed plans. "hill-climbing" finds the best plans (docs/log.md).
+        temperature: Temperature of the calibration texts and of the target's distribution; 0 is greedy.
+        max_draft: Maximum draft length to consider, in tokens.
+        tokens: New tokens of the calibration texts, on which a trial is scored.
+        finalists: Number of best plans that are timed in real decoding.
+        new_tokens: New tokens per held-out prompt while the finalists are timed.
+        repeats: Runs of every finalist on every held-out prompt.
+        seed: Random seed of the sampler.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     trials: int = 200
     timeout: float | None = None
     storage: str | None = None
-    sampler: SamplerName = "flips"
+    sampler: SamplerName = "hill-climbing"
     temperature: float = 0.0
     max_draft: int = 8
     tokens: int = 4096
@@ -39,15 +49,14 @@ class Options:
 
     def __post_init__(self) -> None:
         for option in ("trials", "max_draft", "tokens", "finalists", "repeats"):
-            if (value := getattr(self, option)) < 1:
-                raise ConfigError(f"{option} is {value}; give 1 or more")
-        if self.new_tokens < 2:
-            raise ConfigError(f"new_tokens is {self.new_tokens}; give 2 or more")
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise ConfigError(f"timeout is {self.timeout}; give seconds, more than 0")
-        if self.sampler not in SAMPLERS:
-            raise ConfigError(f"sampler is {self.sampler!r}; give one of {', '.join(SAMPLERS)}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed is {self.seed}; give a whole number from 0 to 2**32 - 1")
+            self._check(option, getattr(self, option) >= 1, "give 1 or more")
+        self._check("new_tokens", self.new_tokens >= 2, "give 2 or more")
+        if self.timeout is not None:
+            self._check("timeout", 0 < self.timeout < math.inf, "give seconds, more than 0")
+        self._check("sampler", self.sampler in SAMPLERS, f"give one of {', '.join(SAMPLERS)}")
+        self._check("temperature", 0 <= self.temperature < math.inf, "give 0 or more")
+        self._check("seed", 0 <= self.seed < 2**32, "give a whole number from 0 to 2**32 - 1")
+
+    def _check(self, option: str, valid: bool, remedy: str) -> None:
+        if not valid:
+            raise ConfigError(option=option, value=getattr(self, option), remedy=remedy)

@@ -1,7 +1,7 @@
-"""The winner of a search: what is kept of it, where, and what stays in force where there is none.
+"""The winner of a search: its plan file, where it is written, and remarks on the plan that it replaces.
 
-Contract: that the cache folder can be written is found before hours are spent; what cannot be written after
-all is told in words, never by an error that would take the rest of the report with it.
+The search checks that the cache folder can be written before it begins. A plan that cannot be written after
+all is reported in words, not by an error, so that the rest of the report is not lost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from foredraft.llm import LLM
 from foredraft.model.device import dtype_name
 from foredraft.tune.records import Finalist
 
-__all__ = ["check_kept", "dtype_of", "keep", "kept_before", "plan_file", "replaced"]
+__all__ = [
+    "check_writable",
+    "dtype_of",
+    "make_plan_file",
+    "remaining_plan_note",
+    "replaced_plan_note",
+    "save_plan",
+]
 
 
-def check_kept(folder: Path) -> None:
-    """Refuse a folder in the cache folder that cannot be written. It need not be there, and is not made."""
+def check_writable(folder: Path) -> None:
+    """Raise ConfigError if a subfolder of the cache folder cannot be written, without creating it."""
     cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -33,17 +40,27 @@ def check_kept(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"the cache folder is {str(cache)!r}, where no {folder.name} can be kept ({error.strerror}); set"
-            " FOREDRAFT_CACHE to a folder that can be written, or to nothing, and nothing is kept"
+            f"no {folder.name} can be written to the cache folder {str(cache)!r} ({error.strerror})",
+            remedy="set FOREDRAFT_CACHE to a writable folder, or to an empty value to store nothing",
         ) from error
 
 
 def dtype_of(llm: LLM) -> str:
+    """Return the name of the dtype in which the model computes."""
     return dtype_name(llm.engine.cache.dtype)
 
 
-def plan_file(won: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:
-    skips = Skips.spelled(won.skips)
+def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:
+    """Return the plan file of a finalist, dated today.
+
+    Args:
+        winner: The finalist.
+        model: Name of the model, for display.
+        hash: Hash of the model (`plan_files.model_hash`).
+        llm: The model.
+        temperature: Temperature of the search.
+    """
+    skips = Skips.parse(winner.skips)
     return PlanFile(
         model=model,
         model_hash=hash,
@@ -53,62 +70,67 @@ def plan_file(won: Finalist, model: str, hash: str, llm: LLM, temperature: float
         exit=skips.exit,
         device=llm.engine.device.type,
         dtype=dtype_of(llm),
-        max_draft=won.draft,
-        alpha=won.alpha,
-        c=won.c,
-        tau=won.tau,
-        speedup=won.speedup.median,
-        predicted=won.predicted,
+        max_draft=winner.draft,
+        alpha=winner.alpha,
+        c=winner.c,
+        tau=winner.tau,
+        speedup=winner.speedup.median,
+        predicted=winner.predicted,
         date=datetime.now(UTC).date().isoformat(),
         foredraft=foredraft.__version__,
         temperature=temperature,
     )
 
 
-def keep(plan: PlanFile, out: Path | None) -> tuple[list[str], list[str]]:
-    """Where it went, and what is to be said where it could not be written: hours were spent on all else that
-    a report says."""
+def save_plan(plan: PlanFile, out: Path | None) -> tuple[list[str], list[str]]:
+    """Write a plan to `out`, if given, and to the cache folder.
+
+    Returns:
+        The files that were written, and a message for each file that was not.
+    """
     files, unwritten = [], []
     try:
         if out is not None:
             write_plan(plan, out, "out")
             files.append(str(out))
     except ConfigError as error:
-        unwritten.append(str(error))
+        unwritten.append(f"the plan was not written to {out} ({_reason(error)})")
     try:
-        if (kept := keep_plan(plan)) is not None:
-            files.append(str(kept))
+        if (cached := keep_plan(plan)) is not None:
+            files.append(str(cached))
     except ConfigError as error:
-        reason = getattr(error.__cause__, "strerror", None) or "it is no place for a file"
         unwritten.append(
-            f"the plan could not be kept in {plan_place(plan.model_hash)} ({reason}); set FOREDRAFT_CACHE to"
-            " a folder that can be written, and the same command goes on with the study"
+            f"the plan was not written to {plan_place(plan.model_hash)} ({_reason(error)}); set"
+            " FOREDRAFT_CACHE to a writable folder and run the same command again to continue the study"
         )
     return files, unwritten
 
 
-def replaced(hash: str) -> str | None:
-    """What is to be said before another plan takes the place of the one that is kept; None where nothing is,
-    or nothing that could be used."""
+def _reason(error: ConfigError) -> str:
+    return getattr(error.__cause__, "strerror", None) or "not a place for a file"
+
+
+def replaced_plan_note(hash: str) -> str | None:
+    """Return a note on the cached plan that a winner replaces, or None if there is none that can be used."""
     with suppress(ConfigError):
         if (plan := find_plan(hash)) is not None:
-            return f"It takes the place of the plan that was kept before: {plan}."
+            return f"The winner replaces the earlier plan {plan}."
     return None
 
 
-def kept_before(hash: str, finalists: Sequence[Finalist]) -> str | None:
-    """What is to be said of the plan that stays in force where none won."""
-    place = plan_place(hash)
+def remaining_plan_note(hash: str, finalists: Sequence[Finalist]) -> str | None:
+    """Return a note on the cached plan that stays in use because no finalist won; None if there is none."""
+    file = plan_place(hash)
     try:
         plan = find_plan(hash)
     except ConfigError as error:
-        return f"An older plan cannot be used: {error}."
+        return f"An earlier plan cannot be used: {error}."
     if plan is None:
         return None
     skips = str(plan.skips)
-    speedups = [f"at {one.speedup.median:.2f} x plain decoding" for one in finalists if one.skips == skips]
-    measured = f"ran {speedups[0]} now" if speedups else "was not among those timed now"
+    speedups = [finalist.speedup.median for finalist in finalists if finalist.skips == skips]
+    result = f"ran at {speedups[0]:.2f} x plain decoding" if speedups else "was not timed"
     return (
-        f"A plan that was kept earlier stays in force: {skips} in {place}, which {measured}; delete the file"
-        " to draft without it."
+        f"The earlier plan {skips} in {file} stays in use; in this search it {result}. Delete the file to"
+        " stop using the plan."
     )

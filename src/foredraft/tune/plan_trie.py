@@ -1,8 +1,8 @@
-"""Plans as a tree: a branch is a stretch of layers that several plans have in common.
+"""A trie of plans, so that layers which several plans share from the first layer on are computed once.
 
-Contract: every plan is on one way from the root to an end, whose branches cover all layers without a gap. No
-two forks of a branch run the same sub-layers in the layer in which they begin, so nothing is computed twice
-that is the same from the first layer on.
+Every plan is one path from the root to a leaf, and the nodes on the path cover all layers without a gap.
+Any two children of a node run different sub-layers in their first layer, so no shared prefix is computed
+twice.
 """
 
 from __future__ import annotations
@@ -12,41 +12,49 @@ from dataclasses import dataclass
 
 from foredraft.model.decoder import Plan
 
-__all__ = ["Branch", "branches"]
+__all__ = ["TrieNode", "build_trie"]
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Layers from `start` on, before `stop`, as `plan` runs them, for the plans of these numbers. forks: what
-    they do after that, the ends of the tree have none."""
+class TrieNode:
+    """Layers `start` to `stop` - 1, which all plans of the node run alike.
+
+    Attributes:
+        start: First layer of the node.
+        stop: Layer after the last one of the node.
+        plan: One of the node's plans.
+        indices: Indices of the node's plans in the list that the trie was built from.
+        children: Nodes that begin at layer `stop`; a leaf has none.
+    """
 
     start: int
     stop: int
     plan: Plan
-    plans: tuple[int, ...]
-    forks: tuple[Branch, ...]
+    indices: tuple[int, ...]
+    children: tuple[TrieNode, ...]
 
 
-def branches(plans: Sequence[Plan]) -> Branch:
-    """The root. plans: one or more, of the same model."""
-    return _branch(plans, range(len(plans)), 0)
+def build_trie(plans: Sequence[Plan]) -> TrieNode:
+    """Return the root of the trie of one or more plans of the same model."""
+    return _node(plans, range(len(plans)), 0)
 
 
-def _branch(plans: Sequence[Plan], numbers: Iterable[int], start: int) -> Branch:
-    """Of plans that are alike below `start`, and in it, if it is not the first layer."""
-    own = tuple(numbers)
-    layers, stop = len(plans[own[0]].attention), start
-    while stop < layers and len(_by_layer(plans, own, stop)) == 1:
+def _node(plans: Sequence[Plan], members: Iterable[int], start: int) -> TrieNode:
+    """Return the node at layer `start` of plans that agree below it and, unless it is layer 0, in it."""
+    indices = tuple(members)
+    layers, stop = len(plans[indices[0]].attention), start
+    while stop < layers and len(_group_by_layer(plans, indices, stop)) == 1:
         stop += 1
-    forks = _by_layer(plans, own, stop).values() if stop < layers else ()
-    return Branch(start, stop, plans[own[0]], own, tuple(_branch(plans, fork, stop) for fork in forks))
+    groups = _group_by_layer(plans, indices, stop).values() if stop < layers else ()
+    children = tuple(_node(plans, group, stop) for group in groups)
+    return TrieNode(start, stop, plans[indices[0]], indices, children)
 
 
-def _by_layer(
-    plans: Sequence[Plan], numbers: Iterable[int], layer: int
+def _group_by_layer(
+    plans: Sequence[Plan], indices: Iterable[int], layer: int
 ) -> dict[tuple[bool, bool], list[int]]:
-    """Numbers of plans, by what they run of a layer."""
-    found: dict[tuple[bool, bool], list[int]] = {}
-    for number in numbers:
-        found.setdefault((plans[number].attention[layer], plans[number].mlp[layer]), []).append(number)
-    return found
+    """Group plan indices by the sub-layers (attention, MLP) that the plans run in one layer."""
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for index in indices:
+        groups.setdefault((plans[index].attention[layer], plans[index].mlp[layer]), []).append(index)
+    return groups

@@ -1,7 +1,4 @@
-"""Plots of a search, for the report.
-
-Contract: a plot is left out where its figures are missing. The same records give the same bytes.
-"""
+"""Plots of a search, for the report. The same records give the same bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ LABELS = {"attention": "attention", "mlp": "MLP"}
 
 
 def plots(report: Report) -> list[Plot]:
-    """All that the records have figures for."""
+    """Return all plots for which the records have figures."""
     with style():
         found = [_history(report.trials), _layers(report), _importance(report)]
     return [plot for plot in found if plot is not None]
@@ -28,9 +25,9 @@ def plots(report: Report) -> list[Plot]:
 
 def _history(trials: Sequence[Trial]) -> Plot:
     figure, (axes,) = panels(3.4)
-    groups = {"begun with": True, "proposed": False}
-    for number, (label, warm) in enumerate(groups.items()):
-        own = [trial for trial in trials if (trial.origin is not None) is warm]
+    groups = {"seed plans": True, "sampler": False}
+    for number, (label, seed) in enumerate(groups.items()):
+        own = [trial for trial in trials if (trial.origin is not None) is seed]
         if own:
             axes.plot(
                 [trial.number for trial in own], [trial.predicted for trial in own], linestyle="none",
@@ -46,23 +43,23 @@ def _history(trials: Sequence[Trial]) -> Plot:
     return Plot(
         "history",
         "The search",
-        "Predicted speed-ups at each plan's best draft length; the dashed line is own plain decoding.",
-        f"The best rises from {best[0]:.2f} to {best[-1]:.2f} in {len(trials)} trials.",
+        "Predicted speed-up of every plan at its best draft length; the dashed line is plain decoding.",
+        f"The best speed-up rises from {best[0]:.2f} to {best[-1]:.2f} in {len(trials)} trials.",
         svg(figure, "history"),
     )
 
 
 def _layers(report: Report) -> Plot:
-    """What each finalist, or else the best trial, keeps: a square a sub-layer."""
-    shown = [one.skips for one in report.finalists] or [report.best.skips]
+    """Draw one square per sub-layer of each finalist, or of the best trial if there is no finalist."""
+    shown = [finalist.skips for finalist in report.finalists] or [report.best.skips]
     figure, panels_ = panels(0.6 + 0.75 * len(shown), len(shown))
-    for axes, spelled in zip(panels_, shown, strict=True):
-        plan = Skips.spelled(spelled).plan(report.layers)
+    for axes, skips in zip(panels_, shown, strict=True):
+        plan = Skips.parse(skips).plan(report.layers)
         for row, kind in enumerate(KINDS):
-            for layer, kept in enumerate(getattr(plan, kind)):
-                colour = look(row)["color"] if kept else PAPER
+            for layer, runs in enumerate(getattr(plan, kind)):
+                colour = look(row)["color"] if runs else PAPER
                 axes.barh(row, 0.86, left=layer - 0.43, height=0.8, color=colour, edgecolor=LINE)
-                if not kept:  # told by more than colour
+                if not runs:  # a cross, for readers who cannot tell the colours
                     axes.plot(layer, row, marker="x", markersize=4, color=INK, linestyle="none")
         axes.set_yticks(range(len(KINDS)), [LABELS[kind] for kind in KINDS])
         axes.set_ylim(len(KINDS) - 0.5, -0.5)
@@ -71,10 +68,10 @@ def _layers(report: Report) -> Plot:
     panels_[-1].set_xlabel("layer")
     return Plot(
         "layers",
-        "Layers kept and left out",
-        "A square is a sub-layer that drafts run; a cross is one that they leave out. From the top, the plans"
-        " of the table.",
-        " ".join(f"{spelled}." for spelled in shown),
+        "Sub-layers run and skipped",
+        "Filled squares are sub-layers that the draft runs; crosses are sub-layers that it skips. The plans"
+        " are in the order of the table.",
+        " ".join(f"{skips}." for skips in shown),
         svg(figure, "layers"),
     )
 
@@ -95,9 +92,9 @@ def _importance(report: Report) -> Plot | None:
     most = sorted(report.importance.items(), key=lambda item: -item[1])[:5]
     return Plot(
         "importance",
-        "Which sub-layers decide",
-        "How much of what tells good trials from others lies in each sub-layer's switch (PED-ANOVA,"
-        " arXiv:2304.10255); whether to keep it or to leave it out, the picture of the layers tells.",
+        "Importance of sub-layers",
+        "How much running or skipping each sub-layer contributes to the difference between good and other"
+        " trials (PED-ANOVA, arXiv:2304.10255). The plot above shows which sub-layers are skipped.",
         "; ".join(f"{name} {share:.2f}" for name, share in most) + ".",
         svg(figure, "importance"),
     )

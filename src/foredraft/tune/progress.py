@@ -1,4 +1,4 @@
-"""How far a search is: who is told, and the steps of a stage that knows their number beforehand."""
+"""Progress of a search: the callback's protocol, and a counter for the steps of a stage."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ __all__ = ["Progress", "Steps", "silent"]
 
 
 class Progress(Protocol):
+    """A callback for progress: the stage's name, steps done, steps in total, and a note to show beside it."""
+
     def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
 
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
-    """Nobody is told."""
+    """Ignore the progress."""
 
 
 class Steps:
-    """Called for each step that was taken, or for several; tells that the stage began when it is made."""
+    """Count the steps of one stage and report each; the stage starts when the counter is made."""
 
     def __init__(self, progress: Progress, stage: str, total: int) -> None:
         self.progress, self.stage, self.total = progress, stage, total

@@ -1,7 +1,7 @@
-"""What a search found: records, for the command line, for the report, and for programs.
+"""Records of a search, for the command line, the report and programs.
 
-Contract: nothing here measures or prints. Costs are in plain steps of the target; words as in
-docs/architecture.md. A figure that could not be had is None, never 0 or NaN.
+Costs are in plain steps of the target; the words are those of docs/architecture.md. A figure that could not
+be measured is None, never 0 or NaN.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from foredraft.bench.records import Spread
 from foredraft.drafters.skips import Skips
 from foredraft.tune.costs import PlanCosts
 
-__all__ = ["AGREEMENT", "Finalist", "Report", "Trial", "by_chance"]
+__all__ = ["TAU_TOLERANCE", "Finalist", "Report", "Trial", "sign_test"]
 
-AGREEMENT = 0.03  # of predicted and decoded tau, in a plan that is kept
-LEVEL = 1 / 60  # chance to keep a plan that is no faster: 1 in 20 for three finalists together
+TAU_TOLERANCE = 0.03  # of τ: a plan is kept only if its decoded and predicted τ differ by no more
+# Significance level of the sign test, per finalist: about 1 in 20 for three finalists together.
+SIGNIFICANCE = 1 / 60
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One plan held against the texts. skips: as `Skips` spells them. predicted: the speed-up at its best
-    draft length, `draft`. taus: at draft lengths from 1 on. origin: what plan it is, where the search began
-    with it."""
+    """One plan, scored on the calibration texts.
+
+    Attributes:
+        number: Number of the trial in the study.
+        skips: The plan, in the notation of `Skips`.
+        predicted: Predicted speed-up at the best draft length.
+        draft: The best draft length.
+        taus: τ at draft lengths 1, 2, ...
+        origin: Name of the seed plan; None for a plan that the sampler proposed.
+    """
 
     number: int
     skips: str
@@ -39,19 +47,20 @@ class Finalist:
     """A plan in real decoding of held-out prompts, in turns with plain decoding.
 
     Attributes:
-        skips: As `Skips` spells them.
-        draft: Its drafts' length.
-        predicted: The speed-up that its trial predicted.
-        predicted_tau: Of the very texts that were decoded, by a trial of every start.
-        tau, alpha: Of the decoding.
-        tau_error: The standard error of tau, by tau; 0 where nothing is drawn.
-        c: Of a bare draft step.
-        speedup: Over own plain decoding: medians within a prompt's repeats, over the prompts.
-        identical: All tokens were plain decoding's, in every run; None where draws need not be the same.
-        prompts: How many were decoded.
+        skips: The plan, in the notation of `Skips`.
+        draft: Draft length.
+        predicted: Speed-up that the trial predicted.
+        predicted_tau: τ that teacher forcing predicts for the decoded texts.
+        tau: τ of decoding.
+        alpha: α of decoding.
+        c: Cost of a draft token, in plain steps, from a bare round without its verifying pass.
+        speedup: Speed-up over plain decoding: medians within a prompt's repeats, over the prompts.
+        identical: Whether all tokens of all runs equal plain decoding's; None at a temperature above 0.
+        prompts: Number of prompts decoded.
         repeated: Share of 4-grams that occurred before in the same output.
-        faster: On how many prompts it was faster, by the medians of `speedup`.
-        trial_tau: Of the texts of the search, which `predicted` comes from.
+        faster: Number of prompts on which the plan was faster, by the medians of `speedup`.
+        trial_tau: τ on the calibration texts, from which `predicted` comes.
+        tau_error: Standard error of `tau` ÷ `tau`; 0 at temperature 0.
     """
 
     skips: str
@@ -71,48 +80,64 @@ class Finalist:
 
     @property
     def objection(self) -> str | None:
-        """Why it is not to be kept, in words.
+        """The reason not to keep the plan, or None.
 
-        It has to win beyond chance, by a sign test over the prompts: one that is as fast as plain decoding
-        wins on half of them, and as often as this one did with a chance of at most `LEVEL`. That takes all of
-        six prompts, or 13 of 16; by fewer than six nobody can tell.
+        A plan must beat plain decoding significantly, by a sign test over the prompts at level
+        `SIGNIFICANCE`: on all of six prompts, or on 13 of 16. Fewer than six prompts cannot reach that
+        level.
         """
         if self.identical is False:
-            return "its tokens are not plain decoding's"
-        if Skips.spelled(self.skips) == Skips():
-            return "it is the model itself, which cannot be faster than itself"
+            return "its tokens differ from plain decoding's"
+        if Skips.parse(self.skips) == Skips():
+            return "it skips nothing, so it cannot be faster than plain decoding"
         if self.speedup.median <= 1:
             return "it is not faster than plain decoding"
-        if by_chance(self.prompts, self.prompts) > LEVEL:
-            return f"no speed can be told from chance on {self.prompts} held-out prompts; give more prompts"
-        if by_chance(self.faster, self.prompts) > LEVEL:
+        if sign_test(self.prompts, self.prompts) > SIGNIFICANCE:
+            return f"{self.prompts} held-out prompt(s) are too few to rule out chance; give more prompts"
+        if sign_test(self.faster, self.prompts) > SIGNIFICANCE:
             return (
-                f"it is faster than plain decoding on {self.faster} of {self.prompts} held-out prompts, which"
-                " may be chance"
+                f"it is faster than plain decoding on only {self.faster} of {self.prompts} held-out prompts,"
+                " which may be chance"
             )
-        if abs(self.predicted_tau / self.tau - 1) > AGREEMENT:
-            return f"it decodes at a tau of {self.tau:.2f}, where trials say {self.predicted_tau:.2f}"
-        if self.tau_error > AGREEMENT / 2:
+        if abs(self.predicted_tau / self.tau - 1) > TAU_TOLERANCE:
+            return f"its tau in decoding is {self.tau:.2f}, but the predicted one is {self.predicted_tau:.2f}"
+        if self.tau_error > TAU_TOLERANCE / 2:
             return (
-                f"so few tokens tell its tau to {2 * self.tau_error:.0%} only; more prompts, or more new"
-                " tokens of each, would"
+                f"its tau is accurate to {2 * self.tau_error:.0%} only; give more prompts, or more new tokens"
+                " per prompt"
             )
         return None
 
 
-def by_chance(wins: int, prompts: int) -> float:
-    """How likely somebody who wins each with a chance of one half wins so many or more."""
+def sign_test(wins: int, prompts: int) -> float:
+    """Return the probability of this many wins or more if each prompt is won with probability 1/2."""
     return sum(comb(prompts, count) for count in range(wins, prompts + 1)) * 0.5**prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A search. options, machine: names and plain values. model: its name. tokens: that a trial is held
-    against. trials: all of the study that ended. importance: of each sub-layer's switch, by its name.
-    winner: the place among the finalists of the plan that won, None where plain decoding did or none was
-    timed. plan_files: where it was written to. seconds: of each stage. finished: False where it was
-    interrupted. notes: what else a reader must know. unwritten: why a plan that won is not where it was to
-    go."""
+    """A search.
+
+    Attributes:
+        model: Name of the model.
+        model_hash: Hash of the model (`plan_files.model_hash`).
+        layers: Number of layers of the model.
+        study: Name of the study.
+        storage: Where the study is, without a password.
+        options: Names and plain values.
+        machine: Names and plain values.
+        tokens: New tokens of the calibration texts.
+        costs: Costs on which predictions rest.
+        trials: All completed trials of the study.
+        importance: Share of each sub-layer in the differences between trials, by "attention.3" or "mlp.3".
+        finalists: The best plans in real decoding.
+        winner: Index of the winner among the finalists; None if no plan won or none was timed.
+        plan_files: Files to which the winner was written.
+        seconds: Duration of each stage.
+        finished: False if the search was interrupted.
+        notes: Further remarks for a reader.
+        unwritten: For each file that could not be written, the reason.
+    """
 
     model: str
     model_hash: str
@@ -135,15 +160,15 @@ class Report:
 
     @property
     def best(self) -> Trial:
-        """By its predicted speed-up."""
+        """The trial with the highest predicted speed-up."""
         return max(self.trials, key=lambda trial: (trial.predicted, -trial.number))
 
     @property
     def objections(self) -> str:
-        """What spoke against each finalist."""
+        """The objections to all finalists, as sentences."""
         return " ".join(f"{one.skips}: {one.objection}." for one in self.finalists if one.objection)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; holds no NaN."""
-        told = [asdict(one) | {"objection": one.objection} for one in self.finalists]
-        return asdict(self) | {"finalists": told}
+        """Return plain values for JSON, without NaN."""
+        finalists = [asdict(one) | {"objection": one.objection} for one in self.finalists]
+        return asdict(self) | {"finalists": finalists}

@@ -1,9 +1,10 @@
-"""A search's records -> one HTML file that needs no network and no scripts.
+"""The records of a search as one HTML file that needs no network and no scripts.
 
-Contract: every figure on the page is one of the records', rounded. The verdict stands first, and no speed
-stands without its exactness.
+Every figure on the page is a rounded figure of the records. The verdict comes first, and every speed-up
+stands beside its exactness flag.
 
-Raises ConfigError, when it is imported, where matplotlib is not installed.
+Raises:
+    ConfigError: matplotlib is not installed; raised on import.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ COLUMNS = (
 
 
 def page(report: Report) -> str:
-    """The whole document."""
+    """Return the whole HTML document."""
     return render(
         "foredraft.tune",
         title="Foredraft search",
@@ -30,12 +31,12 @@ def page(report: Report) -> str:
         finished=report.finished,
         facts=_facts(report),
         columns=COLUMNS,
-        table=[(one.skips, _cells(one)) for one in report.finalists],
+        table=[(finalist.skips, _cells(finalist)) for finalist in report.finalists],
         plots=plots(report),
         notes=(*report.unwritten, *report.notes),
         details={
             "Options": plain(report.options),
-            "Seconds": plain({stage: round(taken, 1) for stage, taken in report.seconds.items()}),
+            "Seconds": plain({stage: round(seconds, 1) for stage, seconds in report.seconds.items()}),
             "Machine": plain(report.machine),
         },
     )
@@ -46,51 +47,54 @@ def _verdict(report: Report) -> Verdict:
         if report.finalists:
             return Verdict("bad", f"No plan was kept. {report.objections}")
         return Verdict("none", "No plan was timed.")
-    won = report.finalists[report.winner]
-    same = {
-        True: "every token was plain decoding's",
-        None: "draws of one law need not be the same ones, so no tokens were compared",
+    winner = report.finalists[report.winner]
+    exactness = {
+        True: "every token equals plain decoding's",
+        None: "tokens were not compared, because samples of one distribution may differ",
     }
     return Verdict(
         "good",
-        f"{won.skips} runs at {won.speedup.median:.2f} × own plain decoding, the median of {won.prompts}"
-        f" held-out prompts, with drafts of {won.draft}; {same[won.identical]}.",
+        f"{winner.skips} runs at {winner.speedup.median:.2f} × plain decoding, the median of {winner.prompts}"
+        f" held-out prompts, with drafts of {winner.draft} tokens; {exactness[winner.identical]}.",
     )
 
 
 def _facts(report: Report) -> dict[str, str]:
     best, costs = report.best, report.costs
-    first = max((trial.predicted for trial in report.trials if trial.origin), default=None)
-    begun = "" if first is None else f"; the best of those begun with, {first:.2f}"
+    seed = max((trial.predicted for trial in report.trials if trial.origin), default=None)
+    best_seed = "" if seed is None else f"; the best seed plan: {seed:.2f}"
     attention = sum(costs.attention) / len(costs.attention)
     return {
         "model": f"{report.model}, {report.layers} layers, {report.options['dtype']}",
         "search": f"{len(report.trials)} trials, each on {report.tokens} tokens",
-        "best prediction": f"{best.predicted:.2f} × plain decoding, drafts of {best.draft}{begun}",
-        "costs of a draft": f"{costs.start:.3f} of a plain step; of each of its steps: {costs.fixed:.3f},"
-        f" {attention:.4f} an attention, {costs.mlp:.4f} an MLP, {costs.together:.3f} all together beyond"
-        f" their sum; a plain step takes {costs.step_seconds * 1e3:.2f} ms",
+        "best prediction": f"{best.predicted:.2f} × plain decoding, drafts of {best.draft} tokens{best_seed}",
+        "costs of a draft": f"{costs.start:.3f} of a plain step per draft; per draft step {costs.fixed:.3f},"
+        f" plus {attention:.4f} per attention, {costs.mlp:.4f} per MLP, and {costs.together:.3f} more if all"
+        f" sub-layers run; a plain step takes {costs.step_seconds * 1e3:.2f} ms",
         "study": f"{report.study}, in {report.storage}",
-        "plan": ", ".join(report.plan_files) or "none was written",
+        "plan": ", ".join(report.plan_files) or "not written",
     }
 
 
-def _cells(one: Finalist) -> list[Cell]:
-    quartiles = f"{one.speedup.lower:.2f}–{one.speedup.upper:.2f}"
-    same = {
+def _cells(finalist: Finalist) -> list[Cell]:
+    quartiles = f"{finalist.speedup.lower:.2f}–{finalist.speedup.upper:.2f}"
+    exactness = {
         True: Cell("✓ same in every run", "", "good"),
         False: Cell("✗ differ", "", "bad"),
         None: Cell("not comparable"),
     }
     return [
-        Cell(str(one.draft)),
-        Cell(f"{one.speedup.median:.2f}", f"{quartiles}, {one.faster} of {one.prompts} faster"),
-        same[one.identical],
-        Cell(f"{one.predicted:.2f}"),
-        Cell(f"{one.c:.2f}"),
-        Cell(f"{one.alpha:.2f}"),
-        Cell(f"{one.tau:.2f}"),
-        Cell(f"{one.predicted_tau:.2f}"),
-        Cell(f"{one.trial_tau:.2f}"),
-        Cell(f"{one.repeated.median:.0%}"),
+        Cell(str(finalist.draft)),
+        Cell(
+            f"{finalist.speedup.median:.2f}",
+            f"{quartiles}, {finalist.faster} of {finalist.prompts} faster",
+        ),
+        exactness[finalist.identical],
+        Cell(f"{finalist.predicted:.2f}"),
+        Cell(f"{finalist.c:.2f}"),
+        Cell(f"{finalist.alpha:.2f}"),
+        Cell(f"{finalist.tau:.2f}"),
+        Cell(f"{finalist.predicted_tau:.2f}"),
+        Cell(f"{finalist.trial_tau:.2f}"),
+        Cell(f"{finalist.repeated.median:.0%}"),
     ]

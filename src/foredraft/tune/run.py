@@ -1,11 +1,11 @@
-"""The whole search: texts, costs, trials, the best plans in real decoding, the plan file of the winner."""
+"""A whole search: calibration texts, costs, trials, finalists in real decoding, the winner's plan file."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -15,27 +15,40 @@ from foredraft import demo
 from foredraft.bench.machine import machine
 from foredraft.bench.timing import wrapped
 from foredraft.drafters.plan_files import model_hash, plan_place
-from foredraft.errors import ConfigError, RequestError
+from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
-from foredraft.tune.calibration import CalibrationTexts, calibrate, hold_out, new_tokens, written
+from foredraft.tune.calibration import (
+    CalibrationTexts,
+    calibration_prompt_count,
+    hold_out,
+    new_tokens_per_prompt,
+    write_calibration_texts,
+)
 from foredraft.tune.calibration_cache import CalibrationCache
-from foredraft.tune.costs import measure_plan_costs
-from foredraft.tune.finals import finals
+from foredraft.tune.costs import PlanCosts, measure_plan_costs
+from foredraft.tune.finals import decode_finalists
 from foredraft.tune.options import Options
-from foredraft.tune.plan_output import check_kept, dtype_of, keep, kept_before, plan_file, replaced
+from foredraft.tune.plan_output import (
+    check_writable,
+    dtype_of,
+    make_plan_file,
+    remaining_plan_note,
+    replaced_plan_note,
+    save_plan,
+)
 from foredraft.tune.progress import Progress, silent
-from foredraft.tune.records import Finalist, Report
-from foredraft.tune.search import Deadline, Search, best_of
-from foredraft.tune.study import StudyPlace
+from foredraft.tune.records import Finalist, Report, Trial
+from foredraft.tune.search import Deadline, Search, best_trials
+from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced
 
 __all__ = ["tune"]
 
-ROWS = 8  # texts that are written side by side
-FORMAT = 3  # of what a study holds; no other's is gone on with
+CALIBRATION_BATCH = 8  # calibration texts generated in one batch
+STUDY_FORMAT = 3  # version of what a study holds; a study of another version is not resumed
 
 
 def tune(
@@ -48,190 +61,327 @@ def tune(
     progress: Progress = silent,
     **loading: Any,
 ) -> Report:
-    """Search for the sub-layers that drafts of this model leave out, and keep the plan if it wins.
+    """Search for the sub-layers that drafts of a model skip, and save the plan if it wins.
 
-    model, loading: as `foredraft.load` takes them. out: a file for the plan, beside the one that is kept for
-    `find_plan`. truncate: "left" drops the oldest tokens of a prompt that is too long. Raises what `load` and
-    `LLM.encode` raise, and ConfigError of a storage that cannot be used, prompts that are too few, texts that
-    do not fit into memory, or a timeout in which no trial ended. A KeyboardInterrupt ends the search early:
-    the study keeps its trials, and the report says which they are; it is raised where there are none.
-    A plan that could not be written at last is told by the report, too.
+    Ctrl-C ends the search early: the study keeps its trials, and the report holds them. The report also
+    says if the winner's plan could not be written.
+
+    Args:
+        prompts: Prompts of the kind that the model will see; some of them are held out.
+        options: Options of the search.
+        model: Folder or hub id, as `foredraft.load` takes it. None: the demo target.
+        out: A file for the plan, beside the one in the cache folder.
+        truncate: "left" drops the oldest tokens of a prompt that is too long.
+        progress: Receives the progress of each stage.
+        loading: Further arguments of `foredraft.load`.
+
+    Raises:
+        ConfigError: An option cannot be honoured, the prompts are too few, the calibration texts do not fit
+            into memory, the storage cannot be used, or no trial was completed before the timeout.
+        RequestError: A prompt is too long.
+        CheckpointError: The model cannot be loaded.
+        KeyboardInterrupt: Ctrl-C before the first trial was completed.
     """
     stages = _Stages()
     deadline = Deadline(options.timeout)
-    place = StudyPlace(options.storage)
+    storage = StudyStorage(options.storage)
     if (plan := plan_place("any")) is not None:
-        check_kept(plan.parent)
-    revision = loading.pop("revision", None)
-    if revision is not None and model is None:
-        raise ConfigError(f"revision is {revision!r}, but no hub id is given that has it; leave it out")
-    folder = demo.target_path() if model is None else resolve(model, revision)
+        check_writable(plan.parent)
+    folder = _resolve(model, loading)
     hash = model_hash(folder)
     with stages("load"):
         llm = _load(folder, prompts, options, loading, progress)
-    runner = llm.engine.target
-    assert isinstance(runner, Runner)
-    longest = longest_draft(options.max_draft, options.max_draft, runner)
-    room = _room(options, prompts)
-    ids = [_fitting(llm, own, room, options, prompts, truncate) for own in llm.encode(list(prompts))]
-    kept, held_out = hold_out(ids)
+    target = _Target(model or "demo", folder, hash, llm)
+    run = _Run(target, options, storage, stages, progress)
+    max_draft = longest_draft(options.max_draft, options.max_draft, target.runner)
+    ids, held_out = hold_out(_encode(llm, prompts, options, truncate))
     with stages("calibrate"):
-        texts = CalibrationCache(folder, hash, llm, kept, options.tokens, options.temperature)
-        calibration = texts.read_or(
-            lambda: calibrate(llm, kept, options.tokens, options.temperature, progress)
+        calibration = run.calibrate(ids)
+        teacher_forced = TeacherForced(target.runner, calibration, max_draft, deadline.check, progress)
+    result = run.search(calibration, teacher_forced, deadline)
+    finalists, finished = run.decode(result, held_out)
+    return run.report(result, finalists, finished, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The loaded model.
+
+    Attributes:
+        name: Its name, for display.
+        folder: Its folder.
+        hash: Its hash (`plan_files.model_hash`).
+        llm: The model itself.
+    """
+
+    name: str
+    folder: Path
+    hash: str
+    llm: LLM
+
+    @property
+    def runner(self) -> Runner:
+        assert isinstance(self.llm.engine.target, Runner)
+        return self.llm.engine.target
+
+
+@dataclass(frozen=True, slots=True)
+class _SearchResult:
+    """The study after the trials, read from the storage, which may be lost from then on.
+
+    Attributes:
+        study: Name of the study.
+        tokens: New tokens of the calibration texts.
+        costs: Costs on which predictions rest.
+        trials: Completed trials.
+        importance: `Search.importance`.
+        exhausted: Number of all plans if the search ended early because all were tried, else None.
+        finished: False if Ctrl-C ended the trials.
+    """
+
+    study: str
+    tokens: int
+    costs: PlanCosts
+    trials: tuple[Trial, ...]
+    importance: dict[str, float]
+    exhausted: int | None
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The stages of one search after the model is loaded."""
+
+    target: _Target
+    options: Options
+    storage: StudyStorage
+    stages: _Stages
+    progress: Progress
+
+    def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
+        """Return the calibration texts after these prompts, from the cache folder or newly written."""
+        target, tokens, temperature = self.target, self.options.tokens, self.options.temperature
+        cache = CalibrationCache(target.folder, target.hash, target.llm, prompts, tokens, temperature)
+        return cache.read_or(
+            lambda: write_calibration_texts(target.llm, prompts, tokens, temperature, self.progress)
         )
-        teacher = TeacherForced(runner, calibration, longest, deadline.check, progress)
-    with place.watched():
-        with stages("costs"):
-            context = int(median(text.start + text.new // 2 for text in calibration.texts))
-            name = _study_name(hash, llm, calibration, longest)
-            search = Search(
-                place, name, options, teacher,
-                lambda: measure_plan_costs(llm, context, longest, options.temperature, progress), deadline,
-            )  # fmt: skip
-        finished = _searched(search, stages, progress)
-        # from here on the storage is not needed
-        trials, importance = tuple(search.trials()), search.importance()
-        exhausted = search.exhausted and len(trials) < options.trials
-    finalists: tuple[Finalist, ...] = ()
-    if finished:
+
+    def search(
+        self, calibration: CalibrationTexts, teacher_forced: TeacherForced, deadline: Deadline
+    ) -> _SearchResult:
+        """Run the trials of the study, with its storage guarded against loss."""
+        llm, options = self.target.llm, self.options
+        max_draft = teacher_forced.max_draft
+        context = int(median(text.prompt_length + text.new_tokens // 2 for text in calibration.texts))
+        study = _study_name(self.target.hash, llm, calibration, max_draft)
+        with self.storage.loss_reported():
+            with self.stages("costs"):
+                search = Search(
+                    self.storage, study, options, teacher_forced,
+                    lambda: measure_plan_costs(llm, context, max_draft, options.temperature, self.progress),
+                    deadline,
+                )  # fmt: skip
+            finished = self._run_trials(search)
+            trials = tuple(search.trials())
+            ended_early = search.exhausted and len(trials) < options.trials
+            return _SearchResult(
+                study=study,
+                tokens=calibration.tokens,
+                costs=search.costs,
+                trials=trials,
+                importance=search.importance(),
+                exhausted=search.plan_count if ended_early else None,
+                finished=finished,
+            )
+
+    def _run_trials(self, search: Search) -> bool:
+        """Run the trials; return False if Ctrl-C ended them, and raise it if no trial is complete."""
         try:
-            with stages("decode"):
-                best = best_of(trials, options.finalists)
-                finalists = tuple(finals(llm, best, held_out, options, progress))
+            with _no_graph_capture(self.target.runner):
+                with self.stages("rank"):
+                    search.enqueue_seed_plans(self.progress)
+                with self.stages("search"):
+                    search.run_trials(self.progress)
         except KeyboardInterrupt:
-            finished = False
-    winner = _winner(finalists)
-    notes, files, unwritten = [], list[str](), list[str]()
-    if exhausted:
-        notes.append(f"All {search.plans} plans of this model were tried, so the search ended there.")
-    if winner is not None:
-        notes += [note for note in [replaced(hash)] if note is not None]
-        won = plan_file(finalists[winner], model or "demo", hash, llm, options.temperature)
-        files, unwritten = keep(won, out)
-    elif (note := kept_before(hash, finalists)) is not None:
-        notes.append(note)
-    return Report(
-        model=model or "demo",
-        model_hash=hash,
-        layers=llm.spec.layers,
-        study=name,
-        storage=place.shown,
-        options=asdict(options) | {"storage": place.shown, "dtype": dtype_of(llm)},
-        machine=machine(llm.engine.device),
-        tokens=calibration.tokens,
-        costs=search.costs,
-        trials=trials,
-        importance=importance,
-        finalists=finalists,
-        winner=winner,
-        plan_files=tuple(files),
-        seconds=stages.seconds,
-        finished=finished,
-        notes=tuple(notes),
-        unwritten=tuple(unwritten),
-    )
+            if not search.trials():
+                raise
+            return False
+        return True
+
+    def decode(self, result: _SearchResult, held_out: list[list[int]]) -> tuple[tuple[Finalist, ...], bool]:
+        """Return the finalists, and False if Ctrl-C ended the search before they were decoded."""
+        if not result.finished:
+            return (), False
+        try:
+            with self.stages("decode"):
+                best = best_trials(result.trials, self.options.finalists)
+                llm = self.target.llm
+                return tuple(decode_finalists(llm, best, held_out, self.options, self.progress)), True
+        except KeyboardInterrupt:
+            return (), False
+
+    def report(
+        self, result: _SearchResult, finalists: tuple[Finalist, ...], finished: bool, out: Path | None
+    ) -> Report:
+        """Save the winner's plan, if a finalist wins, and return the report."""
+        target, options = self.target, self.options
+        winner = _winner(finalists)
+        notes, files, unwritten = list[str | None](), list[str](), list[str]()
+        if result.exhausted is not None:
+            notes.append(f"All {result.exhausted} plans of this model were tried, so the search ended early.")
+        if winner is not None:
+            notes.append(replaced_plan_note(target.hash))
+            plan = make_plan_file(
+                finalists[winner], target.name, target.hash, target.llm, options.temperature
+            )
+            files, unwritten = save_plan(plan, out)
+        else:
+            notes.append(remaining_plan_note(target.hash, finalists))
+        shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm)}
+        return Report(
+            model=target.name,
+            model_hash=target.hash,
+            layers=target.llm.spec.layers,
+            study=result.study,
+            storage=self.storage.shown,
+            options=asdict(options) | shown,
+            machine=machine(target.llm.engine.device),
+            tokens=result.tokens,
+            costs=result.costs,
+            trials=result.trials,
+            importance=result.importance,
+            finalists=finalists,
+            winner=winner,
+            plan_files=tuple(files),
+            seconds=self.stages.seconds,
+            finished=finished,
+            notes=tuple(note for note in notes if note is not None),
+            unwritten=tuple(unwritten),
+        )
+
+
+def _resolve(model: str | None, loading: dict[str, Any]) -> Path:
+    """Return the model's folder; take `revision` out of the loading options."""
+    revision = loading.pop("revision", None)
+    if model is not None:
+        return resolve(model, revision)
+    if revision is not None:
+        raise ConfigError(
+            "but the demo model has no revisions",
+            option="revision",
+            value=revision,
+            remedy="give the hub id of a model, or leave it out",
+        )
+    return demo.target_path()
 
 
 def _load(
     folder: Path, prompts: Sequence[str], options: Options, loading: dict[str, Any], progress: Progress
 ) -> LLM:
     def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
+        """Return the rows and positions that the search needs."""
         if tokenizer is None:
-            raise ConfigError("prompts are text, but this model's folder has no tokenizer.json; add one")
+            raise ConfigError(
+                "the model has no tokenizer.json, which text prompts need", remedy="add the file"
+            )
         longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
-        return min(ROWS, len(prompts)), longest + _room(options, prompts)
+        return min(CALIBRATION_BATCH, len(prompts)), longest + _new_tokens(options, prompts)
 
-    def loading_only(stage: str, done: int, total: int) -> None:
+    def without_prefill(stage: str, done: int, total: int) -> None:
         if stage != "prefill":
             progress(stage, done, total)
 
-    return foredraft.load(folder, drafter="none", needs=needs, progress=loading_only, **loading)
+    return foredraft.load(folder, drafter="none", needs=needs, progress=without_prefill, **loading)
 
 
-def _room(options: Options, prompts: Sequence[str]) -> int:
-    """New tokens of a prompt at most, whatever it is for."""
-    return max(options.new_tokens, _of_a_text(options, prompts))
+def _encode(
+    llm: LLM, prompts: Sequence[str], options: Options, truncate: Literal["left"] | None
+) -> list[list[int]]:
+    """Return the prompts' token ids, with room left for the new tokens of all stages.
+
+    Raises:
+        RequestError: A prompt is too long.
+    """
+    room = _new_tokens(options, prompts)
+    encoded = []
+    for ids in llm.encode(list(prompts)):
+        try:
+            encoded.append(llm.fitting(ids, room, truncate))
+        except RequestError as error:
+            raise _too_long(llm, len(ids), options, prompts, truncate) from error
+    return encoded
 
 
-def _of_a_text(options: Options, prompts: Sequence[str]) -> int:
-    """New tokens that are asked of a prompt for the texts of the search."""
-    return new_tokens(options.tokens, written(len(set(prompts))))
+def _new_tokens(options: Options, prompts: Sequence[str]) -> int:
+    """Return the most new tokens that any stage asks of a prompt."""
+    return max(options.new_tokens, _calibration_tokens(options, prompts))
 
 
-def _fitting(
-    llm: LLM,
-    ids: list[int],
-    room: int,
-    options: Options,
-    prompts: Sequence[str],
-    truncate: Literal["left"] | None,
-) -> list[int]:
-    """A prompt with room for what follows it, in the words of a search where there is none."""
-    try:
-        return llm.fitting(ids, room, truncate)
-    except RequestError as error:
-        ways = []
-        if options.new_tokens == room:
-            ways.append("lower new_tokens")
-        elif _of_a_text(replace(options, tokens=1), prompts) < room:
-            ways.append("lower tokens=")
-        if room < llm.max_length:
-            ways += ["shorten the prompt", *(["truncate='left'"] if truncate is None else [])]
-        if llm.max_length < llm.spec.max_positions:
-            ways.append(f"raise max_length up to the model's {llm.spec.max_positions}")
-        remedy = ", or ".join(ways) or "take a model that has more"
-        raise RequestError(
-            f"a prompt of {len(ids)} tokens and the {room} new ones that the search needs after it exceed the"
-            f" {llm.max_length} positions there is room for; {remedy}"
-        ) from error
+def _calibration_tokens(options: Options, prompts: Sequence[str]) -> int:
+    """Return the new tokens that are asked of a prompt for a calibration text."""
+    return new_tokens_per_prompt(options.tokens, calibration_prompt_count(len(set(prompts))))
 
 
-def _searched(search: Search, stages: _Stages, progress: Progress) -> bool:
-    """Have the trials made; False where that was interrupted."""
-    try:
-        with _unrecorded(search.teacher.runner):
-            with stages("rank"):
-                search.begin(progress)
-            with stages("search"):
-                search.run(progress)
-    except KeyboardInterrupt:
-        if not search.trials():
-            raise
-        return False
-    return True
+def _too_long(
+    llm: LLM, length: int, options: Options, prompts: Sequence[str], truncate: Literal["left"] | None
+) -> RequestError:
+    """Return the error for a prompt of `length` tokens, with the remedies that help."""
+    room = _new_tokens(options, prompts)
+    remedies: list[tuple[str | Option, ...]] = []
+    if options.new_tokens == room:
+        remedies.append(("lower ", Option("new_tokens")))
+    elif _calibration_tokens(replace(options, tokens=1), prompts) < room:
+        remedies.append(("lower ", Option("tokens")))
+    if room < llm.max_length:
+        remedies.append(("shorten the prompt",))
+        if truncate is None:
+            remedies.append(("give ", Option("truncate", "left")))
+    if llm.max_length < llm.spec.max_positions:
+        remedies.append(("raise ", Option("max_length"), f" up to the model's {llm.spec.max_positions}"))
+    if not remedies:
+        remedies.append(("use a model with more positions",))
+    joined = [part for remedy in remedies for part in (", or ", *remedy)][1:]
+    return RequestError(
+        f"a prompt of {length} tokens and the {room} new tokens that the search needs exceed the"
+        f" {llm.max_length} positions available",
+        remedy=tuple(joined),
+    )
 
 
-def _study_name(hash: str, llm: LLM, calibration: CalibrationTexts, longest: int) -> str:
-    """Trials of one study are held against the same texts, by one model at one temperature; and against the
-    same costs, so machines share it that are of a kind and run the passes alike."""
-    draws = f"T={calibration.temperature:g} K={longest}"
+def _study_name(hash: str, llm: LLM, calibration: CalibrationTexts, max_draft: int) -> str:
+    """Return the name of the study in which all trials are comparable.
+
+    They have the same model, texts, temperature and draft length. They also have the same costs, so
+    machines share a study only if they are of one kind and run the passes in the same way.
+    """
+    sampling = f"T={calibration.temperature:g} K={max_draft}"
     about = machine(llm.engine.device)
     device = about.get("device") or f"{about['cpu']}, {about['threads']} threads"
     runner = llm.engine.target
     assert isinstance(runner, Runner)
-    passes = {
+    modes = {
         "kernels": runner.by_kernels,
         "compiled": runner.compiled,
         "deterministic": llm.deterministic,
     }
-    ways = "+".join(way for way, so in passes.items() if so) or "plain"
-    return f"{FORMAT}. {hash[:16]} {dtype_of(llm)} {draws} {calibration.digest[:16]} {ways} on {device}"
+    mode = "+".join(name for name, enabled in modes.items() if enabled) or "plain"
+    texts = calibration.digest[:16]
+    return f"{STUDY_FORMAT}. {hash[:16]} {dtype_of(llm)} {sampling} {texts} {mode} on {device}"
 
 
 def _winner(finalists: Sequence[Finalist]) -> int | None:
-    """The fastest that nothing speaks against."""
-    sound = [place for place, one in enumerate(finalists) if one.objection is None]
-    return max(sound, key=lambda place: finalists[place].speedup.median, default=None)
+    """Return the index of the fastest finalist without an objection."""
+    eligible = [index for index, finalist in enumerate(finalists) if finalist.objection is None]
+    return max(eligible, key=lambda index: finalists[index].speedup.median, default=None)
 
 
-def _unrecorded(runner: Runner) -> AbstractContextManager[None]:
-    """Every trial's passes would be recorded, and met no more."""
+def _no_graph_capture(runner: Runner) -> AbstractContextManager[None]:
+    """Switch CUDA graphs off: the passes of a trial have shapes that no later pass has."""
     return nullcontext() if runner.graphs is None else wrapped(runner, "graphs", None)
 
 
 class _Stages:
-    """Seconds of each stage, by its name."""
+    """Measures the seconds of each stage, by its name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

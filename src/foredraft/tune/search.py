@@ -1,8 +1,8 @@
-"""The search: trials of plans, proposed by Optuna, each held against the same texts.
+"""The search: Optuna proposes plans, and each trial scores one on the calibration texts.
 
-The objective is the predicted speed-up at its best draft length; it has no noise. A switch a sub-layer
-(Draft & Verify, Zhang et al. 2023, arXiv:2309.08168, searched boxes by decoding and timing each); here a
-trial is one forward of the draft (`teacher`).
+The objective is the predicted speed-up at the best draft length; it has no noise. There is one Boolean
+parameter per sub-layer. Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) decodes and times each plan of
+its search; here a trial is one forward of the draft (`teacher_forced`).
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from typing import Any
 import numpy as np
 
 from foredraft.drafters.skips import Skips
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.model.decoder import Plan
 from foredraft.tune.costs import PlanCosts
 from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.options import Options
 from foredraft.tune.progress import Progress, Steps, silent
-from foredraft.tune.ranking import clasp, every_other, greedy, skips_of, sub_layers_run
+from foredraft.tune.ranking import clasp, count_sub_layer_runs, every_other, greedy, skips_of
 from foredraft.tune.records import Trial
-from foredraft.tune.study import StudyPlace, make_sampler, optuna
+from foredraft.tune.study import StudyStorage, make_sampler, optuna
 from foredraft.tune.teacher_forced import TeacherForced
 
-__all__ = ["Deadline", "OutOfTime", "Search", "best_of", "warm_starts"]
+__all__ = ["Deadline", "OutOfTime", "Search", "best_trials", "seed_plans"]
 
-SIZES = 8  # of ranked plans that a search begins with
-WARM = "warm start"
+SEED_SIZES = 8  # ranked seed plans skip 1/8, 2/8, ..., 7/8 of all sub-layers
+# Names of user attributes. Studies of earlier versions have them, so they never change.
+ORIGIN, SEEDS, COSTS = "warm start", "begin with", "costs"
 
 
 class OutOfTime(Exception):
-    """A trial that the deadline fell into; it is given up."""
+    """The deadline passed during a trial; the trial is abandoned."""
 
 
 class Deadline:
-    """So many seconds after `begin`; None: never."""
+    """A moment some seconds after `start`; None: never."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        self._at: float | None = None  # on the monotonic clock
+        self._at: float | None = None  # seconds of the monotonic clock
 
-    def begin(self) -> None:
+    def start(self) -> None:
         if self.seconds is not None:
             self._at = time.monotonic() + self.seconds
 
@@ -53,62 +54,65 @@ class Deadline:
     def passed(self) -> bool:
         return self._at is not None and time.monotonic() >= self._at
 
-    def within(self, seconds: float) -> float:
-        """So many, or what is left until then."""
+    def clip(self, seconds: float) -> float:
+        """Return `seconds`, or the seconds left until the deadline if they are fewer."""
         return seconds if self._at is None else max(0.0, min(seconds, self._at - time.monotonic()))
 
     def check(self) -> None:
-        """Raises OutOfTime once it has passed."""
+        """Raise OutOfTime if the deadline has passed."""
         if self.passed:
             raise OutOfTime
 
 
-def warm_starts(teacher: TeacherForced, progress: Progress = silent) -> dict[str, Skips]:
-    """Different plans to begin with, by what they are; early exits come last."""
-    layers = teacher.runner.decoder.spec.layers
-    found = {"nothing": Skips()}
+def seed_plans(teacher_forced: TeacherForced, progress: Progress = silent) -> dict[str, Skips]:
+    """Return different plans that a search tries first, by name; early exits come last."""
+    layers = teacher_forced.runner.decoder.spec.layers
+    plans = {"nothing": Skips()}
     if layers > 1:
-        found["every other layer"] = every_other(layers)
-    steps = Steps(progress, "rank", sub_layers_run(layers, 2 * layers - 1))
-    ranked, programmed = greedy(teacher, steps), clasp(teacher, 2 * layers - 1, steps)
-    for eighth in range(1, SIZES):
-        size = min(round(2 * layers * eighth / SIZES), 2 * layers - 1)  # of few, one runs
+        plans["every other layer"] = every_other(layers)
+    most = 2 * layers - 1
+    steps = Steps(progress, "rank", count_sub_layer_runs(layers, most))
+    ranked, programmed = greedy(teacher_forced, steps), clasp(teacher_forced, most, steps)
+    for eighth in range(1, SEED_SIZES):
+        size = min(round(2 * layers * eighth / SEED_SIZES), most)  # at least one sub-layer runs
         for kind, sub_layers in (("greedy", ranked[:size]), ("clasp", programmed[size])):
-            if (skips := skips_of(sub_layers)) not in found.values():
-                found[f"{kind} {size}"] = skips
-    return found | {f"exit {layer}": Skips(exit=layer) for layer in range(1, layers)}
+            if (skips := skips_of(sub_layers)) not in plans.values():
+                plans[f"{kind} {size}"] = skips
+    return plans | {f"exit {layer}": Skips(exit=layer) for layer in range(1, layers)}
 
 
 class Search:
-    """One process's part in a study. measure: the costs, asked for where the study has none yet: all trials
-    of a study are held against the same ones."""
+    """The part of one process in a study.
+
+    All trials of a study use the same costs: `measure_costs` is called only if the study has none yet.
+
+    Args:
+        storage: The storage of the study.
+        name: Name of the study.
+        options: Options of the search.
+        teacher_forced: Scores plans.
+        measure_costs: Measures what plans cost on this machine.
+        deadline: Ends the trials.
+    """
 
     def __init__(
         self,
-        place: StudyPlace,
+        storage: StudyStorage,
         name: str,
         options: Options,
-        teacher: TeacherForced,
-        measure: Callable[[], PlanCosts],
+        teacher_forced: TeacherForced,
+        measure_costs: Callable[[], PlanCosts],
         deadline: Deadline,
     ) -> None:
-        self.options, self.teacher, self.deadline = options, teacher, deadline
-        self.layers = teacher.runner.decoder.spec.layers
-        self.place, self.study = place, place.study(name)
-        told = self.study.user_attrs.get("costs")
-        if told is None:
-            measured = json.dumps(asdict(measure()))
-            told = self.study.user_attrs.get("costs")  # another process may have been faster
-            if told is None:
-                told = measured
-                self.study.set_user_attr("costs", told)
-        self.costs = PlanCosts.told(told)
+        self.options, self.teacher_forced, self.deadline = options, teacher_forced, deadline
+        self.layers = teacher_forced.runner.decoder.spec.layers
+        self.storage, self.study = storage, storage.open_study(name)
+        self.costs = self._shared_costs(measure_costs)
         self._taus = {self._plan(trial.skips): trial.taus for trial in self.trials()}
 
     def trials(self) -> list[Trial]:
-        """Those that ended, in their order."""
+        """Return the completed trials of the study, by number."""
         complete = (optuna.trial.TrialState.COMPLETE,)
-        found = self.study.get_trials(deepcopy=False, states=complete)
         return [
             Trial(
                 number=trial.number,
@@ -116,80 +120,88 @@ class Search:
                 predicted=trial.value,
                 draft=trial.user_attrs["draft"],
                 taus=tuple(trial.user_attrs["taus"]),
-                origin=trial.user_attrs.get(WARM),
+                origin=trial.user_attrs.get(ORIGIN),
             )
-            for trial in found
+            for trial in self.study.get_trials(deepcopy=False, states=complete)
         ]
 
-    def run(self, progress: Progress) -> None:
-        """Trials until the study has enough, all plans were tried, or time is up. Raises ConfigError where
-        none ended."""
-        self.deadline.begin()
-        done = len(self.trials())
-        best = max((trial.predicted for trial in self.trials()), default=0.0)
-        total = self.options.trials
-        began, before = time.monotonic(), done
-
-        def tell() -> None:
-            note = f"best predicted speed-up {best:.2f}" if done else ""
-            if before < done < total:
-                left = (time.monotonic() - began) / (done - before) * (total - done)
-                note += f", about {_spelled(self.deadline.within(left))} left"
-            progress("trials", min(done, total), total, note)
-
-        tell()
-        # whoever goes on must not propose again what was proposed at the beginning
-        self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
-        while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
-            predicted = self.place.trial(self.study, self._predicted, ignored=OutOfTime)
-            if predicted is not None:
-                done += 1
-                best = max(best, predicted)
-                tell()
-        if not self.trials():
-            raise ConfigError(
-                f"timeout is {self.options.timeout:g}, in which not one trial ended; give more seconds, or"
-                " fewer tokens"
-            )
-        if self.exhausted and done < total:
-            progress("trials", done, done, f"all {self.plans} plans were tried")
-
     @property
-    def plans(self) -> int:
-        """How many there are."""
+    def plan_count(self) -> int:
+        """Number of plans that a model of this size has."""
         return int(2 ** (2 * self.layers))
 
     @property
     def exhausted(self) -> bool:
-        """Whether all were tried, so that more trials would only repeat them."""
-        if self.plans > len(self.study.get_trials(deepcopy=False)):
-            return False  # which is seen sooner
-        return len({self._plan(trial.skips) for trial in self.trials()}) == self.plans
+        """Whether all plans were tried."""
+        if self.plan_count > len(self.study.get_trials(deepcopy=False)):
+            return False  # the common case, without a comparison of plans
+        return len({self._plan(trial.skips) for trial in self.trials()}) == self.plan_count
 
-    def begin(self, progress: Progress = silent) -> None:
-        """Have the plans of `warm_starts` tried before what the sampler proposes, unless they were."""
-        self.place.give_up_unborn(self.study)
-        told = self.study.user_attrs.get("begin with")
-        if told is None:
-            plans = {origin: str(skips) for origin, skips in warm_starts(self.teacher, progress).items()}
-            told = json.dumps(plans)
-            self.study.set_user_attr("begin with", told)
+    def enqueue_seed_plans(self, progress: Progress = silent) -> None:
+        """Make the study try its seed plans before the sampler proposes any, except those that were tried."""
+        self.storage.fail_trials_without_heartbeat(self.study)
+        seeds = self.study.user_attrs.get(SEEDS)
+        if seeds is None:
+            plans = {
+                origin: str(skips) for origin, skips in seed_plans(self.teacher_forced, progress).items()
+            }
+            seeds = json.dumps(plans)
+            self.study.set_user_attr(SEEDS, seeds)
         state = optuna.trial.TrialState
-        open_ = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
-        begun = {trial.user_attrs.get(WARM) for trial in open_}
-        for origin, spelled in json.loads(told).items():
-            plan = self._plan(spelled)
-            if plan not in self._taus and origin not in begun:
+        unfinished = self.study.get_trials(deepcopy=False, states=(state.WAITING, state.RUNNING))
+        enqueued = {trial.user_attrs.get(ORIGIN) for trial in unfinished}
+        for origin, skips in json.loads(seeds).items():
+            plan = self._plan(skips)
+            if plan not in self._taus and origin not in enqueued:
                 params = {
                     f"{kind}.{layer}": not runs
                     for kind in ("attention", "mlp")
                     for layer, runs in enumerate(getattr(plan, kind))
                 }
-                self.study.enqueue_trial(params, user_attrs={WARM: origin})
+                self.study.enqueue_trial(params, user_attrs={ORIGIN: origin})
+
+    def run_trials(self, progress: Progress) -> None:
+        """Run trials until the study has enough, all plans were tried, or the deadline has passed.
+
+        Raises:
+            ConfigError: The deadline passed before any trial was completed.
+        """
+        self.deadline.start()
+        trials, total = self.trials(), self.options.trials
+        done, best = len(trials), max((trial.predicted for trial in trials), default=0.0)
+        started, earlier = time.monotonic(), done
+
+        def report() -> None:
+            note = f"best predicted speed-up {best:.2f}" if done else ""
+            if earlier < done < total:
+                left = (time.monotonic() - started) / (done - earlier) * (total - done)
+                note += f", about {_format_duration(self.deadline.clip(left))} left"
+            progress("trials", min(done, total), total, note)
+
+        report()
+        # A resumed search must not repeat the proposals of the first run, so the seed depends on its trials.
+        self.study.sampler = make_sampler(self.options.sampler, self.options.seed + len(self.study.trials))
+        while not (len(self.trials()) >= total or self.exhausted or self.deadline.passed):
+            predicted = self.storage.run_trial(self.study, self._objective, ignored=OutOfTime)
+            if predicted is not None:
+                done += 1
+                best = max(best, predicted)
+                report()
+        if not self.trials():
+            raise ConfigError(
+                "but no trial was completed in that time",
+                option="timeout",
+                value=self.options.timeout,
+                remedy=("raise ", Option("timeout"), " or lower ", Option("tokens")),
+            )
+        if self.exhausted and done < total:
+            progress("trials", done, done, f"all {self.plan_count} plans were tried")
 
     def importance(self) -> dict[str, float]:
-        """Of each sub-layer's switch for the predicted speed-up, by its name; they sum to 1. Empty where the
-        trials tell nothing."""
+        """Return the importance of each sub-layer for the predicted speed-up, by "attention.3" or "mlp.3".
+
+        The values sum to 1. The result is empty where the trials are too few or all alike.
+        """
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -201,45 +213,57 @@ class Search:
             return {}
         return {name: float(share) for name, share in found.items() if np.isfinite(share)}
 
-    def _predicted(self, trial: Any) -> float:
-        left_out: dict[str, list[int]] = {"attention": [], "mlp": []}
-        for kind, layers in left_out.items():
+    def _shared_costs(self, measure_costs: Callable[[], PlanCosts]) -> PlanCosts:
+        """Return the study's costs; measure and store them if the study has none."""
+        stored = self.study.user_attrs.get(COSTS)
+        if stored is None:
+            measured = json.dumps(asdict(measure_costs()))
+            stored = self.study.user_attrs.get(COSTS)  # another process may have stored its own meanwhile
+            if stored is None:
+                stored = measured
+                self.study.set_user_attr(COSTS, stored)
+        return PlanCosts.told(stored)
+
+    def _objective(self, trial: Any) -> float:
+        """Return the predicted speed-up of the plan that a trial proposes, and store it with the trial."""
+        skipped: dict[str, list[int]] = {"attention": [], "mlp": []}
+        for kind, layers in skipped.items():
             for layer in range(self.layers):
                 if trial.suggest_categorical(f"{kind}.{layer}", [False, True]):
                     layers.append(layer)
-        skips = Skips(tuple(left_out["attention"]), tuple(left_out["mlp"]))
+        skips = Skips(tuple(skipped["attention"]), tuple(skipped["mlp"]))
         plan = skips.plan(self.layers)
         taus = self._taus.get(plan)
         if taus is None:
-            taus = tuple(map(float, self.teacher.rounds(plan).taus))
+            taus = tuple(map(float, self.teacher_forced.rounds(plan).taus))
             self._taus[plan] = taus
-        best, speedups = self._faster(skips, np.array(taus))
+        fastest, speedups = self._fastest_form(skips, np.array(taus))
         draft = int(speedups.argmax())
-        for name, value in (("skips", str(best)), ("taus", list(taus)), ("draft", draft + 1)):
+        for name, value in (("skips", str(fastest)), ("taus", list(taus)), ("draft", draft + 1)):
             trial.set_user_attr(name, value)
         return float(speedups[draft])
 
-    def _faster(self, skips: Skips, taus: Floats) -> tuple[Skips, Floats]:
-        """The faster way to run a plan, which may be an early exit, and its speed-ups [K]."""
+    def _fastest_form(self, skips: Skips, taus: Floats) -> tuple[Skips, Floats]:
+        """Return the plan or its equivalent early exit, whichever is faster, and its speed-ups [K]."""
         exit = skips.as_exit(self.layers)
-        ways = [skips] if exit is None or self.costs.exit is None else [skips, exit]
-        rated = [(way, self.costs.speedups(way, taus)) for way in ways]
-        return max(rated, key=lambda each: each[1].max())
+        forms = [skips] if exit is None or self.costs.exit is None else [skips, exit]
+        rated = [(form, self.costs.speedups(form, taus)) for form in forms]
+        return max(rated, key=lambda pair: pair[1].max())
 
-    def _plan(self, spelled: str) -> Plan:
-        return Skips.spelled(spelled).plan(self.layers)
+    def _plan(self, skips: str) -> Plan:
+        return Skips.parse(skips).plan(self.layers)
 
 
-def best_of(trials: Sequence[Trial], count: int) -> list[Trial]:
-    """The best different plans, the best first."""
-    found: dict[str, Trial] = {}
+def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
+    """Return the trials of the `count` best different plans, the best first."""
+    by_plan: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda trial: (-trial.predicted, trial.number)):
-        found.setdefault(trial.skips, trial)
-    return list(found.values())[:count]
+        by_plan.setdefault(trial.skips, trial)
+    return list(by_plan.values())[:count]
 
 
-def _spelled(seconds: float) -> str:
-    """Roughly, in the largest unit of which there are two."""
+def _format_duration(seconds: float) -> str:
+    """Return a rounded duration in the largest unit of which there are at least two: "90 s", "6 h"."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,7 +1,8 @@
-"""Studies: where trials are kept, so that a search can be broken off, gone on with, and shared.
+"""Studies: the stored trials of a search, so that it can be interrupted, resumed, and shared by processes.
 
-Contract: a finished trial is in the storage before the next one begins. A trial whose process died is given
-up once its heartbeats have stopped for a while, or the first one never came, and tried once more.
+A finished trial is in the storage before the next one starts. A trial whose process died is marked as
+failed once its heartbeats have stopped for `GRACE_SECONDS`, or if its first one never came, and is tried
+once more.
 """
 
 from __future__ import annotations
@@ -16,110 +17,135 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError
-from foredraft.tune.hill_climbing import FlipSampler
+from foredraft.tune.hill_climbing import HillClimbingSampler
 from foredraft.tune.options import SamplerName
-from foredraft.tune.plan_output import check_kept
-from foredraft.tune.storage import GRACE, failure, heartbeat, hidden, open_storage, optuna, sqlalchemy
+from foredraft.tune.plan_output import check_writable
+from foredraft.tune.storage import (
+    GRACE_SECONDS,
+    database_error,
+    heartbeat,
+    hide_password,
+    open_storage,
+    optuna,
+    sqlalchemy,
+)
 from foredraft.user_cache import cache_folder
 
-__all__ = ["StudyPlace", "make_sampler", "optuna"]
+__all__ = ["StudyStorage", "make_sampler", "optuna"]
 
-FIRST = 1.0  # seconds in which a trial that lives has given its first sign
+FIRST_HEARTBEAT_SECONDS = 1.0  # a live trial has recorded its first heartbeat within this time
 SQLITE = "sqlite:///"
 
 
-class StudyPlace:
-    """A storage that could be opened.
+class StudyStorage:
+    """The storage of studies.
 
-    url: of a database; None: a file in the user's cache folder, or this process's memory where nothing is
-    kept. Raises ConfigError where it cannot be opened; nothing was written then.
+    Args:
+        url: URL of a database. None: a file in the user's cache folder, or memory if there is no cache
+            folder.
+
+    Attributes:
+        shown: The URL without its password, or "memory".
+
+    Raises:
+        ConfigError: The storage cannot be opened; nothing was written then.
     """
 
     def __init__(self, url: str | None) -> None:
-        own = _own_file() if url is None else None
-        if own is not None:
-            url = f"{SQLITE}{own}"
-        self.shown = "memory" if url is None else hidden(url)
+        cached = _cached_database() if url is None else None
+        if cached is not None:
+            url = f"{SQLITE}{cached}"
+        self.shown = "memory" if url is None else hide_password(url)
         self.storage: Any = optuna.storages.InMemoryStorage() if url is None else open_storage(url)
-        if own is not None:
-            _quicken(self.storage)
+        if cached is not None:
+            _relax_durability(self.storage)
 
-    def study(self, name: str) -> Any:
-        """The study of this name, begun or gone on with."""
+    def open_study(self, name: str) -> Any:
+        """Return the study of this name; create it if there is none."""
         return optuna.create_study(
             study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
         )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """While entered, that the storage is lost is a ConfigError that says what is kept, and what to do."""
+    def loss_reported(self) -> Iterator[None]:
+        """Raise ConfigError if the database fails while the context is open."""
         try:
             yield
         except Exception as error:
-            reason = failure(error)
+            reason = database_error(error)
             if reason is None:
                 raise
             raise ConfigError(
-                f"storage is {self.shown!r}, which was lost during the search ({reason}); no plan was"
-                " written, and the trials that ended are kept nowhere else: bring it back, and the same"
-                " command goes on with them, or begin anew with another"
+                f"which was lost during the search ({reason}), so no plan was written",
+                option="storage",
+                value=self.shown,
+                remedy="restore it and run the same command again to continue, or start over with another",
             ) from error
 
-    def trial(self, study: Any, objective: Callable[[Any], float], ignored: type[Exception]) -> float | None:
-        """Begin a trial and end it. Its value; None where the objective raised `ignored`, or another process
-        had given it up: a machine that slept for a while has given no sign of life."""
+    def run_trial(
+        self, study: Any, objective: Callable[[Any], float], ignored: type[Exception]
+    ) -> float | None:
+        """Run one trial and return its value.
+
+        Returns None if the objective raised `ignored`, or if another process marked the trial as failed: a
+        machine that was suspended has recorded no heartbeats.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             warnings.filterwarnings("ignore", "Heartbeat of storage is supposed", UserWarning)
             optuna.storages.fail_stale_trials(study)
-            self.give_up_unborn(study)
+            self.fail_trials_without_heartbeat(study)
             trial = study.ask()
-        taken = optuna.exceptions.UpdateFinishedTrialError
-        value = ended = None
+        already_finished = optuna.exceptions.UpdateFinishedTrialError
+        value = finished = None
         try:
             with (
                 heartbeat.get_heartbeat_thread(trial._trial_id, self.storage),
-                suppress(ignored, taken),
+                suppress(ignored, already_finished),
             ):
                 value = objective(trial)
         finally:
             state = optuna.trial.TrialState.FAIL if value is None else None
-            with suppress(taken):
-                ended = study.tell(trial, value, state, skip_if_finished=True)
-        return None if ended is None else ended.value
+            with suppress(already_finished):
+                finished = study.tell(trial, value, state, skip_if_finished=True)
+        return None if finished is None else finished.value
 
-    def give_up_unborn(self, study: Any) -> None:
-        """Give up trials that died before their first heartbeat, as Optuna does those that died later: it
-        looks for old heartbeats, and would take these for running ones for ever."""
-        dead = self._unborn(study)
+    def fail_trials_without_heartbeat(self, study: Any) -> None:
+        """Mark trials as failed that died before their first heartbeat, and enqueue them again.
+
+        Optuna does so for trials whose heartbeats stopped, but takes trials without any for running ones.
+        """
+        dead = self._trials_without_heartbeat(study)
         if not dead:
             return
-        time.sleep(FIRST)  # another machine's clock may be hours behind ours, and its trial a moment old
-        for number in dead & self._unborn(study):
+        # Another machine's clock may be hours behind, so that its trial only seems old: look again.
+        time.sleep(FIRST_HEARTBEAT_SECONDS)
+        for number in dead & self._trials_without_heartbeat(study):
             try:
                 trial = study.tell(number, state=optuna.trial.TrialState.FAIL)
             except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
-                continue  # another process gave it up
+                continue  # another process did it
             self.storage.get_heartbeat_stale_trial_callback()(study, trial)
 
-    def _unborn(self, study: Any) -> set[int]:
-        """Numbers of the trials that run, began long ago, and have given no sign of life."""
+    def _trials_without_heartbeat(self, study: Any) -> set[int]:
+        """Return the numbers of running trials that started long ago and have recorded no heartbeat."""
         if not isinstance(self.storage, optuna.storages.RDBStorage):
             return set()
         running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
-        began = datetime.now() - timedelta(seconds=GRACE)
-        old = {trial._trial_id: trial.number for trial in running if trial.datetime_start < began}
+        latest = datetime.now() - timedelta(seconds=GRACE_SECONDS)
+        old = {trial._trial_id: trial.number for trial in running if trial.datetime_start < latest}
         if not old:
             return set()
-        beats = sqlalchemy.text("SELECT trial_id FROM trial_heartbeats WHERE trial_id IN :old")
+        query = sqlalchemy.text("SELECT trial_id FROM trial_heartbeats WHERE trial_id IN :old")
         with self.storage.engine.connect() as connection:
-            found = connection.execute(
-                beats.bindparams(sqlalchemy.bindparam("old", list(old), expanding=True))
+            rows = connection.execute(
+                query.bindparams(sqlalchemy.bindparam("old", list(old), expanding=True))
             )
-            return set(old.values()) - {old[id] for (id,) in found}
+            return set(old.values()) - {old[id] for (id,) in rows}
 
 
 def make_sampler(name: SamplerName, seed: int) -> Any:
+    """Return an Optuna sampler."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         match name:
@@ -127,24 +153,28 @@ def make_sampler(name: SamplerName, seed: int) -> Any:
                 return optuna.samplers.TPESampler(seed=seed)
             case "gp":
                 return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
-            case "flips":
-                return FlipSampler(seed)
+            case "hill-climbing":
+                return HillClimbingSampler(seed)
             case "random":
                 return optuna.samplers.RandomSampler(seed=seed)
 
 
-def _own_file() -> Path | None:
+def _cached_database() -> Path | None:
+    """Return the database file in the user's cache folder, or None if there is no cache folder."""
     folder = cache_folder("studies")
     if folder is None:
         return None
-    check_kept(folder)
+    check_writable(folder)
     folder.mkdir(exist_ok=True)
     return folder / "studies.db"
 
 
-def _quicken(storage: Any) -> None:
-    """Leave it to the system when commits reach the disk: a killed process still loses none, and a trial's
-    forty commits take half the time. Not for files of the user's, which may lie on a network's disk."""
+def _relax_durability(storage: Any) -> None:
+    """Let the operating system delay commits, which halves the time of a trial's 40 commits.
+
+    A killed process still loses nothing. Files that a user names may lie on a network disk, where this is
+    unsafe.
+    """
 
     def prepare(connection: sqlite3.Connection, _: object) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
