@@ -235,7 +235,7 @@ def test_tokens_that_differ_are_told_and_fail(
         ({"json": "nowhere/x.json"}, "--json is 'nowhere/x.json'; give a file in a folder that exists"),
         ({"html": "."}, "--html is '.'; give a file in a folder that exists"),
         ({"json": "same", "html": "same"}, "--html is 'same', and so is --json; give each a file of its own"),
-        ({"json": "x" * 250}, "which cannot be written (File name too long)"),
+        ({"json": "x" * 254}, "which cannot be written (File name too long)"),
         ({"json": "-"}, "--json is '-', but the last line of stdout is the document; give a file"),
         ({"methods": "retokenize"}, "retokenize needs a draft model with another tokenizer; give --draft"),
         ({"drafter": "lookup"}, "Unknown option: --drafter"),
