@@ -46,7 +46,7 @@ def finals(
     runner = llm.engine.target
     assert isinstance(runner, Runner)
     temperature = options.temperature
-    plain = ForedraftContender(PLAIN, llm, PLAIN, temperature=temperature, decides=Fixed(0))
+    plain = ForedraftContender(PLAIN, llm, PLAIN, temperature=temperature, policy=Fixed(0))
     chosen = _varied(plain, prompts, options)
     names = {f"{place}. {trial.skips}": trial for place, trial in enumerate(trials, start=1)}
     timings: dict[str, list[list[Timing]]] = {name: [] for name in (PLAIN, *names)}
@@ -54,7 +54,7 @@ def finals(
         contenders = [plain]
         for name, trial in names.items():
             fixed = Fixed(trial.draft)
-            contenders.append(ForedraftContender(name, llm, name, temperature=temperature, decides=fixed))
+            contenders.append(ForedraftContender(name, llm, name, temperature=temperature, policy=fixed))
         for done, prompt in enumerate(chosen):
             for several in timings.values():
                 several.append([])
