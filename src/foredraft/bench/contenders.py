@@ -156,7 +156,8 @@ CONTENDERS: dict[str, ContenderKind] = {
         for name in (PLAIN if drafter == "none" else drafter,)
     },
     "bild": ContenderKind(
-        "Big Little Decoder: draft tokens stand unless they surprise the target (lossy; only when named)",
+        "Big Little Decoder: accepts drafted tokens that the target finds likely enough (lossy; only if"
+        " named)",
         "foredraft",
         _make_bild,
         policies=(BILD_POLICY,),
