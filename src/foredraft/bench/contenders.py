@@ -116,7 +116,9 @@ def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) ->
             f"{name} needs a policy that chooses among drafters", remedy=("give ", Option("policy", "auto"))
         )
     if kind.make is not None and not suits(drafter, policy):
-        raise ConfigError((f"{name} cannot follow ", Option("policy", policy)), remedy="give another policy")
+        raise ConfigError(
+            (f"{name} cannot follow ", Option("policy", policy)), remedy=("give another ", Option("policy"))
+        )
     made: Contender = _module("foredraft_contender").ForedraftContender(
         name,
         llm,
