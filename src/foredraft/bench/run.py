@@ -66,23 +66,16 @@ def bench(
         KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
     """
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
-    before = Memory(torch.device("cpu")).held_after_release()
-    llm = _load(workloads, options, {"path": model} | loading, progress)
-    memory = Memory(llm.engine.device)
-    loaded_bytes = memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
+    llm, loaded_bytes = _load(workloads, options, {"path": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, loading)
     context = _context(llm, folders, prompts, options, loading)
     models = _models(llm, folders)
     lineup = LineUp(spelling)
     try:
-        lineup.load(
-            context,
-            resolve_methods(options.methods),
-            memory,
-            loaded_bytes,
-            required=options.methods or (),
-        )
+        memory = Memory(context.device)
+        methods = resolve_methods(options.methods)
+        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or ())
         lineup.add_policies(context, resolve_policies(options.policies))
         lineup.notes += _fixed_policy_notes(lineup, loading.get("policy"))
         speed = bandwidth(context.device)
@@ -205,7 +198,8 @@ def _context(
 
 def _load(
     workloads: Sequence[Workload], options: Options, loading: dict[str, Any], progress: Progress
-) -> LLM:
+) -> tuple[LLM, int]:
+    """Load the models for the longest prompt and the largest batch; return also the bytes that they added."""
     largest = max(options.batch)
     max_batch = loading.get("max_batch") or largest  # the default on a CPU may be fewer rows, and others wait
     if max_batch < largest:
@@ -228,7 +222,10 @@ def _load(
         if stage != "prefill":  # drawing a progress bar within a timed run would slow that run down
             progress(stage, done, total)
 
-    return foredraft.load(needs=needs, progress=show, **loading | {"max_batch": max_batch})
+    before = Memory(torch.device("cpu")).held_after_release()
+    llm = foredraft.load(needs=needs, progress=show, **loading | {"max_batch": max_batch})
+    memory = Memory(llm.engine.device)
+    return llm, memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
 
 
 def _encoded(
