@@ -1,16 +1,17 @@
-"""The trade-off of the lossy rule: how much sooner, and how much worse.
+"""The trade-off of the lossy `bild` rule between speed and quality.
 
-Big Little Decoder (Kim et al. 2023, arXiv 2302.07863) over a grid of its two thresholds, on the demo pair and
-held-out code that it does not answer in circles. Beside each fallback threshold stands the strict mode, the
-same policy under a lossless rule, and beside all plain decoding, timed in turns with the rest. Quality is
-told by two figures:
+Big Little Decoder (Kim et al. 2023, arXiv:2302.07863) runs over a grid of its two thresholds, on the demo
+pair and held-out code on which plain decoding does not loop. Each fallback threshold also runs in the strict
+mode, the same policy under a lossless rule. Plain decoding is the reference. All modes are timed in turns.
+Quality has two figures:
 
-- loss: of the output under the target, in nats per token; less is likelier. Plain decoding's is the measure.
-- exact: the share of prompts whose output is plain decoding's, token by token, and the mean share of an
-  output up to the first token that is not.
+- loss: mean negative log-probability of the output under the target, in nats per token; lower is better. The
+  reference is plain decoding's loss.
+- exact: the share of prompts whose output equals plain decoding's, and the mean share of an output before the
+  first token that differs.
 
-Writes a JSON document, and a plot where docs/guides/bild.md shows it; prints a table and the document. Exit
-code 1 if a lossless output differs from plain decoding's.
+The script writes a JSON document and a plot, which docs/guides/bild.md shows; it prints a table and the
+document. The exit code is 1 if a lossless output differs from plain decoding's.
 
     python benchmarks/bild.py --prompts 18 --new-tokens 64 --repeats 5
 """
@@ -37,14 +38,19 @@ from foredraft.decode.policy import Fallback
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated
 
-POSITIONS = 512  # of a sequence; held-out prompts are shorter by far
-PLOTS = Path(__file__).parents[1] / "docs" / "guides"  # the site is built of what is in docs
-WARM = 1  # turns that do not count, after the one whose output is looked at
+POSITIONS = 512  # tokens of a sequence, prompt included; held-out prompts are much shorter
+PLOTS = Path(__file__).parents[1] / "docs" / "guides"
+WARM = 1  # untimed turns, after the one whose outputs are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """fallback: the policy's threshold, None for plain decoding. rollback: nats, None for a lossless rule."""
+    """A point of the grid.
+
+    Attributes:
+        fallback: Threshold of the fallback policy, a probability; None for plain decoding.
+        rollback: Bound of the lossy rule, in nats; None for a lossless rule.
+    """
 
     fallback: float | None = None
     rollback: float | None = None
@@ -61,14 +67,14 @@ class Mode:
 
 
 def modes(fallbacks: Sequence[float], rollbacks: Sequence[float]) -> Iterator[Mode]:
-    """Plain decoding, then each fallback threshold with the strict mode and every bound."""
+    """Yield plain decoding, then for each fallback threshold the strict mode and every bound."""
     yield Mode()
     for fallback in fallbacks:
         yield from (Mode(fallback, rollback) for rollback in (None, *rollbacks))
 
 
 def decode(llm: LLM, mode: Mode, prompts: list[list[int]], options: argparse.Namespace) -> list[Output]:
-    """One prompt at a time."""
+    """Decode the prompts in this mode, one at a time."""
     params = SamplingParams(
         temperature=options.temperature,
         max_new_tokens=options.new_tokens,
@@ -84,7 +90,7 @@ def decode(llm: LLM, mode: Mode, prompts: list[list[int]], options: argparse.Nam
 
 
 def loss(llm: LLM, prompt: list[int], new: list[int]) -> float:
-    """-log p of a new token by the target's own logits, on average, in nats."""
+    """Return the mean negative log-probability of the new tokens under the target, in nats."""
     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
     scores = llm.generate([*prompt, *new], params)[0].prompt_logprobs
     assert scores is not None
@@ -92,16 +98,17 @@ def loss(llm: LLM, prompt: list[int], new: list[int]) -> float:
 
 
 def quality(llm: LLM, prompts: list[list[int]], outputs: list[Output], plain: list[Output]) -> dict[str, Any]:
-    """What came of one mode, held against plain decoding."""
-    places = [divergence(o.token_ids, p.token_ids) for o, p in zip(outputs, plain, strict=True)]
+    """Compare the outputs of one mode with plain decoding's; the keys are those of the result file."""
+    positions = [divergence(o.token_ids, p.token_ids) for o, p in zip(outputs, plain, strict=True)]
     lengths = [len(output.token_ids) for output in outputs]
     stats = foredraft.Stats.merge(output.stats for output in outputs)
     return {
         "loss": mean(loss(llm, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)),
-        "identical": sum(place is None for place in places),
-        "exact": sum(place is None for place in places) / len(places),
+        "identical": positions.count(None),
+        "exact": positions.count(None) / len(positions),
         "up_to_the_first_other": mean(
-            1.0 if place is None else place / length for place, length in zip(places, lengths, strict=True)
+            1.0 if position is None else position / length
+            for position, length in zip(positions, lengths, strict=True)
         ),
         "lossless": all(output.lossless for output in outputs),
         "mean_accepted_length": stats.mean_accepted_length,
@@ -114,7 +121,7 @@ def quality(llm: LLM, prompts: list[list[int]], outputs: list[Output], plain: li
 def measure(
     llm: LLM, prompts: list[list[int]], grid: list[Mode], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for every mode, plain decoding first."""
+    """Return a row of figures for every mode, plain decoding first."""
     outputs = {mode: decode(llm, mode, prompts, options) for mode in grid}
     works = {mode: lambda mode=mode: decode(llm, mode, prompts, options) for mode in grid}
     seconds = interleaved(works, llm.engine.device, options.repeats, warm=WARM)
@@ -133,11 +140,14 @@ def measure(
     return rows
 
 
-COLUMNS = ("fallback", "mode", "lossless", "over plain", "loss", "exact", "to first other", "tau", "repeats")
+COLUMNS = (
+    *("fallback", "mode", "lossless", "over plain", "loss", "exact"),
+    *("before first difference", "tau", "repeated"),
+)
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The table, as a person reads it."""
+    """Return the lines of the printed table."""
     cells = [
         (
             "-" if row["fallback"] is None else f"{row['fallback']:g}",
@@ -156,46 +166,37 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """Speed across; the loss, and how far outputs agree with plain decoding's, up. SVG."""
-    from foredraft.bench.sampling_inputs import INK, legend, look, panels, picture, style
+    """Return an SVG: the loss, and the share before the first difference, by speed-up."""
+    from foredraft.bench.charts import INK, legend, look, panels, picture, style
 
     plain, *others = rows
     with style():
         figure, panes = panels(6.2, 2)
-        for axes, of in zip(panes, ("loss", "up_to_the_first_other"), strict=True):
-            axes.plot(1, plain[of], marker="x", color=INK, linestyle="none", label="plain decoding")
+        for axes, key in zip(panes, ("loss", "up_to_the_first_other"), strict=True):
+            axes.plot(1, plain[key], marker="x", color=INK, linestyle="none", label="plain decoding")
             for number, fallback in enumerate(dict.fromkeys(row["fallback"] for row in others)):
                 strict, *lossy = [row for row in others if row["fallback"] == fallback]
                 label = f"fallback {fallback:g}"
-                points = [(row["over_plain"]["median"], row[of]) for row in lossy]
+                points = [(row["over_plain"]["median"], row[key]) for row in lossy]
                 axes.plot(*zip(*points, strict=True), label=label, **look(number))
                 for (x, y), row in zip(points, lossy, strict=True):
                     axes.annotate(
                         f"{row['rollback']}", (x, y), (4, 4), textcoords="offset points", fontsize=9
                     )
-                at = strict["over_plain"]["median"], strict[of]
-                axes.plot(*at, linestyle="none", fillstyle="none", **look(number), label=f"{label}, strict")
+                point = strict["over_plain"]["median"], strict[key]
+                axes.plot(
+                    *point, linestyle="none", fillstyle="none", **look(number), label=f"{label}, strict"
+                )
             axes.grid()
         panes[0].set_ylabel("loss, nats per token")
-        panes[1].set_ylabel("share before the first other token")
-        panes[1].set_xlabel("tokens/s by those of plain decoding; numbers are rollback bounds")
+        panes[1].set_ylabel("share before the first difference")
+        panes[1].set_xlabel("speed-up over plain decoding; numbers are rollback bounds in nats")
         legend(figure, *panes)
         return picture(figure, "bild")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--fallbacks", default="0.3,0.6,0.9", help="joined by commas")
-    parser.add_argument("--rollbacks", default="1,2,3,5,inf", help="nats, joined by commas")
-    parser.add_argument("--max-draft", type=int, default=10)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--name", default="bild")
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     fallbacks, rollbacks = (
         [float(word) for word in words.split(",")] for words in (options.fallbacks, options.rollbacks)
     )
@@ -215,6 +216,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(options.name, {"what": vars(options), "machine": machine(), "rows": rows})
     changed = [row for row in rows if row["lossless"] and row["exact"] < 1 and options.temperature == 0]
     return 1 if changed else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fallbacks", default="0.3,0.6,0.9", help="joined by commas")
+    parser.add_argument("--rollbacks", default="1,2,3,5,inf", help="nats, joined by commas")
+    parser.add_argument("--max-draft", type=int, default=10)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="bild")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Greedy output of every method against plain decoding, token by token.
+"""Compare the greedy output of every method with plain decoding, token by token.
 
-For each prompt: plain decoding at batch 1 is the reference; the draft model, lookup, and both at batch 8
-with mixed neighbours must give the same ids. Three targets: the demo pair on held-out code, and random
-Llama and Gemma-2 checkpoints (grouped queries, a sliding window that the text crosses), on which ties are
-common; their drafts are the target with some noise on its weights. Any divergence is reported with its
-position. One process per core, each with its share of the prompts. Exit code 1 if anything diverges.
+Plain decoding of a prompt alone is the reference. The draft model and lookup must give the same token ids,
+alone and at batch 8 with mixed methods in a batch. There are three targets: the demo pair on held-out code,
+and random Llama and Gemma-2 checkpoints (grouped-query attention, a sliding window shorter than the text), on
+which ties are common. The draft models of the random targets are the targets with noise on their weights. The
+result file has the position of every divergence. Each CPU core runs a process with a share of the prompts.
+The exit code is 1 if any output diverges.
 
     python benchmarks/bit_identity.py --prompts 200 --new-tokens 128
 """
@@ -39,7 +40,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,  # a random tied head says one token for ever
+    "tie_word_embeddings": False,  # a random tied head repeats one token for ever
     "initializer_range": 0.1,
 }
 RANDOM = {
@@ -49,7 +50,7 @@ RANDOM = {
 
 
 def save_random(folder: Path, family: str) -> dict[str, Any]:
-    """A random target and a weak draft of it; what `foredraft.load` needs to find them."""
+    """Save a random target and a weak draft model of it; return the options of `foredraft.load` for them."""
     config, model_class, sizes = RANDOM[family]
     torch.manual_seed(0)
     model = model_class(config(**sizes)).to(torch.bfloat16)
@@ -62,27 +63,27 @@ def save_random(folder: Path, family: str) -> dict[str, Any]:
 
 
 def random_prompts(count: int) -> list[list[int]]:
-    """Of 1 to 300 tokens, half of each said twice, so that a lookup finds something."""
-    dice = random.Random(0)
+    """Return random prompts of 1 to 300 tokens; each repeats its first half, so that lookup finds matches."""
+    generator = random.Random(0)
     prompts: list[list[int]] = []
     for index in range(count):
-        length = dice.choice((1, 3, 40, 63, 64, 65, 200, 256, 257, 300)) if index else 1
-        half = [dice.randrange(3, SIZES["vocab_size"]) for _ in range((length + 1) // 2)]
+        length = generator.choice((1, 3, 40, 63, 64, 65, 200, 256, 257, 300)) if index else 1
+        half = [generator.randrange(3, SIZES["vocab_size"]) for _ in range((length + 1) // 2)]
         prompts.append((half + half)[:length])
     return prompts
 
 
-def decode(llm: LLM, prompts: list[Any], drafter: list[str], tokens: int) -> list[list[int]]:
-    """speculation: the drafters that the prompts take in turn."""
+def decode(llm: LLM, prompts: list[Any], drafters: list[str], tokens: int) -> list[list[int]]:
+    """Decode the prompts greedily and return the new token ids; the drafters alternate over the prompts."""
     base = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    params = [SamplingParams(**base, drafter=drafter[i % len(drafter)]) for i in range(len(prompts))]
+    params = [SamplingParams(**base, drafter=drafters[i % len(drafters)]) for i in range(len(prompts))]
     if llm.engine.rows.capacity > 1:
         return [o.token_ids for o in llm.generate(prompts, params)]
     return [llm.generate(p, own)[0].token_ids for p, own in zip(prompts, params, strict=True)]
 
 
 def check(prompts: list[Any], load: dict[str, Any], tokens: int) -> dict[str, dict[int, int]]:
-    """By case, the prompts that diverged and where."""
+    """Return, for each case, the position of the first divergence by index of the prompt."""
     torch.set_num_threads(1)
     alone, eight = (foredraft.load(**load, max_batch=rows) for rows in (1, 8))
     reference = decode(alone, prompts, ["none"], tokens)
@@ -95,15 +96,15 @@ def check(prompts: list[Any], load: dict[str, Any], tokens: int) -> dict[str, di
         "mixed, batch 8": (eight, ["draft-model", "lookup", "none"]),
     }
     diverged: dict[str, dict[int, int]] = {}
-    for name, (llm, drafter) in cases.items():
-        pairs = zip(reference, decode(llm, prompts, drafter, tokens), strict=True)
-        found = [divergence(a, b) for a, b in pairs]
-        diverged[name] = {i: at for i, at in enumerate(found) if at is not None}
+    for name, (llm, drafters) in cases.items():
+        outputs = decode(llm, prompts, drafters, tokens)
+        positions = [divergence(ids, expected) for ids, expected in zip(outputs, reference, strict=True)]
+        diverged[name] = {i: position for i, position in enumerate(positions) if position is not None}
     return diverged
 
 
 def check_all(prompts: list[Any], load: dict[str, Any], tokens: int, processes: int) -> dict[str, Any]:
-    """`check` on every process's share of the prompts."""
+    """Run `check` in several processes, each with a share of the prompts, and merge the results."""
     start = time.perf_counter()
     shares = [prompts[rank::processes] for rank in range(processes)]
     context = multiprocessing.get_context("spawn")
@@ -111,7 +112,11 @@ def check_all(prompts: list[Any], load: dict[str, Any], tokens: int, processes: 
         parts = pool.map(partial(check, load=load, tokens=tokens), shares)
     result: dict[str, Any] = {"prompts": len(prompts), "tokens_each": tokens}
     result["diverged"] = {
-        name: {i * processes + rank: at for rank, part in enumerate(parts) for i, at in part[name].items()}
+        name: {
+            i * processes + rank: position
+            for rank, part in enumerate(parts)
+            for i, position in part[name].items()
+        }
         for name in parts[0]
     }
     return result | {"seconds": round(time.perf_counter() - start, 1)}

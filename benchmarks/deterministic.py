@@ -1,11 +1,12 @@
-"""What the guarantee costs: the same decoding with `deterministic` on and off.
+"""The cost of the `deterministic` option: the same decoding with the option on and off.
 
-With it on, passes keep to exact shapes, so that greedy output does not depend on its batch mates or on who
-drafts; with it off, any shape will do. Kernels of our own are exact at any shape: there the two sides are the
-same, and what PyTorch's operators pay is seen with --no-kernels. The demo pair decodes 1, 8 and 32 held-out
-prompts at once, plainly and with its draft model. Everything takes turns, warm; a repeat's ratio is of
-tokens/s with the guarantee over without; medians and quartiles. Beside it stand, for each side, how many
-outputs equal plain decoding of that prompt alone, and the share of repeated 4-grams.
+With the option on, passes keep to exact shapes, so that greedy output depends neither on the other sequences
+of the batch nor on the drafter. With the option off, passes may have any shape. Foredraft's C kernels are
+exact at every shape, so the option costs nothing there; --no-kernels measures PyTorch's operators. The demo
+pair decodes 1, 8 and 32 held-out prompts as one batch, plainly and with its draft model. Both sides take
+turns after a warm-up. A repeat's ratio is the tokens/s with the option on over those with it off; the result
+file has medians and quartiles. For each side it also has the number of outputs that equal plain decoding of
+the prompt alone, and the share of repeated 4-grams.
 
     python benchmarks/deterministic.py --repeats 5 --new-tokens 96
 """
@@ -25,13 +26,13 @@ from foredraft import LLM, Output, SamplingParams
 from foredraft.ngrams import repeated
 
 ROWS = "1,8,32"
-POSITIONS = 512  # of a sequence; held-out prompts are shorter by far
-WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
+POSITIONS = 512  # tokens of a sequence, prompt included; held-out prompts are much shorter
+WARM = 2  # untimed turns: the engine may prepare a shape at its second use, for example by recording a graph
 SIDES = {True: "on", False: "off"}
 
 
 def decode(llm: LLM, prompts: list[list[int]], drafter: str, new_tokens: int) -> tuple[float, list[Output]]:
-    """Tokens per second from the first round of any to the end of all, prompts' passes included; outputs."""
+    """Decode the prompts as one batch; return the tokens/s, with prefill included, and the outputs."""
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter=drafter)
     seconds, outputs = timed(lambda: llm.generate(prompts, params), llm.engine.device)
     return sum(len(output.token_ids) for output in outputs) / seconds, outputs
@@ -40,7 +41,7 @@ def decode(llm: LLM, prompts: list[list[int]], drafter: str, new_tokens: int) ->
 def compare(
     llms: dict[bool, LLM], prompts: list[list[int]], drafter: str, new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Both sides in turns on these prompts at once."""
+    """Time both sides in turns on one batch of prompts; the keys are those of the result file."""
     alone = [decode(llms[True], [prompt], "none", new_tokens)[1][0].token_ids for prompt in prompts]
     speeds: dict[bool, list[float]] = {side: [] for side in llms}
     ids: dict[bool, list[list[int]]] = {}
@@ -63,9 +64,9 @@ def compare(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", default=ROWS, help="sequences at once, joined by commas")
+    parser.add_argument("--rows", default=ROWS, help="batch sizes, joined by commas")
     parser.add_argument("--drafters", default="none,draft-model", help="joined by commas")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
@@ -74,15 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction)
     parser.add_argument("--name", default="deterministic")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     rows = [int(count) for count in options.rows.split(",")]
     load = {
         "dtype": options.dtype,
         "device": options.device,
         "max_draft": options.max_draft,
         "policy": "fixed",
+        "kernels": options.kernels,
     }
-    load["kernels"] = options.kernels
     llms = {
         side: foredraft.load(**load, deterministic=side, max_batch=max(rows), max_length=POSITIONS)
         for side in SIDES

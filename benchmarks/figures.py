@@ -1,9 +1,9 @@
-"""The tables of README and docs that hold measured figures, made of the committed results.
+"""Write the tables of measured figures in README and docs from the committed results.
 
-A table stands between two comments, of which the first names it; everything between them is written here.
+A table lies between two comments, the first of which names it. This script writes everything between them.
 
-    python benchmarks/figures.py          which pages do not say what the results say; exit code 1 if any
-    python benchmarks/figures.py --write  make them say it
+    python benchmarks/figures.py          list the pages with outdated tables; exit code 1 if there are any
+    python benchmarks/figures.py --write  update these tables
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ Cells = Sequence[str]
 
 @cache
 def result(name: str) -> dict[str, Any]:
+    """Return a committed result file."""
     found: dict[str, Any] = json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 @cache
 def report(name: str) -> Report:
+    """Return a committed report of `foredraft bench` on the demo models."""
     return Report.from_dict(result(f"bench_demo_{name}"))
 
 
 def rows(name: str, contender: str, workload: str | None = None, policy: str | None = None) -> list[Row]:
-    """At batch 1, those with figures."""
+    """Return a contender's rows with figures at batch size 1; there must be at least one."""
     found = [
         row
         for row in report(name).rows
@@ -53,10 +55,12 @@ def rows(name: str, contender: str, workload: str | None = None, policy: str | N
 
 
 def table(head: Cells, *lines: Cells) -> list[str]:
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
 
 
 def span(values: Iterable[float | None], digits: int = 2) -> str:
+    """Return the smallest and the largest value, as in "1.85 to 2.16"."""
     known = sorted(value for value in values if value is not None)
     low, high = (f"{value:.{digits}f}" for value in (known[0], known[-1]))
     return low if low == high else f"{low} to {high}"
@@ -66,22 +70,22 @@ def percent(values: Iterable[float | None]) -> str:
     return f"{span((value * 100 for value in values if value is not None), 0)} %"
 
 
-def middle(spread: Spread | None) -> float | None:
+def median_of(spread: Spread | None) -> float | None:
     return None if spread is None else spread.median
 
 
 def gain(found: Sequence[Row]) -> str:
-    return span(middle(row.speedup) for row in found)
+    return span(median_of(row.speedup) for row in found)
 
 
 def over(found: Sequence[Row], peer: str) -> str:
-    return span(middle((row.over_peers or {}).get(peer)) for row in found)
+    return span(median_of((row.over_peers or {}).get(peer)) for row in found)
 
 
 def identical(found: Sequence[Row]) -> str:
     flags = [row.exactness for row in found if row.exactness is not None]
     if not all(flag.comparable for flag in flags):
-        return "tested as a law"
+        return "distribution tested instead"
     return f"{sum(flag.identical for flag in flags)} of {sum(flag.prompts for flag in flags)}"
 
 
@@ -90,33 +94,32 @@ def drafts(found: Sequence[Row], *names: str, digits: int = 2) -> list[str]:
 
 
 def speed() -> list[str]:
-    def line(label: str, of: Callable[[str], str]) -> Cells:
-        return label, of("greedy"), of("sampled")
+    def line(label: str, figure: Callable[[str], str]) -> Cells:
+        return label, figure("greedy"), figure("sampled")
 
     def gains(contender: str) -> Callable[[str], str]:
         return lambda name: gain(rows(name, contender))
 
-    def every(name: str) -> list[Row]:
+    def lossless(name: str) -> list[Row]:
         return [row for row in report(name).rows if not row.peer and row.lossless and row.speedup is not None]
 
-    def peers(contender: str, peer: str) -> Callable[[str], str]:
+    def over_peer(contender: str, peer: str) -> Callable[[str], str]:
         return lambda name: over(rows(name, contender), peer) if name == "greedy" else ""
 
+    def repetition(name: str) -> str:
+        return percent(median_of(row.repeated) for row in lossless(name))
+
+    assisted = over_peer("draft-model", "transformers-assisted")
     return table(
-        ("tokens/s, kinds of prompts from the worst to the best", "temperature 0", "temperature 1"),
-        line("plain decoding ÷ `transformers`' `generate`", peers("plain", "transformers")),
-        line("plain decoding ÷ llama.cpp", peers("plain", "llama.cpp")),
-        line("draft model ÷ own plain decoding", gains("draft-model")),
-        line(
-            "draft model ÷ `transformers` with `assistant_model`",
-            peers("draft-model", "transformers-assisted"),
-        ),
-        line("layer skipping, no second model ÷ own plain decoding", gains("layer-skip")),
-        line("lookup ÷ own plain decoding", gains("lookup")),
-        line("outputs identical to own plain decoding's", lambda name: identical(every(name))),
-        line(
-            "4-grams that repeat in an output", lambda name: percent(middle(r.repeated) for r in every(name))
-        ),
+        ("ratio of tokens/s, from the worst to the best workload", "temperature 0", "temperature 1"),
+        line("plain decoding ÷ `generate` of `transformers`", over_peer("plain", "transformers")),
+        line("plain decoding ÷ llama.cpp", over_peer("plain", "llama.cpp")),
+        line("`draft-model` ÷ plain decoding", gains("draft-model")),
+        line("`draft-model` ÷ `generate` with `assistant_model`", assisted),
+        line("`layer-skip` (no second model) ÷ plain decoding", gains("layer-skip")),
+        line("`lookup` ÷ plain decoding", gains("lookup")),
+        line("outputs identical to plain decoding's", lambda name: identical(lossless(name))),
+        line("repeated 4-grams in an output", repetition),
     )
 
 
@@ -124,37 +127,40 @@ def speculative_sampling() -> list[str]:
     found = rows("greedy", "draft-model"), rows("sampled", "draft-model")
     return table(
         ("", "temperature 0", "temperature 1"),
-        ("draft model ÷ own plain decoding", *map(gain, found)),
+        ("`draft-model` ÷ plain decoding", *map(gain, found)),
         ("α", *(drafts(each, "alpha")[0] for each in found)),
         ("τ", *(drafts(each, "mean_accepted_length", digits=1)[0] for each in found)),
         ("v(6)", *(_verifying(name, 6) for name in ("greedy", "sampled"))),
-        ("measured ÷ predicted by τ, c and v", *(_foreseen(each) for each in found)),
+        ("measured ÷ predicted speed-up", *(_over_predicted(each) for each in found)),
         ("outputs identical to plain decoding's", *map(identical, found)),
     )
 
 
-def _verifying(name: str, wide: int) -> str:
+def _verifying(name: str, row_count: int) -> str:
     return span(
         cost.v
         for costs in report(name).costs
         for cost in costs.verifying
-        if cost.rows == wide and costs.batch == 1
+        if cost.rows == row_count and costs.batch == 1
     )
 
 
-def _foreseen(found: Sequence[Row]) -> str:
-    return span(middle(row.measured_over_predicted) for row in found)
+def _over_predicted(found: Sequence[Row]) -> str:
+    return span(median_of(row.measured_over_predicted) for row in found)
 
 
 def assisted_generation() -> list[str]:
     return table(
-        ("", "tokens/s"),
+        ("", "ratio of tokens/s"),
         (
-            "assisted generation ÷ plain generation, both `transformers`",
+            "`transformers`: `generate` with `assistant_model` ÷ `generate`",
             over(rows("greedy", "transformers-assisted"), "transformers"),
         ),
-        ("draft model ÷ assisted generation", over(rows("greedy", "draft-model"), "transformers-assisted")),
-        ("own plain decoding ÷ plain generation", over(rows("greedy", "plain"), "transformers")),
+        (
+            "`draft-model` ÷ `generate` with `assistant_model`",
+            over(rows("greedy", "draft-model"), "transformers-assisted"),
+        ),
+        ("plain decoding ÷ `generate`", over(rows("greedy", "plain"), "transformers")),
     )
 
 
@@ -168,11 +174,11 @@ def _by_policy(*policies: str, contender: str = "draft-model") -> list[str]:
                 gain(found),
                 *drafts(found, "alpha"),
                 *drafts(found, "mean_accepted_length", "mean_draft_length", digits=1),
-                _foreseen(found),
+                _over_predicted(found),
                 identical(found),
             )
         )
-    head = "draft model", "over own plain", "α", "τ", "drafted a round", "measured ÷ predicted", "identical"
+    head = "policy", "over plain", "α", "τ", "draft length", "measured ÷ predicted", "identical"
     return table(head, *lines)
 
 
@@ -181,16 +187,16 @@ def the_cache() -> list[str]:
     (costs,) = [
         costs for costs in report("greedy").costs if costs.workload == row.workload and costs.batch == 1
     ]
-    reading = middle(row.prefill_seconds)
-    assert reading is not None
+    prefill = median_of(row.prefill_seconds)
+    assert prefill is not None
     step = costs.step_seconds
     return table(
-        ("", "reading the prompt, ms", "a bare plain step, ms", "ratio"),
+        ("", "prefill, ms", "bare plain step, ms", "ratio"),
         (
             "demo target, median prompt of `complete-function`",
-            f"{reading * 1e3:.1f}",
+            f"{prefill * 1e3:.1f}",
             f"{step * 1e3:.2f}",
-            f"{reading / step:.0f}",
+            f"{prefill / step:.0f}",
         ),
     )
 
@@ -218,55 +224,55 @@ def layer_skipping() -> list[str]:
                 *drafts([row], "alpha"),
                 *drafts([row], "mean_accepted_length", digits=1),
                 f"{row.ceiling.speedup:.2f}, {row.perfect.speedup:.2f}",
-                _foreseen([row]),
-                percent([middle(row.repeated)]),
+                _over_predicted([row]),
+                percent([median_of(row.repeated)]),
                 identical([row]),
             )
         )
     return table(
         (
-            "workload", "over own plain", "c of a first step, of others", "α", "τ", "ceiling at α, at 1",
-            "measured ÷ predicted", "repeated", "identical",
+            "workload and policy", "over plain", "c of the first step, of others", "α", "τ",
+            "ceiling at α, at 1", "measured ÷ predicted", "repeated", "identical",
         ),
         *lines,
     )  # fmt: skip
 
 
 def the_search() -> list[str]:
-    """A plan that was a finalist has its measured figures, whoever found it."""
+    """Compare the plans of the search with others; a plan that was a finalist has its measured figures."""
     found = result("tune_demo")
-    plans, uses_gumbel_argmax = found["plans"], {one["skips"]: one for one in found["finalists"]}
-    named: dict[str, str] = {}  # a plan's spelling is told once
+    plans, finalists = found["plans"], {finalist["skips"]: finalist for finalist in found["finalists"]}
+    labels: dict[str, str] = {}  # the first line that has a plan; later lines refer to it
 
     def line(label: str, skips: str, predicted: float) -> Cells:
-        cells = [label, f"as {named[skips]}" if skips in named else f"`{skips}`"]
-        named.setdefault(skips, label)
-        if (one := uses_gumbel_argmax.get(skips)) is None:
+        cells = [label, f"as {labels[skips]}" if skips in labels else f"`{skips}`"]
+        labels.setdefault(skips, label)
+        if (finalist := finalists.get(skips)) is None:
             return *cells, "", "", "", f"{predicted:.2f}", "", ""
         return (
             *cells,
-            f"{one['c']:.2f}",
-            f"{one['alpha']:.2f}",
-            f"{one['predicted_tau']:.2f}, {one['tau']:.2f}",
+            f"{finalist['c']:.2f}",
+            f"{finalist['alpha']:.2f}",
+            f"{finalist['predicted_tau']:.2f}, {finalist['tau']:.2f}",
             f"{predicted:.2f}",
-            f"{one['speedup']['median']:.2f}",
-            f"{one['prompts'] if one['identical'] else 'not all'} of {one['prompts']}",
+            f"{finalist['speedup']['median']:.2f}",
+            f"{finalist['prompts'] if finalist['identical'] else 'not all'} of {finalist['prompts']}",
         )
 
-    lines = [line("the search, by prediction", plans["search"]["skips"], plans["search"]["predicted"])]
+    lines = [line("search, best predicted", plans["search"]["skips"], plans["search"]["predicted"])]
     if found["winner"] is not None:
-        won = found["finalists"][found["winner"]]
-        lines.append(line("the search, by the race", won["skips"], won["predicted"]))
+        winner = found["finalists"][found["winner"]]
+        lines.append(line("search, best measured", winner["skips"], winner["predicted"]))
     names = {
         "greedy": "greedy ranking",
         "clasp": "dynamic programme (CLaSp)",
-        "random of its size": "best of {} random ones of its size",
+        "random of its size": "best of {} random plans of the same size",
     }
     for key, label in names.items():
         plan = plans[key]
         lines.append(line(label.format(f"{plan['plans']:,}"), plan["skips"], plan["predicted"]))
     head = "plan found by", "plan", "c", "α", "predicted τ, decoded τ"
-    return table((*head, "predicted S", "measured S", "identical"), *lines)
+    return table((*head, "predicted speed-up", "measured speed-up", "identical"), *lines)
 
 
 def big_little_decoder() -> list[str]:
@@ -275,11 +281,7 @@ def big_little_decoder() -> list[str]:
     for row in others:
         if row["fallback"] == 0.9 or row["rollback"] not in (None, 5.0):
             continue
-        rule = (
-            f"`bild`, rollback {row['rollback']:g}"
-            if row["rollback"]
-            else "the fallback policy alone, lossless"
-        )
+        rule = f"`bild`, rollback {row['rollback']:g}" if row["rollback"] else "lossless rule"
         lines.append(
             (
                 f"{rule}, fallback {row['fallback']:g}",
@@ -291,16 +293,16 @@ def big_little_decoder() -> list[str]:
         )
     head = (
         "",
-        "over own plain",
-        "outputs that are plain's",
-        "loss under the target, plain's beside it",
+        "over plain",
+        "outputs identical to plain decoding's",
+        "loss under the target, nats per token; of plain decoding",
         "repeated",
     )
     return table(head, *lines)
 
 
 def the_lossy_rule() -> list[str]:
-    """The whole grid."""
+    """Return the whole grid of the benchmark of the lossy rule."""
 
     def line(row: dict[str, Any]) -> Cells:
         speed = row["over_plain"]
@@ -315,7 +317,16 @@ def the_lossy_rule() -> list[str]:
             percent([row["repeated_4grams"]]),
         )
 
-    head = "fallback", "mode", "over plain (quartiles)", "loss", "exact", "to first other", "τ", "repeated"
+    head = (
+        "fallback",
+        "mode",
+        "over plain (quartiles)",
+        "loss",
+        "exact",
+        "before first difference",
+        "τ",
+        "repeated",
+    )
     return table(head, *map(line, result("bild")["rows"]))
 
 
@@ -335,7 +346,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 
 def brought_up_to_date(page: str) -> str:
-    """The page with its tables as the results have them. Raises KeyError of a table that there is not."""
+    """Return the page with the tables that the results give.
+
+    Raises:
+        KeyError: The page names an unknown table.
+    """
     return BLOCK.sub(lambda found: f"{found['name']}{found['gap']}{_lines(found['name'])}", page)
 
 
@@ -357,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stale = True
         if options.write:
             write_whole(path, made, "the page")
-        print(f"{name}: {'written' if options.write else 'does not say what the results say'}")
+        print(f"{name}: {'updated' if options.write else 'tables are out of date'}")
     return 1 if stale and not options.write else 0
 
 

@@ -1,24 +1,24 @@
-"""Everything that is measured on one GPU, at batch 1: an 8 B Llama shape with random bfloat16 weights.
+"""All measurements on one GPU, at batch size 1: an 8 B Llama shape with random bfloat16 weights.
 
-Stages, in this order; one that fails is reported in the result and does not lose the others:
+The stages run in this order; a stage that fails is reported in the result, and the others still run:
 
   tests         the tests that need a GPU
   forwards      bare forwards over 1 to 32 rows, with `deterministic` on and off
-  plain         plain decoding through the engine, in turns with transformers' `generate` on the same weights:
-                with the cache that grows, the static one, and the static one compiled; the fraction of the
-                device's copy bandwidth that each reaches
+  plain         plain decoding through the engine, in turns with transformers' `generate` on the same weights
+                (dynamic cache, static cache, static cache with torch.compile), and the share of the device's
+                copy bandwidth that each reaches
   arranged-0.6, arranged-0.8, arranged-0.9
-                drafting with a draft that is right with that probability (random_model.py says how), in turns
-                with plain decoding: measured over predicted S = tau / (k c + v(k + 1)) at the runs' own tau
-                and draft lengths, with k the best length that c, v and alpha promise; and whether the ids are
-                the same
+                drafting with a draft model whose tokens are accepted with that probability (random_model.py
+                explains how), in turns with plain decoding: the measured speed-up over the predicted
+                S = tau / (k c + v(k + 1)) at the runs' own tau and draft lengths, with the best length k for
+                this c, v and alpha; and whether the token ids are identical
 
-The copy bandwidth is bytes read plus bytes written over time, the best of 20 copies of at least 1 GiB. A
-plain step reads every weight but the embedding, of which it looks up a row, and the keys and values so far.
-Clocks are read when the device is done; contenders take turns, warm; figures are medians with quartiles.
+The copy bandwidth is bytes read plus bytes written per second, the best of 20 copies of 1 GiB. A plain step
+reads the KV cache and every weight except the embedding, in which it looks up one row. Timers are read when
+the device has finished. Contenders take turns after a warm-up. Figures are medians with quartiles.
 
-    python benchmarks/gpu.py                                   # all of it
-    python benchmarks/gpu.py --stages plain --name gpu_plain   # a part, into a file of its own
+    python benchmarks/gpu.py                                   # all stages
+    python benchmarks/gpu.py --stages plain --name gpu_plain   # one stage, with a result file of its own
     python benchmarks/gpu.py --stages arranged-0.6,arranged-0.8 --name gpu_arranged
     python benchmarks/gpu.py --shape tiny --device cpu --dtype float32 --new-tokens 16 --repeats 1
 """
@@ -45,7 +45,7 @@ from foredraft.loading.device import find_device
 
 @contextmanager
 def memory(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Peak of the device's memory within the block; what others left is given back first."""
+    """Measure the peak of the device's memory while entered, after releasing unused memory."""
     used: dict[str, Any] = {}
     cuda = device.type == "cuda"
     if cuda:
@@ -57,29 +57,33 @@ def memory(device: torch.device) -> Iterator[dict[str, Any]]:
         used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--stages", default=",".join(STAGES), help="some of them, joined by commas")
+    parser.add_argument("--stages", default=",".join(STAGES), help="joined by commas")
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=3, help="of stage arranged")
-    parser.add_argument("--max-draft", type=int, default=8, help="the longest draft that may turn out best")
+    parser.add_argument("--prompts", type=int, default=3, help="of the stages arranged-*")
+    parser.add_argument("--max-draft", type=int, default=8, help="longest draft to consider, in tokens")
     parser.add_argument("--backend", default="inductor", help="of torch.compile, for transformers")
     parser.add_argument(
-        "--compile", action="store_true", help="own models are compiled: in stage plain one more of them"
+        "--compile", action="store_true", help="compile Foredraft's models; adds a contender to stage plain"
     )
     parser.add_argument("--name", default="gpu", help="of the result file")
     options = parser.parse_args(arguments)
-    chosen = options.stages.split(",")
-    if unknown := [stage for stage in chosen if stage not in STAGES]:
+    if unknown := [stage for stage in options.stages.split(",") if stage not in STAGES]:
         parser.error(f"--stages has {unknown[0]!r}; give some of {','.join(STAGES)}")
     try:
         find_device(options.device)
     except ConfigError as error:
         parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     bench = Bench(options)
     result: dict[str, Any] = {
         "what": vars(options),
@@ -88,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "stages": {},
     }
     failed = False
-    for stage in chosen:
+    for stage in options.stages.split(","):
         say(f"{stage} ...")
         start = time.perf_counter()
         with memory(bench.device) as used:
@@ -98,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found, failed = failure(error), True
         taken = {"seconds": time.perf_counter() - start} | used
         result["stages"][stage] = found | taken
-        write(options.name, result)  # after every stage: a limit may end the next one
+        write(options.name, result)  # after every stage, because a time limit may end the next one
     return 1 if failed else 0
 
 

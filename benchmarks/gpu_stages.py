@@ -1,4 +1,4 @@
-"""The stages of `gpu.py`: what is measured in each, and how."""
+"""The stages of `gpu.py`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import peer
 import torch
-from random_model import SHAPES, Pair, Shape, arranged, make_llm, random_prompts
+from random_model import SHAPES, Pair, Shape, find_factor, make_llm, random_prompts
 from timing import interleaved, spread
 
 from foredraft import LLM, SamplingParams, Stats
 from foredraft.bench.figures import divergence
 from foredraft.bench.machine import bandwidth
-from foredraft.bench.prediction import ceiling, predicted
+from foredraft.bench.prediction import ceiling, predicted_speedup
 from foredraft.bench.records import Cost, Costs, DraftCost, Spread
 from foredraft.model.decoder import Decoder
 from foredraft.model.runner import Runner
@@ -32,17 +32,19 @@ from foredraft.ngrams import repeated
 ROOT = Path(__file__).parents[1]
 ROWS = (1, 2, 4, 8, 16, 32)
 ALPHAS = (0.6, 0.8, 0.9)
-PROMPT = 128  # tokens
-CONTEXT = 256  # positions before a bare forward
+PROMPT = 128  # tokens of a prompt
+CONTEXT = 256  # tokens in the KV cache before a bare forward
 DRAFT = "draft-model"
-WARM = 2  # turns that do not count: what is met for the second time may be prepared for the third
-TESTS_S = 400  # at most
+WARM = 2  # untimed turns: the engine may prepare a shape at its second use, for example by recording a graph
+TESTS_TIMEOUT = 400  # seconds
 
-Run = Callable[[], tuple[float, list[int]]]  # seconds of so many decoding steps, and the new ids
+Run = Callable[
+    [], tuple[float, list[int]]
+]  # returns the seconds of the decoding phase, and the new token ids
 
 
 class Bench:
-    """The options, resolved; `bandwidth` is measured with every run."""
+    """The resolved options, and the device's bandwidth, which is measured anew in every run."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.shape: Shape = SHAPES[options.shape]
@@ -57,21 +59,12 @@ class Bench:
     # --- stages -----------------------------------------------------------------------------------------
 
     def tests(self) -> dict[str, Any]:
-        """Only files that have such a test, whatever the versions here: another PyTorch or pytest may warn of
-        what ours does not, and other files may import what is lacking."""
+        """Run the tests that need a GPU, collecting only the files that have one.
+
+        Other files may import packages that this machine lacks.
+        """
         files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in f.read_text()]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-rfE",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "gpu",
-            *files,
-        ]
+        command = [sys.executable, *"-m pytest -q -rfE -p no:cacheprovider -m gpu".split(), *files]
         path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         ran = subprocess.run(
             command,
@@ -79,7 +72,7 @@ class Bench:
             env=os.environ | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=TESTS_S,
+            timeout=TESTS_TIMEOUT,
         )
         if ran.returncode:
             raise RuntimeError(
@@ -88,6 +81,7 @@ class Bench:
         return {"summary": ran.stdout.splitlines()[-1]}
 
     def forwards(self) -> dict[str, Any]:
+        """Time bare forwards with `deterministic` on and off."""
         pair = Pair.of(self.shape, self.device, self.dtype)
         results: dict[str, Any] = {}
         for deterministic in (True, False):
@@ -97,31 +91,33 @@ class Bench:
         return results
 
     def plain(self) -> dict[str, Any]:
+        """Time plain decoding in turns with transformers' `generate`."""
         pair = Pair.of(self.shape, self.device, self.dtype)
         [prompt] = random_prompts(1, PROMPT, pair.target.spec.vocab_size)
         runs: dict[str, Run] = {}
-        ours: dict[str, dict[str, Any]] = {
+        variants: dict[str, dict[str, Any]] = {
             "foredraft": {},
             "foredraft, not deterministic": {"deterministic": False},
             **({"foredraft, compiled": {"compile": True}} if self.compile else {}),
         }
-        for name, how in ours.items():
-            llm = make_llm(Runner(pair.target, **how), None, self.positions)
+        for name, options in variants.items():
+            llm = make_llm(Runner(pair.target, **options), None, self.positions)
             runs[name] = lambda llm=llm: decoded(llm, prompt, self.new_tokens, "none")[:2]  # type: ignore[misc]
-        theirs = peer.model_of(self.shape.config(self.dtype), pair.tensors, self.device)
+        model = peer.model_of(self.shape.config(self.dtype), pair.tensors, self.device)
         for way in peer.WAYS:
-            runs[f"transformers, {way}"] = peer.contender(theirs, way, prompt, self.new_tokens, self.backend)
+            runs[f"transformers, {way}"] = peer.contender(model, way, prompt, self.new_tokens, self.backend)
         return self._compared(runs, self._bytes_per_step(pair.target, PROMPT + self.new_tokens // 2))
 
     def arranged(self, alpha: float) -> dict[str, Any]:
-        factor, tried = arranged(self.shape, self.device, self.dtype, alpha)
-        say(f"  later layers times {factor:.4f}: the draft is right at {dict(tried)[factor]:.3f}")
+        """Time drafting with an acceptance probability of `alpha` in turns with plain decoding."""
+        factor, tried = find_factor(self.shape, self.device, self.dtype, alpha)
+        say(f"  later layers scaled by {factor:.4f}: draft and target agree at {dict(tried)[factor]:.3f}")
         return {"factor": factor, "bisection": tried} | self._drafted(alpha, factor)
 
-    # --- what they share --------------------------------------------------------------------------------
+    # --- shared by the stages ---------------------------------------------------------------------------
 
     def _costs(self, target: Runner, draft: Runner | None, rows: Sequence[int]) -> Costs:
-        """v by the rows of a forward, and c of a draft step among others, which nobody waits for."""
+        """Measure v by rows of a forward, and c as the mean step of a whole draft."""
         cache = target.new_cache(1, self.positions + CONTEXT)
         rows = [n for n in rows if n <= target.max_queries]
         made = {n: torch.ones(1, n, dtype=torch.int64, device=self.device) for n in rows}
@@ -130,12 +126,12 @@ class Bench:
             for n, tokens in made.items()
         }
         if draft is not None:
-            own = draft.new_cache(1, self.positions + CONTEXT)
+            draft_cache = draft.new_cache(1, self.positions + CONTEXT)
             at = torch.zeros(1, dtype=torch.int64, device=self.device)
 
             def steps() -> None:
                 for position in range(CONTEXT, CONTEXT + self.longest):
-                    draft.forward(own, made[1], [position - 1], at=at, exact=False)
+                    draft.forward(draft_cache, made[1], [position - 1], at=at, exact=False)
 
             works[DRAFT] = steps
         seconds = interleaved(works, self.device, 10 * self.repeats)
@@ -149,7 +145,12 @@ class Bench:
         return Costs(1, CONTEXT, verifying, drafting, share)
 
     def _compared(self, runs: dict[str, Run], bytes_per_step: int) -> dict[str, Any]:
-        """Contenders in turns, each warmed up first; one that fails is out, and says why."""
+        """Time the contenders in turns after a warm-up; a failing one is dropped, with its error.
+
+        Args:
+            runs: How to run each contender, by name.
+            bytes_per_step: Bytes that a plain step reads.
+        """
         results: dict[str, Any] = {}
         seconds: dict[str, list[float]] = {}
         ids: dict[str, list[int]] = {}
@@ -165,14 +166,14 @@ class Bench:
                     seconds.setdefault(name, []).append(taken)
                 elif turn == -1:
                     say(f"  {name}: {self.new_tokens / taken:.1f} tokens/s, warm")
-        own = ids.get("foredraft", [])
+        expected = ids.get("foredraft", [])
         for name in runs:
             speeds = [self.new_tokens / taken for taken in seconds[name]]
             results[name] = {
                 "tokens_per_second": spread(speeds),
                 "fraction_of_bandwidth": self.bandwidth
                 and median(speeds) * bytes_per_step / self.bandwidth.bytes_per_second,
-                "differs_from_foredraft_at": divergence(ids[name][: len(own)], own),
+                "differs_from_foredraft_at": divergence(ids[name][: len(expected)], expected),
                 "repeated_4grams": repeated(ids[name]),
             }
             if "foredraft" in runs and name.startswith("transformers"):
@@ -181,7 +182,7 @@ class Bench:
         return {"contenders": results, "bytes_per_step": bytes_per_step}
 
     def _drafted(self, alpha: float, factor: float) -> dict[str, Any]:
-        """Drafting against plain decoding, prompt by prompt, at the length that pays best at `alpha`."""
+        """Time drafting and plain decoding prompt by prompt, at the best draft length for `alpha`."""
         pair = Pair.of(self.shape, self.device, self.dtype, factor)
         target = Runner(pair.target, compile=self.compile)
         draft = Runner(pair.draft, deterministic=False, compile=self.compile)
@@ -199,30 +200,30 @@ class Bench:
                     ratios.append(both["none"][0] / both[DRAFT][0])
             stats.append(both[DRAFT][2])
             shares.append(repeated(both[DRAFT][1]))
-        whole = Stats.merge(stats)
-        promised = predicted(costs, whole)
+        merged = Stats.merge(stats)
+        predicted = predicted_speedup(costs, merged)
         return {
             "identical": identical,
             "repeated_4grams": shares,
-            "alpha": whole.alpha,
-            "acceptance_by_position": whole.acceptance_by_position,
+            "alpha": merged.alpha,
+            "acceptance_by_position": merged.acceptance_by_position,
             "max_draft": length,
-            "mean_accepted_length": whole.mean_accepted_length,
+            "mean_accepted_length": merged.mean_accepted_length,
             "costs": asdict(costs),
             "speedup": spread(ratios),
-            "predicted": promised,
-            "measured_over_predicted": median(ratios) / promised,
+            "predicted": predicted,
+            "measured_over_predicted": median(ratios) / predicted,
         }
 
     def _bytes_per_step(self, decoder: Decoder, context: int) -> int:
-        """Read by a plain step after so many tokens."""
+        """Return the bytes that a plain step reads with `context` tokens in the KV cache."""
         spec, width = decoder.spec, self.dtype.itemsize
         weights = weight_bytes(spec, self.device, self.dtype) - decoder.embedding.numel() * width
         return weights + 2 * spec.layers * spec.kv_heads * spec.head_dim * context * width
 
 
 def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple[float, list[int], Stats]:
-    """Seconds of the decoding, from the first round on; the new ids; the rounds."""
+    """Decode greedily; return the seconds of the decoding phase, the new token ids and the statistics."""
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter=drafter)
     [output] = llm.generate(prompt, params)
     if output.error is not None:
@@ -231,6 +232,7 @@ def decoded(llm: LLM, prompt: list[int], new_tokens: int, drafter: str) -> tuple
 
 
 def failure(error: Exception) -> dict[str, Any]:
+    """Return the error and the last lines of its traceback, for the result file."""
     return {"error": f"{type(error).__name__}: {error}"[:12000], "traceback": traceback.format_exc(-3)}
 
 

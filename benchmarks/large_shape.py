@@ -1,9 +1,9 @@
-"""Costs at a real model's shape, where reading the weights is what takes time: bare forwards by rows, plain
-decoding, host work a round, and the memory that loading takes.
+"""Costs at a real model's shape, at which memory bandwidth bounds a step.
 
-A checkpoint of 1.24 billion random weights (`shape.py`), beside transformers and, where it is installed,
-llama.cpp on the same weights; how fast memory can be read is measured in the same turns. Everything takes
-turns, warm; a ratio is the median of those within the turns, with quartiles.
+The script measures bare forwards by rows, plain decoding, host work per round, and the memory that loading
+takes. The checkpoint has 1.24 billion random weights (`shape.py`). transformers, and llama.cpp where it is
+installed, run on the same weights; reads of memory are timed in the same turns. All contenders take turns
+after a warm-up. A ratio is the median of the ratios within the turns, with quartiles.
 
     python benchmarks/large_shape.py --dtype bfloat16
 """
@@ -31,13 +31,13 @@ from foredraft.bench.figures import divergence
 from foredraft.bench.hugging_face import Checkpoints, plain
 from foredraft.bench.llama_cpp import LlamaCpp
 from foredraft.bench.timing import parted, watched
-from foredraft.bench.weights import weigh
+from foredraft.bench.weights import model_record
 from foredraft.errors import ForedraftError
 
 ROWS = (1, 2, 4, 8, 16, 32)
-CONTEXT, POSITIONS = 128, 512
-READ = 2**30  # bytes
-# a draft model of the same vocabulary, for rounds to have drafts at all
+CONTEXT, POSITIONS = 128, 512  # tokens in the KV cache before a bare forward, and its room
+READ = 2**30  # bytes read per bandwidth measurement: more than any cache holds
+# a small draft model with the same vocabulary, so that rounds have drafts
 DRAFT = {**SHAPES["llama-1b"], "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512,
          "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -49,6 +49,8 @@ HOST: dict[str, dict[str, Any]] = {
 
 
 class Bench:
+    """The options and the checkpoints. Each stage is a method that returns its figures."""
+
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.dtype = getattr(torch, options.dtype)
         self.repeats, self.new_tokens, self.kernels = options.repeats, options.new_tokens, options.kernels
@@ -56,6 +58,7 @@ class Bench:
         self.draft = random_checkpoint(folder / "draft", DRAFT, self.dtype)
 
     def load(self, **options: Any) -> LLM:
+        """Load the target for one sequence."""
         return foredraft.load(
             self.target,
             device="cpu",
@@ -66,11 +69,11 @@ class Bench:
             **options,
         )
 
-    def setting(self, llm: LLM) -> BenchContext:
+    def context(self, llm: LLM) -> BenchContext:
         return BenchContext(llm, self.target, None, self.dtype, torch.device("cpu"), POSITIONS)
 
     def forwards(self) -> dict[str, Any]:
-        """Ours and llama.cpp's by rows, in turns with reading memory."""
+        """Time bare forwards of Foredraft and of llama.cpp by rows, in turns with reads of memory."""
         llm = self.load()
         runner: Any = llm.engine.target
         cache, memory = runner.new_cache(1, POSITIONS), torch.ones(READ // 4)
@@ -80,20 +83,20 @@ class Bench:
             ("foredraft", rows): lambda tokens=tokens: runner.forward(cache, tokens, [CONTEXT])  # type: ignore[misc]
             for rows, tokens in made.items()
         }
-        peer = _llama_cpp(self.setting(llm))
-        own: dict[Any, list[float]] = {}
+        peer = _llama_cpp(self.context(llm))
+        peer_seconds: dict[Any, list[float]] = {}
         if peer is not None:
-            for rows in ROWS:  # timed by itself, for it reads a context first
-                own[("llama.cpp", rows)] = []
-                works[("llama.cpp", rows)] = lambda rows=rows: own[("llama.cpp", rows)].append(  # type: ignore[misc]
+            for rows in ROWS:  # timed by the contender, which has to fill its KV cache before each forward
+                peer_seconds[("llama.cpp", rows)] = []
+                works[("llama.cpp", rows)] = lambda rows=rows: peer_seconds[("llama.cpp", rows)].append(  # type: ignore[misc]
                     peer.forward_seconds(rows, CONTEXT)
                 )
         seconds = interleaved(works, torch.device("cpu"), self.repeats)
         if peer is not None:
             peer.close()
-        seconds |= {key: taken[-self.repeats :] for key, taken in own.items()}
+        seconds |= {key: taken[-self.repeats :] for key, taken in peer_seconds.items()}
         step, read = seconds["foredraft", 1], seconds["read"]
-        size = weigh("target", "target", runner).step_bytes
+        size = model_record("target", "target", runner).step_bytes
         return {
             "seconds": {" ".join(map(str, key)) if isinstance(key, tuple) else key: spread(taken)
                         for key, taken in seconds.items()},
@@ -111,63 +114,64 @@ class Bench:
         }  # fmt: skip
 
     def decoding(self) -> dict[str, Any]:
-        """Plain decoding of one prompt, ours and transformers'."""
+        """Time plain decoding of one prompt by Foredraft and by transformers."""
         llm = self.load()
-        setting = self.setting(llm)
-        theirs = plain(Checkpoints(setting), setting)
+        context = self.context(llm)
+        peer = plain(Checkpoints(context), context)
         prompt = [[100 + i for i in range(32)]]
         params = SamplingParams(temperature=0, max_new_tokens=self.new_tokens, ignore_eos=True)
         runs: dict[str, list[tuple[float, list[int]]]] = {"foredraft": [], "transformers": []}
         for _ in range(self.repeats + 1):
-            timing = theirs.run(prompt, self.new_tokens)
-            runs["transformers"].append((timing.decode_seconds / timing.decoded, list(timing.tokens[0])))
+            timing = peer.run(prompt, self.new_tokens)
+            seconds_per_token = timing.decode_seconds / timing.decoded_tokens
+            runs["transformers"].append((seconds_per_token, list(timing.tokens[0])))
             [output] = llm.generate(prompt, params)
             runs["foredraft"].append((output.stats.seconds / len(output.token_ids), output.token_ids))
         seconds = {name: [taken for taken, _ in several[1:]] for name, several in runs.items()}
-        ours = [ids for _, ids in runs["foredraft"]]
+        outputs = [ids for _, ids in runs["foredraft"]]
         return {
             "seconds_per_token": {name: spread(taken) for name, taken in seconds.items()},
             "transformers_over_foredraft": _ratio(seconds["transformers"], seconds["foredraft"]),
-            "ours_the_same_every_time": all(ids == ours[0] for ids in ours),
-            "first_difference_from_transformers": divergence(ours[0], runs["transformers"][0][1]),
+            "ours_the_same_every_time": all(ids == outputs[0] for ids in outputs),
+            "first_difference_from_transformers": divergence(outputs[0], runs["transformers"][0][1]),
         }
 
     def host(self) -> dict[str, Any]:
-        """What is left of real rounds without the two models' forwards: eight rows verified."""
+        """Time the host work of rounds with 7 drafted tokens: all but the forwards of the two models."""
         llm = self.load(draft=self.draft, max_draft=7)
         results = {}
-        for name, how in HOST.items():
-            taken = []
+        for name, options in HOST.items():
+            milliseconds = []
             for turn in range(4):
                 params = SamplingParams(
-                    max_new_tokens=self.new_tokens, ignore_eos=True, drafter="draft-model", **how
+                    max_new_tokens=self.new_tokens, ignore_eos=True, drafter="draft-model", **options
                 )
                 with watched(llm.engine) as clock, parted(llm.engine) as parts:
                     llm.generate([[100 + i for i in range(32)]], params)
-                if turn:
-                    whole = clock.ended - clock.began - clock.reading_since
-                    taken.append((whole - parts.draft - parts.verify) / clock.rounds * 1e3)
-            results[name] = {"milliseconds_a_round": spread(taken), "rounds": clock.rounds}
+                if turn:  # the first one warms up
+                    seconds = clock.ended - clock.began - clock.reading_since
+                    milliseconds.append((seconds - parts.draft - parts.verify) / clock.rounds * 1e3)
+            results[name] = {"milliseconds_a_round": spread(milliseconds), "rounds": clock.rounds}
         return results
 
     def memory(self) -> dict[str, Any]:
-        """Anonymous memory while loading, at its most, cache apart."""
-        before, over, seen = _anonymous(), threading.Event(), [0]
+        """Measure the peak of anonymous memory while loading, without the KV cache."""
+        before, stopped, samples = _anonymous_bytes(), threading.Event(), [0]
 
-        def look() -> None:
-            while not over.wait(0.002):
-                seen.append(_anonymous())
+        def sample() -> None:
+            while not stopped.wait(0.002):
+                samples.append(_anonymous_bytes())
 
-        watcher = threading.Thread(target=look)
-        watcher.start()
+        sampler = threading.Thread(target=sample)
+        sampler.start()
         llm = self.load()
-        over.set()
-        watcher.join()
+        stopped.set()
+        sampler.join()
         runner: Any = llm.engine.target
         cache = llm.engine.cache.memory.nbytes
         embedding = runner.decoder.embedding.nbytes
-        weights = weigh("target", "target", runner).step_bytes
-        peak = max(*seen, _anonymous()) - before - cache
+        weights = model_record("target", "target", runner).step_bytes
+        peak = max(*samples, _anonymous_bytes()) - before - cache
         return {
             "peak": peak,
             "weights": weights,
@@ -176,15 +180,16 @@ class Bench:
         }
 
 
-def _llama_cpp(setting: BenchContext) -> LlamaCpp | None:
+def _llama_cpp(context: BenchContext) -> LlamaCpp | None:
     try:
-        return LlamaCpp(setting)
+        return LlamaCpp(context)
     except ForedraftError as error:
         print(f"without llama.cpp: {error}")
         return None
 
 
-def _anonymous() -> int:
+def _anonymous_bytes() -> int:
+    """Return the process's resident memory that is not backed by a file."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) * 1024
 

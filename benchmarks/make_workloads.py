@@ -1,13 +1,15 @@
-"""Write the workloads of `foredraft bench`: prompts of six kinds out of held-out modules.
+"""Write the workloads of `foredraft bench`: prompts of six kinds from held-out modules.
 
-Held out is proven here. A module counts if the split of the demo's recipe holds it out on this machine, if it
-was held out when the demo models were trained (`prompts/heldout.jsonl` has beginnings from it), and if those
-beginnings stand in it word for word, so that it is the same text. Its licence is one that the recipe accepts.
+The script proves that the modules are held out. A module counts if three conditions hold: the split of the
+demo's recipe holds it out on this machine; it was held out when the demo models were trained, so that
+`prompts/heldout.jsonl` has prompts from it; and those prompts occur in it word for word, so that it is the
+same text. Its licence is one that the recipe accepts.
 
-Of each kind, up to `--candidates` beginnings, modules in turn, are continued by the target, plainly and at
-temperature 0. A small model soon falls into loops, where drafting is easy: `--count` are kept, those first
-whose output repeats under 30 % of its 4-grams. Of edits, those first that are what the kind is for, with an
-output that is half a copy of the prompt. Nothing else is looked at, drafts least of all.
+For each kind, the target continues up to `--candidates` prompts, from the modules in turn, by plain decoding
+at temperature 0. A small model often loops, and drafting a loop is easy. So the `--count` prompts to keep are
+first those whose output repeats under 30 % of its 4-grams. Among edits, prompts come first whose output
+copies at least half of its 4-grams from the prompt. No other figure is considered, in particular none of
+drafts.
 
     python -m recipes.demo.corpus --out DIR
     python -m benchmarks.make_workloads --corpus DIR
@@ -32,14 +34,14 @@ from foredraft.ngrams import repeated
 from recipes.demo.corpus import PACKAGES, Source, read_sources, write_jsonl
 
 HERE = Path(__file__).parent
-CONTEXT = 320  # tokens
-COPIED = 0.5  # share of 4-grams that an edit has from its prompt
+CONTEXT = 320  # tokens of a prompt, at most
+COPIED = 0.5  # share of an edit's 4-grams that occur in its prompt, at least
 LICENCES = {"cpython": "PSF-2.0"} | {name: licence for name, licence, _ in PACKAGES}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt, and where it is from."""
+    """A prompt and its origin: a line of the file."""
 
     prompt: str
     kind: str
@@ -49,8 +51,11 @@ class Line:
 
 
 def heldout(corpus: Path) -> list[Source]:
-    """The modules that the demo models have certainly not seen. SystemExit: one that was held out is in the
-    training set of `corpus`."""
+    """Return the modules that the demo models were certainly not trained on.
+
+    Raises:
+        SystemExit: A held-out module is in the training set of `corpus`.
+    """
     recorded: dict[str, list[str]] = {}
     for line in (HERE / "prompts" / "heldout.jsonl").read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
@@ -67,7 +72,11 @@ def module(source: Source) -> str:
 
 
 def prompt_of(beginning: Beginning, tokenizer: Tokenizer) -> str | None:
-    """With as many lines of the context as fit; None: too long, or it would end inside a token."""
+    """Return the prompt with as many lines of context as fit.
+
+    Returns:
+        The prompt, or None if it is too long or would end inside a token.
+    """
     prompt = beginning.needed
     if len(tokenizer.encode(prompt)) > CONTEXT:
         return None
@@ -82,7 +91,7 @@ def prompt_of(beginning: Beginning, tokenizer: Tokenizer) -> str | None:
 
 
 def candidates(kind: str, sources: Sequence[Source], tokenizer: Tokenizer) -> Iterator[Line]:
-    """In hash order, modules in turn, so that none dominates; no prompt twice."""
+    """Yield different prompts from the modules in turn; each module's prompts come in hash order."""
     queues = []
     for source in sources:
         lines = [
@@ -100,23 +109,23 @@ def candidates(kind: str, sources: Sequence[Source], tokenizer: Tokenizer) -> It
 
 
 def copied(written: Sequence[int], prompt: Sequence[int], size: int = 4) -> float:
-    """Share of the n-grams of what was written that the prompt has, too."""
+    """Return the share of the output's n-grams that occur in the prompt."""
     grams = [tuple(written[i : i + size]) for i in range(len(written) - size + 1)]
     known = {tuple(prompt[i : i + size]) for i in range(len(prompt) - size + 1)}
     return sum(gram in known for gram in grams) / len(grams)
 
 
 def choose(lines: Sequence[Line], llm: LLM, count: int, new_tokens: int) -> tuple[list[Line], int]:
-    """The prompts to keep, in the order that they came in, and how many of them count."""
+    """Return the prompts to keep, in their given order, and how many of them repeat little."""
     plain = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter="none")
     written = [output.token_ids for output in llm.generate([line.prompt for line in lines], plain)]
     repeats = [repeated(ids) for ids in written]
 
     def rank(index: int) -> tuple[bool, bool, float]:
         line, loops = lines[index], repeats[index] >= MAX_REPEATED
-        asked = llm.encode(line.prompt)[0]
-        departs = line.kind == "edit-file" and copied(written[index], asked) < COPIED
-        return loops, departs, repeats[index] if loops else 0.0  # of equals the earlier one
+        prompt = llm.encode(line.prompt)[0]
+        departs = line.kind == "edit-file" and copied(written[index], prompt) < COPIED
+        return loops, departs, repeats[index] if loops else 0.0  # sorting is stable: ties keep their order
 
     best = sorted(sorted(range(len(lines)), key=rank)[:count])
     return [lines[index] for index in best], sum(repeats[index] < MAX_REPEATED for index in best)

@@ -1,4 +1,4 @@
-"""`transformers` on the very same weights: `generate` with each kind of cache, its decoding timed alone."""
+"""`transformers` on the same weight tensors: `generate` with each kind of cache, timed without prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foredraft.model.device import synchronise
 
-# how `generate` is asked: the cache that grows, one of a fixed size, and that with its forward compiled
+# Options of `generate`: a dynamic cache, a static cache, and a static cache with a compiled forward.
 WAYS: dict[str, dict[str, Any]] = {
     "eager": {},
     "static": {"cache_implementation": "static", "disable_compile": True},
@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class _FirstToken(LogitsProcessor):  # type: ignore[misc]
-    """Notes when the prompt's pass is done; after it come the decoding steps."""
+    """A logits processor that notes when the prefill pass has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,24 +37,34 @@ class _FirstToken(LogitsProcessor):  # type: ignore[misc]
 
 
 def model_of(config: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """Theirs, whose parameters are these tensors themselves."""
+    """Return the model of `transformers` whose parameters are these tensors, without a copy."""
     made = transformers.LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(made)
     model.load_state_dict(tensors, assign=True)
     with device:
-        model.model.rotary_emb = LlamaRotaryEmbedding(made)  # its buffers are in no state dict
+        model.model.rotary_emb = LlamaRotaryEmbedding(made)  # its buffers are not in the state dict
     return model.eval()
 
 
 def contender(
     model: Any, way: str, prompt: list[int], new_tokens: int, backend: str
 ) -> Callable[[], tuple[float, list[int]]]:
-    """A run of `new_tokens` + 1 tokens: seconds of the last `new_tokens`, a step each, and all ids."""
+    """Return a run of `new_tokens` + 1 tokens, of which the prefill pass makes the first.
+
+    The run returns the seconds of the other `new_tokens`, one step each, and all new token ids.
+
+    Args:
+        model: From `model_of`.
+        way: A key of `WAYS`.
+        prompt: Token ids.
+        new_tokens: Decoding steps to time.
+        backend: Backend of torch.compile for the way "compiled".
+    """
     options = dict(WAYS[way])
     if way == "compiled":
         options["compile_config"] = CompileConfig(backend=backend)
-        options["compile_config"]._compile_all_devices = True  # theirs compiles on a GPU alone otherwise
+        options["compile_config"]._compile_all_devices = True  # by default it compiles on GPUs only
     ids = torch.tensor([prompt], device=model.device)
     mask = torch.ones_like(ids)
 

@@ -1,13 +1,14 @@
-"""Models of a shape with random weights, made on the device: no file is written or read.
+"""Models of a given shape with random weights, made on the device without any file.
 
-Every weight is a function of its name alone: norms are ones, embeddings have a deviation of 1, products keep
-the scale of what they read, and queries are three times as large, so that attention picks its positions and a
-greedy text does not run in circles.
+Every weight is a function of its name alone. Norms are ones, and embeddings have a standard deviation of 1.
+Linear layers keep the scale of their inputs, except that queries are three times as large: attention then
+concentrates on a few positions, and greedy text does not loop.
 
-Arranged acceptance. The draft model is the target's own first layers, with its embedding, last norm and head.
-What the *later* layers add to the residual stream is scaled by a factor, in the weights of their output and
-down products: at 0 the draft is the target; the larger it is, the less often both choose the same token.
-`arranged` finds the factor by bisection, on the share of positions of random text at which they do.
+The acceptance probability can be arranged. The draft model consists of the target's first layers, with its
+embedding, last norm and head. A factor scales the output of the target's *later* layers (the weights of their
+output and down projections). At factor 0 the draft model equals the target; the larger the factor, the less
+often both choose the same token. `find_factor` finds the factor by bisection over the share of positions of
+random text at which both choose the same token.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import Shapes, build_decoder
 
-SHARPNESS = 3.0  # of queries
-LATER = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds with
-COLUMNS = 256  # of random text in one pass
-CLOSE = 0.003  # a quarter of the share's own spread over 2048 positions, at most
+QUERY_SCALE = 3.0  # scale of queries, so that attention is not nearly uniform
+OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # weights that add to the residual stream
+COLUMNS = 256  # tokens of random text in one pass
+TOLERANCE = 0.003  # of the agreement: about a quarter of its standard error over 2048 positions
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's config keys, and how many of its layers draft."""
+    """The config keys of a model, and the number of its first layers that make up the draft model."""
 
     keys: dict[str, Any]
     draft_layers: int
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
-        """As a config.json has it."""
+        """Return the config as in a config.json."""
         common = {
             "architectures": ["LlamaForCausalLM"],
             "tie_word_embeddings": False,
@@ -68,22 +69,26 @@ def _keys(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab
 
 
 SHAPES = {
-    "llama-8b": Shape(_keys(32, 4096, 14336, 32, 8, 128256), draft_layers=2),  # that of Llama 3 8B
+    "llama-8b": Shape(_keys(32, 4096, 14336, 32, 8, 128256), draft_layers=2),  # the shape of Llama 3 8B
     "tiny": Shape(_keys(4, 64, 96, 4, 2, 512), draft_layers=1),
 }
 
 
 class RandomWeights:
-    """A `Source` of weights, which keeps them by their names.
+    """A `Source` of random weights that keeps the tensors by name.
 
-    damped_from: the first of the later layers; factor: of what they add.
+    Args:
+        device: Where to make the weights.
+        dtype: Of the weights.
+        scaled_from: Index of the first layer whose output is scaled.
+        factor: Scale of the output of these layers.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, damped_from: int = 0, factor: float = 1.0
+        self, device: torch.device, dtype: torch.dtype, scaled_from: int = 0, factor: float = 1.0
     ) -> None:
         self.device, self.dtype = device, dtype
-        self.damped_from, self.factor = damped_from, factor
+        self.scaled_from, self.factor = scaled_from, factor
         self.tensors: dict[str, Tensor] = {}
 
     def load(self, shapes: Shapes) -> Tensor:
@@ -106,16 +111,16 @@ class RandomWeights:
             return
         deviation = 1.0 if "embed" in name else 1.0 / math.sqrt(weight.shape[1])
         if name.endswith("q_proj.weight"):
-            deviation *= SHARPNESS
+            deviation *= QUERY_SCALE
         random = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
         weight.normal_(0.0, deviation, generator=random)
-        if name.endswith(LATER) and int(name.split(".")[2]) >= self.damped_from:
+        if name.endswith(OUTPUTS) and int(name.split(".")[2]) >= self.scaled_from:
             weight.mul_(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target, a draft made of its first layers, and the target's tensors by their names."""
+    """A target, a draft model of its first layers, and the target's tensors by name."""
 
     target: Decoder
     draft: Decoder
@@ -131,18 +136,29 @@ class Pair:
         return cls(target, draft, weights.tensors)
 
 
-def arranged(
+def find_factor(
     shape: Shape, device: torch.device, dtype: torch.dtype, alpha: float, steps: int = 14, columns: int = 2048
 ) -> tuple[float, list[tuple[float, float]]]:
-    """The factor at which target and draft agree with probability `alpha`, and every (factor, agreement) on
-    the way there."""
+    """Find the factor at which target and draft model agree with probability `alpha`.
+
+    Args:
+        shape: The models' shape.
+        device: Where to run.
+        dtype: Of the weights.
+        alpha: The probability.
+        steps: Steps of the bisection, at most.
+        columns: Tokens of random text on which the agreement is measured.
+
+    Returns:
+        The factor, and every (factor, agreement) that was tried.
+    """
     low, high = math.log(1e-3), math.log(8.0)
     tried: list[tuple[float, float]] = []
     for _ in range(steps):
         factor = math.exp((low + high) / 2)
         share = agreement(Pair.of(shape, device, dtype, factor), columns)
         tried.append((factor, share))
-        if abs(share - alpha) < CLOSE:
+        if abs(share - alpha) < TOLERANCE:
             break
         low, high = (math.log(factor), high) if share > alpha else (low, math.log(factor))
     return min(tried, key=lambda pair: abs(pair[1] - alpha))[0], tried
@@ -150,7 +166,7 @@ def arranged(
 
 @torch.inference_mode()
 def agreement(pair: Pair, columns: int) -> float:
-    """The share of positions of random text at which both choose the same token."""
+    """Return the share of positions of random text at which both models choose the same token."""
     runner = Runner(pair.target, deterministic=False)
     cache = runner.new_cache(1, columns)
     [tokens] = random_prompts(1, columns, pair.target.spec.vocab_size)
@@ -173,7 +189,7 @@ def random_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 
 
 def make_llm(target: Runner, draft: Runner | None, positions: int, longest: int = 1) -> LLM:
-    """What `foredraft.load` makes of a checkpoint, made of runners: one sequence, drafts of fixed length."""
+    """Return an `LLM` made from runners: one sequence at a time, drafts of `longest` tokens."""
     spec = target.decoder.spec
     drafters = {} if draft is None else {"draft-model": DraftModel(draft, 1, positions)}
     engine = Engine(

@@ -1,15 +1,16 @@
-"""Which sampler is worth its time: TPE, Gaussian process, hill climbing or random, at 32 to 160 switches.
+"""Compare the samplers of the layer-skip search: TPE, Gaussian process, hill climbing and random search.
 
-Two objectives. A synthetic one: each sub-layer that a draft leaves out lowers the chance of its tokens by a
-factor of its own, two neighbours by one more, and saves its cost; what is sought is the predicted speed-up.
-And the demo target's own, by the search's trials (--demo). Nobody is told where to begin, unless --warm:
-then searches begin with ranked plans, the synthetic ones by what each sub-layer loses when it is left out
-alone. For each sampler and seed: the best speed-up after so many trials, and the seconds a trial that the
-sampler took. A result is added to those that the file of results holds, so that they may come in pieces.
+There are two objectives; both are the predicted speed-up of a plan. In the synthetic one, each skipped
+sub-layer lowers the acceptance of drafted tokens by its own factor, two skipped neighbours by one more, and
+saves its cost; it has 32 to 160 switches. The other one (--demo) is the demo target's own, by trials of the
+search. Searches begin without seed plans, or with --warm from ranked plans; the synthetic ranking is by the
+loss of each sub-layer skipped alone. For each sampler and seed, the script reports the best speed-up after
+certain numbers of trials, and the sampler's own seconds per trial. Each run appends its result to the result
+file, so that the parts of a comparison can run separately.
 
     python benchmarks/samplers.py --switches 32,64,160 --trials 200 --gp-trials 60 --seeds 3 --demo
 
-A Gaussian process takes longer with each trial and switch, so it may have fewer trials.
+A Gaussian process takes longer with every trial and every switch, so it may have fewer trials.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from foredraft.tune.search import SEED_SIZES, Deadline, Search, seed_plans
 from foredraft.tune.study import StudyStorage
 
 DEVICE = torch.device("cpu")
-LONGEST = 8
-MARKS = (25, 50, 60, 100, 200, 400)  # trials after which the best is told
+LONGEST = 8  # longest draft, in tokens
+MARKS = (25, 50, 60, 100, 200, 400)  # numbers of trials after which the best speed-up is reported
 
 
 class Shape:
-    """Stands for the runner of a model: its decoder's spec has so many layers, and nothing else."""
+    """A stand-in for a runner, its decoder and its spec: only the number of layers is known."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
@@ -50,7 +51,11 @@ class Shape:
 
 
 class Synthetic:
-    """Losses are log-normal: most sub-layers matter little, a few very much."""
+    """The synthetic objective.
+
+    Skipping a sub-layer has a loss (`alone`), and skipping two neighbours has one more (`together`). Losses
+    are log-normal: most sub-layers matter little, a few very much.
+    """
 
     def __init__(self, layers: int) -> None:
         self.runner, self.layers = Shape(layers), layers
@@ -78,7 +83,7 @@ class Synthetic:
 
 
 class Demo:
-    """The demo target's trials; the same plan is computed once for all samplers."""
+    """The demo target's objective; a plan that several samplers try is computed once."""
 
     def __init__(self, tokens: int) -> None:
         self.teacher = teacher_again(None, prompts_of(None, None), Options(tokens=tokens, max_draft=LONGEST))
@@ -99,6 +104,7 @@ class Demo:
 
 
 def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, str]) -> dict[str, Any]:
+    """Run a search; return the best speed-ups by number of trials, and the sampler's seconds per trial."""
     clock = 0.0
     rounds = objective.rounds
 
@@ -121,44 +127,44 @@ def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, s
     best = list(accumulate((trial.predicted for trial in search.trials()), max))
     return {
         "best": {mark: best[mark - 1] for mark in MARKS if mark <= trials},
-        "own": (seconds - clock) / trials,
+        "sampler_seconds": (seconds - clock) / trials,
     }
 
 
-def compared(objective: Any, given: argparse.Namespace) -> dict[str, Any]:
-    """By sampler: over the seeds."""
+def compare(objective: Any, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the spreads over the seeds, by sampler; the keys are those of the result file."""
     found: dict[str, Any] = {}
     plans = objective.warm_starts() if given.warm else {}
     for sampler in given.samplers.split(","):
         trials = given.gp_trials if sampler == "gp" else given.trials
         runs = [run(objective, sampler, trials, seed, plans) for seed in range(given.seeds)]
         found[sampler] = {
-            "best": {mark: spread([one["best"][mark] for one in runs]) for mark in runs[0]["best"]},
-            "seconds_a_trial": spread([one["own"] for one in runs]),
+            "best": {mark: spread([each["best"][mark] for each in runs]) for mark in runs[0]["best"]},
+            "seconds_a_trial": spread([each["sampler_seconds"] for each in runs]),
         }
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--switches", default="32,64,96,160", help="2 L of the synthetic models")
+    parser.add_argument(
+        "--switches", default="32,64,96,160", help="of the synthetic models: 2 per layer; joined by commas"
+    )
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--gp-trials", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--demo", action="store_true", help="also by the demo target's own trials")
-    parser.add_argument("--tokens", type=int, default=1024, help="of the demo's trials")
-    parser.add_argument(
-        "--warm", action="store_true", help="searches begin with ranked plans, as those of tune do"
-    )
+    parser.add_argument("--demo", action="store_true", help="also compare on the demo target")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a trial on the demo target")
+    parser.add_argument("--warm", action="store_true", help="begin with ranked plans, as `tune` does")
     parser.add_argument("--name", default="samplers")
     given = parser.parse_args(arguments)
-    os.environ["FOREDRAFT_CACHE"] = ""  # studies in memory
+    os.environ["FOREDRAFT_CACHE"] = ""  # keeps the studies in memory
     result: dict[str, Any] = {"what": vars(given), "machine": machine(), "synthetic": {}}
     for switches in map(int, filter(None, given.switches.split(","))):
-        result["synthetic"][switches] = compared(Synthetic(switches // 2), given)
+        result["synthetic"][switches] = compare(Synthetic(switches // 2), given)
     if given.demo:
-        result["demo"] = compared(Demo(given.tokens), given)
+        result["demo"] = compare(Demo(given.tokens), given)
     kept = HERE / "results" / f"{given.name}.json"
     earlier = json.loads(kept.read_text())["pieces"] if kept.exists() else []
     write(given.name, {"pieces": [*earlier, result]})

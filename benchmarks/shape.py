@@ -1,4 +1,4 @@
-"""Checkpoints of a real model's shape with random weights, for costs that do not hang on what a model says.
+"""Checkpoints of a real model's shape with random weights, for costs that do not depend on the text.
 
 python benchmarks/shape.py --shape llama-1b --out DIR
 """
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": {  # that of Llama 3.2 1B: 1.24 billion weights
+    "llama-1b": {  # the shape of Llama 3.2 1B: 1.24 billion weights
         "num_hidden_layers": 16,
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -36,16 +36,25 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-SHARD_BYTES = 2**28
+SHARD_BYTES = 2**28  # bytes of weights in one file, at most
 
 
 def random_checkpoint(
     folder: Path, keys: dict[str, Any], dtype: torch.dtype = torch.bfloat16, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """A Llama with these config keys; no tokenizer.
+    """Write a random Llama without a tokenizer.
 
-    Norms are ones, products keep the scale of what they read; each weight is a function of its name. No more
-    than a shard, or the largest tensor, is in memory at a time.
+    Norms are ones, linear layers keep the scale of their inputs, and each weight is a function of its name.
+    Only one shard, or the largest tensor, is in memory at a time.
+
+    Args:
+        folder: Where to write.
+        keys: Keys of the config.
+        dtype: Of the weights.
+        shard_bytes: Bytes of weights in one file, at most.
+
+    Returns:
+        The folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = transformers.LlamaConfig(dtype=dtype, **COMMON, **keys)
@@ -63,7 +72,7 @@ def random_checkpoint(
 
 
 def _shards(shapes: dict[str, torch.Size], dtype: torch.dtype, most: int) -> Iterator[list[str]]:
-    """Names that go into one file, in order: those that begin within the same `most` bytes."""
+    """Yield the tensor names of each file: the tensors that begin within the same `most` bytes."""
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name] = end // most

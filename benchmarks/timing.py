@@ -1,4 +1,4 @@
-"""What several measurements come to, and the clocks of `foredraft bench`, for the scripts here."""
+"""Spreads of measurements and the timers of `foredraft bench`, shared by the scripts of this folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["interleaved", "spread", "timed"]
 
 
 def spread(figures: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles, for JSON."""
+    """Return the median and the quartiles as plain values for JSON."""
     found = Spread.of(figures)
     assert found is not None
     return asdict(found)

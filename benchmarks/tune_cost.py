@@ -1,10 +1,10 @@
-"""What a search costs at a 32-layer shape, in forwards over the same tokens.
+"""The cost of a layer-skip search at a 32-layer shape, in bare forwards over the same tokens.
 
-A random Llama of 32 layers writes its texts; then a whole search runs, its ranking, sampler and storage (a
-file) included, and stops after every few trials for one bare forward over the same columns with all layers,
-norm and head: the unit. What a random model leaves out means nothing, and a plan that leaves out much is
-cheap to try, so the dearest trial is told too: nothing left out, in turns with bare forwards, and with all
-that a search does around a trial.
+A random Llama of 32 layers generates the calibration texts. Then a whole search runs, with its ranking, its
+sampler and its storage in a file. After every few trials it is interrupted for one bare forward over the same
+columns with all layers, norm and head: the unit of the result. The plans that a random model leads to are
+meaningless, and a plan that skips much is cheap to try. So the result also has the most expensive trial: a
+plan that skips nothing, timed in turns with bare forwards, plus the search's work around a trial.
 
     python benchmarks/tune_cost.py --trials 200 --every 5
 """
@@ -36,12 +36,14 @@ from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced
 
-LAYERS, PROMPTS, LENGTH, CONTEXT = 32, 64, 48, 128
+LAYERS, PROMPTS = 32, 64
+LENGTH, CONTEXT = 48, 128  # tokens of a prompt, and of the context at which costs are measured
+VOCABULARY = 2048
 DEVICE = torch.device("cpu")
 
 
 class Watched(TeacherForced):
-    """Sums the seconds that trials spend in their forwards and in the arithmetic of rounds."""
+    """Sums up the seconds that trials take for their forwards and for the arithmetic of rounds."""
 
     seconds = 0.0
 
@@ -51,26 +53,38 @@ class Watched(TeacherForced):
         return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--every", type=int, default=5, help="trials after which a bare forward is timed")
+    parser.add_argument("--every", type=int, default=5, help="trials between two timed bare forwards")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
-    parser.add_argument("--repeats", type=int, default=3, help="of the dearest trial")
+    parser.add_argument("--repeats", type=int, default=3, help="of the most expensive trial")
     parser.add_argument("--name", default="tune_cost")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def config_keys(hidden: int) -> dict[str, int]:
+    """Return the config keys of a Llama with this hidden size."""
+    return {
+        "num_hidden_layers": LAYERS,
+        "hidden_size": hidden,
+        "intermediate_size": 8 * hidden // 3,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "vocab_size": VOCABULARY,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(arguments)
     options = Options(
         trials=given.trials, tokens=given.tokens, temperature=1.0, sampler=given.sampler, max_draft=8
     )
-    shape = {
-        "num_hidden_layers": LAYERS, "hidden_size": given.hidden, "intermediate_size": 8 * given.hidden // 3,
-        "num_attention_heads": given.hidden // 64, "num_key_value_heads": given.hidden // 64,
-        "vocab_size": 2048,
-    }  # fmt: skip
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2048) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    shape = config_keys(given.hidden)
+    generator = random.Random(0)
+    prompts = [[generator.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(PROMPTS)]
     with tempfile.TemporaryDirectory() as folder:
         model = random_checkpoint(Path(folder) / "model", shape)
         room = LENGTH + new_tokens_per_prompt(given.tokens, PROMPTS)
@@ -88,14 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if done % given.every == 0:
                 forwards.append(timed(lambda: bare(teacher), DEVICE)[0])
 
-        bare(teacher)  # warms up
+        bare(teacher)  # warm-up
         start = time.perf_counter()
         search.enqueue_seed_plans()
         search.run_trials(between)
         whole = time.perf_counter() - start - sum(forwards)
         in_trials = teacher.seconds
         full = Plan.full(LAYERS)
-        dearest = [
+        full_over_forward = [
             timed(lambda: teacher.rounds(full), DEVICE)[0] / timed(lambda: bare(teacher), DEVICE)[0]
             for _ in range(given.repeats)
         ]
@@ -110,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "search_seconds": whole,
         "search_over_forwards": whole / trials / unit,
         "around_a_trial_over_forward": around,
-        "nothing_left_out_over_forward": spread(dearest),
-        "dearest_over_forward": median(dearest) + around,
+        "nothing_left_out_over_forward": spread(full_over_forward),
+        "dearest_over_forward": median(full_over_forward) + around,
     }
     write(given.name, result)
 

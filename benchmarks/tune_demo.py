@@ -1,13 +1,13 @@
-"""What a search finds, and what it costs: `foredraft tune` against plans without search.
+"""The gain and the cost of a layer-skip search: `foredraft tune` compared with plans found without search.
 
-Runs the whole command's work on the demo target (or another model), then holds its best plan against those
-of the greedy ranking and of the dynamic programme, at all their sizes, against random plans of its own size,
-and against all that differ from it in one sub-layer or two, by the same texts and the same costs. Beside it:
-each stage's seconds; a trial's, by those of a bare forward of the same columns with nothing left out;
-predicted and decoded tau; speed-ups with their exactness flag.
+The script does all of the command's work on the demo target or on another model. Then it compares the best
+plan, on the same texts and with the same costs, with the plans of the greedy ranking and of the dynamic
+programme at all sizes, with random plans of the same size, and with all plans that differ from it in one or
+two sub-layers. The result also has the seconds of each stage, the time of a trial over that of a bare forward
+over the same columns with all sub-layers, predicted and decoded tau, and speed-ups with their exactness flag.
 
-The demo target was grown from four of its layers, which any ranking finds. --scaled makes another model of
-it, whose sub-layers add more or less than they did, each by a random factor of its own.
+The demo target was grown from four of its layers, which any ranking finds. --scaled makes a different model
+from it by scaling the output of each sub-layer with a random factor.
 
     python benchmarks/tune_demo.py --trials 200 --random 1000 --neighbours
     python benchmarks/tune_demo.py --trials 200 --random 1000 --scaled 1 --name tune_scaled
@@ -51,7 +51,7 @@ from foredraft.tune.records import Report
 from foredraft.tune.run import tune
 from foredraft.tune.teacher_forced import TeacherForced
 
-SPREAD = 0.5  # of the logarithms of --scaled's factors
+SIGMA = 0.5  # standard deviation of the logarithms of the factors of --scaled
 
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
@@ -59,7 +59,7 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
 
 
 def teacher_again(model: str | None, prompts: list[str], options: Options) -> TeacherForced:
-    """What the search had: its texts are a function of model, prompts and temperature."""
+    """Rebuild the texts of the search, which depend only on model, prompts and temperature."""
     llm = foredraft.load(
         model or demo.target_path(),
         drafter="none",
@@ -79,8 +79,7 @@ def teacher_again(model: str | None, prompts: list[str], options: Options) -> Te
 def predicted(
     report: Report, teacher: TeacherForced, kinds: dict[str, list[Skips]]
 ) -> dict[str, list[float]]:
-    """Of each kind's plans, by the objective of the search. Those that the search has tried are not tried
-    again, for the texts are the same."""
+    """Return the predicted speed-ups of each kind's plans, reusing the trials of the search."""
     taus = {Skips.parse(trial.skips).plan(report.layers): np.array(trial.taus) for trial in report.trials}
     untried = list({skips.plan(report.layers) for skips in chain(*kinds.values())} - taus.keys())
     if untried:
@@ -91,49 +90,56 @@ def predicted(
     }
 
 
-def left_out(report: Report) -> frozenset[int]:
-    """The best plan's sub-layers, numbered as `ranking` does."""
+def skipped(report: Report) -> frozenset[int]:
+    """Return the sub-layers that the best plan skips, numbered as in `ranking`."""
     plan = Skips.parse(report.best.skips).plan(report.layers)
     order = [runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair]
     return frozenset(number for number, runs in enumerate(order) if not runs)
 
 
 def without_search(report: Report, teacher: TeacherForced, count: int, neighbours: bool) -> dict[str, Any]:
-    """The best of each kind, by the objective of the search."""
-    everything = 2 * report.layers
-    ranked, programmed = greedy(teacher), clasp(teacher, everything - 1)
-    best = left_out(report)
+    """Return the best plan of each kind found without search, by predicted speed-up.
+
+    Args:
+        report: The report of the search.
+        teacher: The texts of the search.
+        count: Number of random plans.
+        neighbours: Also try all plans that differ from the best one in one or two sub-layers.
+    """
+    sub_layers = 2 * report.layers
+    ranked, programmed = greedy(teacher), clasp(teacher, sub_layers - 1)
+    best = skipped(report)
     size = len(best)
-    draw = random.Random(0)
+    generator = random.Random(0)
     kinds: dict[str, list[Skips]] = {
-        "greedy": [skips_of(ranked[:count]) for count in range(everything)],
-        "clasp": [skips_of(chosen) for chosen in programmed],
-        "random of its size": [skips_of(draw.sample(range(everything), size)) for _ in range(count)],
+        "greedy": [skips_of(ranked[:count]) for count in range(sub_layers)],
+        "clasp": [skips_of(plan) for plan in programmed],
+        "random of its size": [skips_of(generator.sample(range(sub_layers), size)) for _ in range(count)],
     }
     for flips in (1, 2) if neighbours else ():
         kinds[f"{flips} flipped"] = [
-            skips_of(best.symmetric_difference(some)) for some in combinations(range(everything), flips)
+            skips_of(best.symmetric_difference(flipped)) for flipped in combinations(range(sub_layers), flips)
         ]
     found: dict[str, Any] = {"search": {"predicted": report.best.predicted, "skips": report.best.skips}}
-    for kind, gains in predicted(report, teacher, kinds).items():
-        at = int(np.argmax(gains)) if gains else None
-        found[kind] = at is not None and {
-            "predicted": gains[at],
-            "skips": str(kinds[kind][at]),
-            "plans": len(gains),
+    for kind, speedups in predicted(report, teacher, kinds).items():
+        place = int(np.argmax(speedups)) if speedups else None
+        found[kind] = place is not None and {
+            "predicted": speedups[place],
+            "skips": str(kinds[kind][place]),
+            "plans": len(speedups),
         }
     return found
 
 
 def scaled(seed: int, out: Path) -> str:
-    """The demo target with what each sub-layer adds scaled by a log-normal factor, in a folder."""
+    """Write the demo target to a folder with each sub-layer's output scaled by a log-normal factor."""
     copytree(demo.target_path(), out)
     random = torch.Generator().manual_seed(seed)
     [file] = out.glob("*.safetensors")
     weights = load_file(file)
     for name in sorted(weights):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            factor = torch.exp(SPREAD * torch.randn((), generator=random))
+            factor = torch.exp(SIGMA * torch.randn((), generator=random))
             weights[name] = (weights[name].float() * factor).to(weights[name].dtype)
     save_file(weights, file, {"format": "pt"})
     return str(out)
@@ -141,7 +147,7 @@ def scaled(seed: int, out: Path) -> str:
 
 @torch.inference_mode()
 def bare(teacher: TeacherForced) -> None:
-    """The forward that a trial is held against: all columns, all sub-layers, norm and head, nothing else."""
+    """Run the bare forward that trials are compared with: all columns, all sub-layers, norm and head."""
     plan = Plan.full(teacher.runner.decoder.spec.layers)
     for blocks in teacher.passes(
         teacher.blocks([row % teacher.max_draft for row in range(len(teacher.texts))])
@@ -156,27 +162,33 @@ def bare(teacher: TeacherForced) -> None:
             teacher.runner.head(hidden[None])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", help="a folder; without it, the demo target")
-    parser.add_argument("--prompts", help="a file, as of `foredraft tune`")
+    parser.add_argument("--model", help="folder of the model; by default the demo target")
+    parser.add_argument("--prompts", help="a file, as for `foredraft tune`")
     parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--random", type=int, default=1000, help="random plans of the best one's size")
-    parser.add_argument("--neighbours", action="store_true", help="also all plans one or two flips away")
-    parser.add_argument("--scaled", type=int, metavar="SEED", help="the demo target, its sub-layers scaled")
+    parser.add_argument(
+        "--random", type=int, default=1000, help="number of random plans of the best plan's size"
+    )
+    parser.add_argument("--neighbours", action="store_true", help="also try all plans one or two flips away")
+    parser.add_argument("--scaled", type=int, metavar="SEED", help="scale the demo target's sub-layers")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-draft", type=int, default=8)
     parser.add_argument("--sampler", choices=SAMPLERS, default=Options().sampler)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", default="tune_demo")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(arguments)
     options = Options(
         trials=given.trials, tokens=given.tokens, temperature=given.temperature, max_draft=given.max_draft,
         sampler=given.sampler, repeats=given.repeats,
     )  # fmt: skip
     prompts = prompts_of(given.prompts, given.model)
-    with tempfile.TemporaryDirectory() as folder:  # a study of its own
+    with tempfile.TemporaryDirectory() as folder:  # an empty cache, so that the search starts a new study
         os.environ["FOREDRAFT_CACHE"] = folder
         model = given.model if given.scaled is None else scaled(given.scaled, Path(folder) / "scaled")
         seconds, report = timed(lambda: tune(prompts, options, model=model), torch.device("cpu"))

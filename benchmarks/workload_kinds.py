@@ -1,8 +1,8 @@
 """Six kinds of prompts for a model of code, in the spirit of Spec-Bench (arXiv:2401.07851).
 
-Contract: a kind is a function from a module's text to its beginnings. A beginning is a verbatim stretch of
-the module, up to a place where something natural is left to write; edits and tests add words of their own.
-`rest` is what comes next there, so that a cut that would fall inside a token can be told.
+Contract: a kind is a function from a module's text to its beginnings. A beginning is a verbatim part of the
+module that ends where a natural continuation follows; edits and tests add text of their own. `rest` is the
+text that follows in the module, which shows whether a prompt would end inside a token.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from itertools import groupby
 
 from recipes.demo.prompts import completable_functions
 
-ROWS_SHOWN, ROWS_LEFT = 3, 3  # of a table
-PROSE_LINES = 6
-EDITED_LINES = range(6, 23)
+ROWS_SHOWN, ROWS_LEFT = 3, 3  # rows of a table in the prompt, and rows that follow, at least
+PROSE_LINES = 6  # line breaks of a docstring that counts as prose, at least
+EDITED_LINES = range(6, 23)  # lines of a function or class that is edited
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What comes before, which may be cut short on the left; what must be seen whole; what follows."""
+    """A place in a module where a prompt may end.
+
+    Attributes:
+        context: The text before `needed`; a prompt may drop its first lines.
+        needed: The text that a prompt holds in full.
+        rest: The text that follows.
+        name: A label of the place.
+    """
 
     context: str
     needed: str
@@ -32,7 +39,7 @@ class Beginning:
 
 
 class Text:
-    """A module's lines and its syntax tree; line numbers count from 1, as in the tree."""
+    """The lines and the syntax tree of a module; line numbers count from 1, as in the tree."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
@@ -48,7 +55,7 @@ class Text:
         return "\n" + "\n".join(self.lines[line:])
 
     def cut(self, first: int, last: int, name: str) -> Beginning:
-        """Between two lines."""
+        """Return the beginning whose needed text is the lines from `first` to `last`."""
         return Beginning(self.upto(first), self.between(first, last), self.after(last), name)
 
 
@@ -59,12 +66,12 @@ def complete_function(text: Text) -> Iterator[Beginning]:
 
 
 def write_docstring(text: Text) -> Iterator[Beginning]:
-    """A function or class up to the quotes that open its docstring."""
+    """Yield functions and classes up to the quotes that open their docstrings."""
     for node in ast.walk(text.tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
-        said = ast.get_docstring(node, clean=False)
-        if said is None or len(said) < 80:
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring is None or len(docstring) < 80:
             continue
         line = text.lines[node.body[0].lineno - 1]
         opening = re.match(r'\s*[rRuU]?("""|\'\'\')', line)
@@ -75,7 +82,7 @@ def write_docstring(text: Text) -> Iterator[Beginning]:
 
 
 def edit_file(text: Text) -> Iterator[Beginning]:
-    """Code, what is to be changed in it, and a third of the copy; most of the rest is to be copied."""
+    """Yield code, an instruction to rename a variable, and a third of the edited copy."""
     for node in ast.walk(text.tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.end_lineno is None:
             continue
@@ -86,13 +93,13 @@ def edit_file(text: Text) -> Iterator[Beginning]:
         for name in _names_in_use(node):
             edited = re.sub(rf"\b{name}\b", f"new_{name}", original)
             begun = "\n".join(edited.split("\n")[: count // 3])
-            asked = f"{' ' * node.col_offset}# The same code with {name} renamed to new_{name}:"
-            needed = f"{original}\n\n\n{asked}\n{begun}"
+            instruction = f"{' ' * node.col_offset}# The same code with {name} renamed to new_{name}:"
+            needed = f"{original}\n\n\n{instruction}\n{begun}"
             yield Beginning("", needed, edited[len(begun) :], f"{node.name}:{name}")
 
 
 def fill_table(text: Text) -> Iterator[Beginning]:
-    """The first rows of a literal, or of a run of statements alike, that goes on for several more."""
+    """Yield the first rows of literals, and of runs of similar statements, that have several more rows."""
     for node in ast.walk(text.tree):
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             rows: Sequence[ast.expr] = node.elts
@@ -110,7 +117,7 @@ def fill_table(text: Text) -> Iterator[Beginning]:
 
 
 def write_tests(text: Text) -> Iterator[Beginning]:
-    """A function, whole, and the head of a test of it."""
+    """Yield whole functions, each followed by the head of a test of it."""
     for node in text.tree.body:
         if not isinstance(node, ast.FunctionDef) or node.end_lineno is None or node.name.startswith("test"):
             continue
@@ -120,13 +127,13 @@ def write_tests(text: Text) -> Iterator[Beginning]:
             yield Beginning(code.context, code.needed + head, "\n    ", node.name)
 
 
-def go_on(text: Text) -> Iterator[Beginning]:
-    """Prose of several lines, in docstrings and comments, cut at the end of a line."""
+def continue_prose(text: Text) -> Iterator[Beginning]:
+    """Yield prose of several lines, from docstrings and comments, cut at the end of a line."""
     for node in ast.walk(text.tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             continue
-        said = ast.get_docstring(node, clean=False)
-        if said is not None and said.count("\n") >= PROSE_LINES:
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring is not None and docstring.count("\n") >= PROSE_LINES:
             first = node.body[0].lineno
             yield text.cut(first, first + 2, getattr(node, "name", "module"))
     comments = groupby(enumerate(text.lines, 1), lambda line: line[1].lstrip().startswith("# "))
@@ -142,12 +149,12 @@ KINDS: dict[str, Callable[[Text], Iterator[Beginning]]] = {
     "edit-file": edit_file,
     "fill-table": fill_table,
     "write-tests": write_tests,
-    "free": go_on,
+    "free": continue_prose,
 }
 
 
 def _names_in_use(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
-    """The arguments and variables of its own that the code mentions three times or more."""
+    """Return the arguments and local variables that the code mentions at least three times."""
     names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
     own = {part.id for part in names if isinstance(part.ctx, ast.Store)}
     own |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)} - {"self", "cls"}
@@ -156,14 +163,14 @@ def _names_in_use(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
 
 
 def _runs(text: Text, body: list[ast.stmt]) -> Iterator[Beginning]:
-    """Statements of one line each that begin alike, one after another."""
+    """Yield the first of consecutive one-line statements that begin alike."""
 
-    def begins(statement: ast.stmt) -> str:
+    def start(statement: ast.stmt) -> str:
         one_line = statement.lineno == statement.end_lineno
         head = re.match(r"\s*(assert\b|[\w.]+\()", text.lines[statement.lineno - 1])
         return head[1] if one_line and head else ""
 
-    for head, group in groupby(body, begins):
+    for head, group in groupby(body, start):
         run = list(group)
         if head and len(run) >= ROWS_SHOWN + ROWS_LEFT:
             yield text.cut(run[0].lineno, run[ROWS_SHOWN].lineno - 1, f"line {run[0].lineno}")

@@ -1,4 +1,4 @@
-"""`foredraft bench` on tiny random checkpoints: its last line, its table, its files, and what it refuses."""
+"""`foredraft bench` on tiny random checkpoints: its JSON line, tables, files and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from foredraft.bench import machine, run
 from foredraft.bench.contender import Timing
-from foredraft.bench.contenders import deciding
+from foredraft.bench.contenders import resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.records import Report
 from foredraft.cli import main
@@ -59,7 +59,7 @@ def document(text: str) -> dict[str, Any]:
     return found
 
 
-def test_the_last_line_is_one_document(words: Words, tmp_path: Path) -> None:
+def test_stdout_is_one_json_document(words: Words, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = foredraft(*words.command(batch="1,2", json=str(file)))
     assert (done.returncode, done.stderr) == (0, "")
@@ -75,7 +75,7 @@ def test_the_last_line_is_one_document(words: Words, tmp_path: Path) -> None:
     assert report.options["methods"] == ["lookup", "draft-model"] and report.options["batch"] == [1, 2]
 
 
-def test_a_terminal_gets_a_table_before_it(
+def test_a_terminal_shows_a_table_before_the_json_line(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -96,7 +96,7 @@ def test_a_terminal_gets_a_table_before_it(
     assert any("repeats under 30% of its 4-grams" in line for line in told)
 
 
-def test_a_table_by_policy_follows(
+def test_a_table_by_policy_follows_the_table_by_method(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -113,11 +113,11 @@ def test_a_table_by_policy_follows(
         assert cells[:4] == ["words", "1", row.contender, row.policy]
         assert cells[5] == f"{row.speedup.median:.2f}"
         assert f"{row.drafting.mean_draft_length:.2f}" in cells and "2 of 2" in line
-    assert len(report.policies) == 4 + 7  # lookup cannot be unsure
+    assert len(report.policies) == 4 + 7  # lookup has no draft probabilities for the other three
     assert told.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
 
 
-def test_a_table_of_the_policy_alone_is_printed(
+def test_a_table_by_policy_is_shown_for_a_single_policy(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -130,7 +130,7 @@ def test_a_table_of_the_policy_alone_is_printed(
     ]
 
 
-def test_what_is_lossy_is_called_so(
+def test_a_lossy_method_is_labelled(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -141,14 +141,17 @@ def test_what_is_lossy_is_called_so(
     *lines, last = told.out.splitlines()
     assert ["lossy" in line for line in lines[3:6]] == [False, False, True]
     assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
-    assert "bild is lossy: its text is not the model&#39;s own. It reaches" in html.read_text()
+    assert (
+        "bild is lossy: its output does not have the model&#39;s own distribution. It reaches"
+        in html.read_text()
+    )
     row = Report.from_dict(document(last)).rows[2]
     assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
     assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
     assert told.err == "foredraft: bild keeps to policy fallback\n"
 
 
-def test_the_fallback_policy_that_was_asked_for_is_the_one_of_bild(words: Words) -> None:
+def test_policy_options_of_fallback_apply_to_bild(words: Words) -> None:
     command = words.command(methods="bild", prompts="1", policy="fallback")
     lengths = []
     for threshold in ("0", "1"):
@@ -160,15 +163,15 @@ def test_the_fallback_policy_that_was_asked_for_is_the_one_of_bild(words: Words)
     assert lengths[0] > lengths[1] == 0
 
 
-def test_spaces_around_commas_mean_nothing(workload: Path) -> None:
+def test_spaces_around_commas_are_ignored(workload: Path) -> None:
     given = BenchOptions(methods="lookup, plain", policies=" all ,fixed", batch="1, 8")
     options = options_of(given, DraftingOptions())
     assert options.methods == ("lookup", "plain") and options.batch == (1, 8)
-    assert deciding(options.policies) == tuple(POLICIES)
+    assert resolve_policies(options.policies) == tuple(POLICIES)
     assert listed(f"{workload}, edit-file") == (str(workload), "edit-file")
 
 
-def test_tokens_that_differ_are_told_and_fail(
+def test_differing_tokens_are_reported_and_fail(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = ForedraftContender.run
@@ -184,7 +187,7 @@ def test_tokens_that_differ_are_told_and_fail(
     out = capsys.readouterr().out
     assert "lookup on words, batch 1: the tokens DIFFER from plain decoding's" in out
     assert "draft-model on words" not in out
-    assert main([*words.command(), "--no-deterministic"]) == 0  # then nobody said that they must not
+    assert main([*words.command(), "--no-deterministic"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -202,27 +205,27 @@ def test_tokens_that_differ_are_told_and_fail(
         ),
         (
             {"policies": "confidence", "methods": "lookup"},
-            "--policies is 'confidence', but none of the methods can follow that; give others",
+            "--policies is 'confidence', but none of the methods can follow it; give others",
         ),
         (
             {"policy": "confidence", "methods": "lookup,plain"},
-            "--policy is 'confidence', but none of the methods can follow that; leave it out",
+            "--policy is 'confidence', but none of the methods can follow it; leave it out",
         ),
         (
             {"policy": "confidence", "methods": "lookup,draft-model"},
-            "lookup cannot follow --policy confidence; give another",
+            "lookup cannot follow --policy confidence; give another --policy",
         ),
         (
             {"policy": "fixed", "methods": "bild"},
-            "--policy is 'fixed', but none of the methods can follow that; leave it out",
+            "--policy is 'fixed', but none of the methods can follow it; leave it out",
         ),
         (
             {"policy": "fixed", "methods": "plain"},
-            "--policy is 'fixed', but none of the methods can follow that; leave it out",
+            "--policy is 'fixed', but none of the methods can follow it; leave it out",
         ),
         (
             {"max-draft": "3", "methods": "plain,transformers"},
-            "--max-draft is 3, but none of the methods heeds that; leave it out",
+            "--max-draft is 3, but none of the methods drafts; leave it out",
         ),
         ({"workload": "nought"}, "--workload is 'nought'; give a file, or one of all"),
         ({"batch": "1,two"}, "--batch is '1,two'; give whole numbers, as in 1,8"),
@@ -231,7 +234,7 @@ def test_tokens_that_differ_are_told_and_fail(
         ({"repeats": "0"}, "--repeats is 0; give 1 or more"),
         ({"new-tokens": "1"}, "--new-tokens is 1; give 2 or more"),
         ({"temperature": "-1"}, "--temperature is -1.0; give 0 or more"),
-        ({"batch": "4", "max-batch": "2"}, "--max-batch is 2, but batch asks for 4; leave it out"),
+        ({"batch": "4", "max-batch": "2"}, "--max-batch is 2, but --batch asks for 4; leave it out"),
         ({"json": "nowhere/x.json"}, "--json is 'nowhere/x.json'; give a file in a folder that exists"),
         ({"html": "."}, "--html is '.'; give a file in a folder that exists"),
         ({"json": "same", "html": "same"}, "--html is 'same', and so is --json; give each a file of its own"),
@@ -242,7 +245,7 @@ def test_tokens_that_differ_are_told_and_fail(
         ({"max-draft": "0"}, "--max-draft is 0; give a whole number, 1 or more"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_a_wrong_option_is_refused_in_one_line(
     words: Words,
     changes: dict[str, str],
     message: str,
@@ -268,18 +271,18 @@ def test_a_broken_line_of_a_workload_is_named(
     assert told.startswith(f"foredraft: error: line 2 of {file} is not JSON (") and told.count("\n") == 1
 
 
-def test_what_was_left_out_is_told_on_stderr(
+def test_notes_are_written_to_stderr(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Report({"deterministic": True}, {}, (), None, (), (), ("left out: give draft=",))
+    made = Report({"deterministic": True}, {}, (), None, (), (), ("left out: lookup",))
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main(words.command()) == 0
     told = capsys.readouterr()
-    assert told.err == "foredraft: left out: give --draft\n"
+    assert told.err == "foredraft: left out: lookup\n"
     assert Report.from_dict(document(told.out)) == made
 
 
-def test_an_interrupt_shows_what_was_done(
+def test_an_interrupt_shows_the_finished_rows(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     made = Report({"deterministic": True}, {}, (), None, (), (), finished=False)
@@ -293,7 +296,7 @@ def test_an_interrupt_shows_what_was_done(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_files_are_kept_where_stdout_is_lost(words: Words, tmp_path: Path) -> None:
+def test_files_are_written_if_stdout_fails(words: Words, tmp_path: Path) -> None:
     command = words.command(json=str(tmp_path / "a.json"), html=str(tmp_path / "a.html"), prompts="1")
     with open("/dev/full", "w") as full:
         done = foredraft(*command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
@@ -303,7 +306,7 @@ def test_files_are_kept_where_stdout_is_lost(words: Words, tmp_path: Path) -> No
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
 
-def test_ctrl_c_before_the_first_row_leaves_nothing(
+def test_an_interrupt_before_the_first_row_writes_nothing(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ran, count = ForedraftContender.run, itertools.count()
@@ -314,7 +317,9 @@ def test_ctrl_c_before_the_first_row_leaves_nothing(
         return ran(self, prompts, new_tokens)
 
     monkeypatch.setattr(ForedraftContender, "run", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background process would ignore the signal
     try:
         assert main(words.command(json=str(tmp_path / "x.json"))) == 130
     finally:

@@ -1,4 +1,4 @@
-"""Tables of measured figures say what the committed results say."""
+"""The tables of measured figures in README and docs match the committed results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("page", figures.PAGES)
-def test_tables_say_what_the_results_say(page: str) -> None:
+def test_tables_match_the_results(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert figures.brought_up_to_date(text) == text, "run python benchmarks/figures.py --write"
 
 
-def test_every_table_stands_somewhere() -> None:
+def test_every_table_is_on_a_page() -> None:
     found = [
         match["name"]
         for page in figures.PAGES
@@ -29,34 +29,41 @@ def test_every_table_stands_somewhere() -> None:
     assert sorted(found) == sorted(figures.TABLES)
 
 
-def test_an_old_figure_is_found_and_replaced(
+def test_an_outdated_figure_is_found_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for page in figures.PAGES:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(figures, "HERE", tmp_path / "benchmarks")  # results that were read are remembered
+    monkeypatch.setattr(figures, "HERE", tmp_path / "benchmarks")  # the results are cached already
     assert figures.main([]) == 0
     whole = (tmp_path / "README.md").read_text(encoding="utf-8")
-    line = next(line for line in figures.speed() if line.startswith("| draft model ÷ own"))
+    line = next(line for line in figures.speed() if line.startswith("| `draft-model` ÷ plain"))
     (tmp_path / "README.md").write_text(whole.replace(line, line.replace(".", ".9")), encoding="utf-8")
     assert figures.main([]) == 1
-    assert capsys.readouterr().out == "README.md: does not say what the results say\n"
+    assert capsys.readouterr().out == "README.md: tables are out of date\n"
     assert figures.main(["--write"]) == 0
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == whole
 
 
-def test_a_table_that_there_is_not() -> None:
+def test_an_unknown_table_is_refused() -> None:
     with pytest.raises(KeyError, match="no such"):
         figures.brought_up_to_date("<!-- figures: no such -->\n<!-- /figures -->\n")
 
 
-def test_a_plan_that_was_raced_has_its_measured_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever ranking found it; the search tells what it thought the best and what won."""
+def test_a_finalist_has_its_measured_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search has its best predicted and its best measured plan; a ranking may find the same plan."""
 
     def finalist(skips: str, predicted: float, measured: float) -> dict[str, object]:
-        told = {"c": 0.2, "alpha": 0.9, "predicted_tau": 4.5, "tau": 4.6, "prompts": 16, "identical": True}
-        return {"skips": skips, "predicted": predicted, "speedup": {"median": measured}, **told}
+        measured_figures = {
+            "c": 0.2,
+            "alpha": 0.9,
+            "predicted_tau": 4.5,
+            "tau": 4.6,
+            "prompts": 16,
+            "identical": True,
+        }
+        return {"skips": skips, "predicted": predicted, "speedup": {"median": measured}, **measured_figures}
 
     plans = {
         "search": {"skips": "skip:attn=1", "predicted": 2.5},
@@ -64,16 +71,16 @@ def test_a_plan_that_was_raced_has_its_measured_figures(monkeypatch: pytest.Monk
         "clasp": {"skips": "skip:attn=3", "predicted": 2.3, "plans": 32},
         "random of its size": {"skips": "skip:attn=4", "predicted": 1.5, "plans": 1000},
     }
-    uses_gumbel_argmax = [finalist("skip:attn=1", 2.5, 2.6), finalist("skip:attn=2", 2.4, 2.7)]
-    made = {"plans": plans, "finalists": uses_gumbel_argmax, "winner": 1}
+    finalists = [finalist("skip:attn=1", 2.5, 2.6), finalist("skip:attn=2", 2.4, 2.7)]
+    made = {"plans": plans, "finalists": finalists, "winner": 1}
     monkeypatch.setattr(figures, "result", lambda name: made)
     measured = "0.20 | 0.90 | 4.50, 4.60"
     assert figures.the_search()[2:] == [
-        f"| the search, by prediction | `skip:attn=1` | {measured} | 2.50 | 2.60 | 16 of 16 |",
-        f"| the search, by the race | `skip:attn=2` | {measured} | 2.40 | 2.70 | 16 of 16 |",
-        f"| greedy ranking | as the search, by prediction | {measured} | 2.50 | 2.60 | 16 of 16 |",
+        f"| search, best predicted | `skip:attn=1` | {measured} | 2.50 | 2.60 | 16 of 16 |",
+        f"| search, best measured | `skip:attn=2` | {measured} | 2.40 | 2.70 | 16 of 16 |",
+        f"| greedy ranking | as search, best predicted | {measured} | 2.50 | 2.60 | 16 of 16 |",
         "| dynamic programme (CLaSp) | `skip:attn=3` |  |  |  | 2.30 |  |  |",
-        "| best of 1,000 random ones of its size | `skip:attn=4` |  |  |  | 1.50 |  |  |",
+        "| best of 1,000 random plans of the same size | `skip:attn=4` |  |  |  | 1.50 |  |  |",
     ]
     made["winner"] = None
-    assert not any("by the race" in line for line in figures.the_search())
+    assert not any("best measured" in line for line in figures.the_search())

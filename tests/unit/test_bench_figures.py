@@ -1,4 +1,4 @@
-"""The figures of a benchmark's rows, of runs made up for the purpose, and who runs when."""
+"""The figures of a benchmark's rows, computed from made-up runs, and the order of the runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from foredraft.bench.contender import Timing
-from foredraft.bench.figures import Group, Runs, Series, divergence, row_of
-from foredraft.bench.prediction import accepted_length, ceiling, forwards_cost, predicted, verifying
+from foredraft.bench.figures import Group, Runs, Series, divergence, make_row
+from foredraft.bench.prediction import (
+    ceiling,
+    forward_cost,
+    mean_accepted_length,
+    predicted_speedup,
+    verifying_cost,
+)
 from foredraft.bench.records import (
     Bandwidth,
     Ceiling,
@@ -39,15 +45,15 @@ class Named:
     name: str
     peer: bool = False
     lossless: bool = True
-    batches: tuple[int, ...] | None = None
-    policy: str | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    policy_name: str | None = None
 
     @property
     def method(self) -> str:
         return self.name.split(",")[0]
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
-        raise AssertionError("a row is made without a run")
+        raise AssertionError("making a row must not run the contender")
 
     def close(self) -> None: ...
 
@@ -65,7 +71,7 @@ def plain(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
 
 
 def drafted(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
-    """Ten tokens in four rounds of two drafted ones each: the last one is cut short."""
+    """Ten tokens in four rounds with two drafted tokens each."""
     rounds = [Round(2, kept, kept + 1, drafter="draft-model") for kept in (2, 1, 2, 1)]
     return Timing((tokens,), 0.1, seconds, len(tokens), len(rounds), Stats.of(rounds))
 
@@ -75,7 +81,7 @@ def peer(seconds: float, tokens: tuple[int, ...] = TEXT) -> Timing:
 
 
 def series(*runs: Runs, prompts: int = 1) -> Series:
-    return Series("tables", 1, runs, (TEXT,) * prompts, costs(), read_seconds=0.004)
+    return Series("tables", 1, runs, (TEXT,) * prompts, costs(), weight_read_seconds=0.004)
 
 
 def test_a_spread_lies_within_its_data() -> None:
@@ -85,33 +91,32 @@ def test_a_spread_lies_within_its_data() -> None:
     assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
 
 
-def test_a_speedup_is_the_median_of_the_ratios_within_repeats() -> None:
-    """The machine slows down fivefold: the ratio of the medians would be 2."""
+def test_speedup_is_the_median_of_the_ratios_within_repeats() -> None:
+    """The machine becomes five times slower; the ratio of the medians would be 2."""
     slow = {
         "plain": [plain(1.0), plain(2.0), plain(5.0)],
         "draft-model": [drafted(0.4), drafted(1.0), drafted(2.0)],
     }
-    row = row_of(series(Runs(Group((0,), True), slow)), Named("draft-model"), [], comparable=True)
+    row = make_row(series(Runs(Group((0,), True), slow)), Named("draft-model"), [], comparable=True)
     assert row.speedup == Spread(2.5, 2.5, 2.5, 1)
     assert row.tokens_per_second == Spread(10.0, 10.0, 10.0, 1)
     assert row.speedup_all == row.speedup
 
 
-def test_what_a_peer_makes_while_it_reads_the_prompt_is_not_decoding() -> None:
+def test_tokens_of_a_peers_prefill_pass_are_not_counted_as_decoding() -> None:
     timings = {"plain": [plain(1.0)], "other": [peer(1.8)]}
     runs = series(Runs(Group((0,), True), timings))
-    row = row_of(runs, Named("other", peer=True), [], comparable=True)
+    row = make_row(runs, Named("other", peer=True), [], comparable=True)
     assert row.tokens_per_second is not None and row.tokens_per_second.median == pytest.approx(9 / 1.8)
     assert row.speedup is not None and row.speedup.median == pytest.approx(0.5)
     assert row.prefill_seconds == Spread(0.2, 0.2, 0.2, 1)
     assert row.drafting is row.predicted is row.overhead is row.bandwidth_share is None
-    ours = row_of(runs, Named("plain"), ["other"], comparable=True)
+    ours = make_row(runs, Named("plain"), ["other"], comparable=True)
     assert ours.over_peers is not None and ours.over_peers["other"].median == pytest.approx(2.0)
 
 
-def test_prediction_takes_the_drafts_as_they_were() -> None:
-    """Round by round: a pass over four tokens takes more than twice what one over two adds to a step, and a
-    draft's first step more than its others."""
+def test_predicted_speedup_sums_the_costs_of_the_actual_rounds() -> None:
+    """Costs are not linear: v(4) - 1 is more than twice v(2) - 1, and a draft's first step costs more."""
     known = costs()
 
     def of(*rounds: Round, drafter: str | None = None) -> Stats:
@@ -119,25 +124,25 @@ def test_prediction_takes_the_drafts_as_they_were() -> None:
         return Stats.merge([Stats.of(told[:1]), Stats.of(told[1:])])
 
     even, uneven = (Round(2, 1, 2), Round(2, 2, 3)), (Round(1, 1, 2), Round(3, 2, 3))
-    assert predicted(known, of(*even, drafter="draft-model")) == pytest.approx(2.5 / (0.5 + 1.3))
-    assert predicted(known, of(*even, drafter="lookup")) == pytest.approx(2.5 / 1.3)
-    in_turns = of(*(replace(one, drafter=name) for one, name in zip(even, known.drafting, strict=True)))
-    assert predicted(known, in_turns) == pytest.approx(2.5 / (0.5 / 2 + 1.3))
-    assert predicted(known, of(*uneven, drafter="draft-model")) == pytest.approx(
+    assert predicted_speedup(known, of(*even, drafter="draft-model")) == pytest.approx(2.5 / (0.5 + 1.3))
+    assert predicted_speedup(known, of(*even, drafter="lookup")) == pytest.approx(2.5 / 1.3)
+    two_drafters = of(*(replace(one, drafter=name) for one, name in zip(even, known.drafting, strict=True)))
+    assert predicted_speedup(known, two_drafters) == pytest.approx(2.5 / (0.5 / 2 + 1.3))
+    assert predicted_speedup(known, of(*uneven, drafter="draft-model")) == pytest.approx(
         2.5 / (0.5 + (1.1 + 1.6) / 2)
     )
     idle = of(Round(0, 0, 1), Round(3, 3, 4, drafter="draft-model"))
-    assert predicted(known, idle) == pytest.approx(2.5 / (0.65 / 2 + (1.0 + 1.6) / 2))
-    # places that were left to the target
-    left = of(Round(1, 1, 2, (0.9, 0.2)), Round(0, 0, 1, (0.1,)), drafter="draft-model")
-    assert predicted(known, left) == pytest.approx(1.5 / ((0.35 + 0.5) / 2 + (1.1 + 1.0) / 2))
-    assert forwards_cost(known, of(Round(0, 0, 1), Round(0, 0, 1))) == 1
+    assert predicted_speedup(known, idle) == pytest.approx(2.5 / (0.65 / 2 + (1.0 + 1.6) / 2))
+    # the drafter took a step but proposed no token in its last position
+    stopped = of(Round(1, 1, 2, (0.9, 0.2)), Round(0, 0, 1, (0.1,)), drafter="draft-model")
+    assert predicted_speedup(known, stopped) == pytest.approx(1.5 / ((0.35 + 0.5) / 2 + (1.1 + 1.0) / 2))
+    assert forward_cost(known, of(Round(0, 0, 1), Round(0, 0, 1))) == 1
 
 
-def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:
+def test_prediction_overhead_and_bandwidth_use_the_runs_own_rounds() -> None:
     timings = {"plain": [plain(0.11), plain(0.11)], "draft-model": [drafted(0.08), drafted(0.1)]}
     runs = series(Runs(Group((0,), True), timings))
-    row = row_of(runs, Named("draft-model"), [], comparable=True)
+    row = make_row(runs, Named("draft-model"), [], comparable=True)
     assert row.drafting is not None
     assert row.drafting.mean_accepted_length == 2.5 and row.drafting.mean_draft_length == 2
     assert row.drafting.alpha == pytest.approx(6 / 8) and row.drafting.acceptance_rate == pytest.approx(6 / 8)
@@ -149,37 +154,43 @@ def test_predicted_overhead_and_bandwidth_come_of_the_runs_own_rounds() -> None:
     assert row.measured_over_predicted.median == pytest.approx(measured / expected)
     assert row.overhead is not None and row.overhead.median == pytest.approx((0.02 + 0.025) / 2 / STEP - 1.8)
     assert row.bandwidth_share == pytest.approx((4 / 0.08 + 4 / 0.1) / 2 * 0.004)
-    own = row_of(runs, Named("plain"), [], comparable=True)
-    assert own.overhead is not None and own.overhead.median == pytest.approx(0.1)  # 11 ms a step, of 10
+    own = make_row(runs, Named("plain"), [], comparable=True)
+    assert own.overhead is not None and own.overhead.median == pytest.approx(
+        0.1
+    )  # 11 ms per step, of which forwards take 10
     assert own.drafting is None and own.predicted is None
     assert own.speedup is not None and own.speedup.median == 1
 
 
-def test_a_pass_between_two_that_were_measured_lies_on_their_line() -> None:
+def test_verifying_cost_is_interpolated_between_measured_rows() -> None:
     cost = costs().verifying
     wide = replace(costs(), verifying=(*cost, Cost(8, 3.2, Spread(3.2, 3.2, 3.2, 5))))
-    assert [verifying(wide, rows) for rows in (1, 2, 4, 5, 8)] == pytest.approx([1, 1.1, 1.6, 2.0, 3.2])
-    assert verifying(replace(wide, verifying=cost[:1]), 1) == 1
+    assert [verifying_cost(wide, rows) for rows in (1, 2, 4, 5, 8)] == pytest.approx([1, 1.1, 1.6, 2.0, 3.2])
+    assert verifying_cost(replace(wide, verifying=cost[:1]), 1) == 1
     with pytest.raises(AssertionError):
-        verifying(wide, 9)
+        verifying_cost(wide, 9)
 
 
-def test_the_length_that_is_accepted() -> None:
-    assert accepted_length(0.5, 2) == 1.75 and accepted_length(1.0, 4) == 5 and accepted_length(0.0, 3) == 1
-    assert accepted_length(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
+def test_mean_accepted_length_matches_the_closed_form() -> None:
+    assert (
+        mean_accepted_length(0.5, 2) == 1.75
+        and mean_accepted_length(1.0, 4) == 5
+        and mean_accepted_length(0.0, 3) == 1
+    )
+    assert mean_accepted_length(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
 
 
-def test_a_ceiling_is_the_best_of_all_lengths() -> None:
+def test_ceiling_is_the_best_speedup_over_all_draft_lengths() -> None:
     known = costs()  # c 0.35 and 0.15, v 1.1, 1.3, 1.6
     one, two, three = (1.5 / 1.45, 1.75 / 1.8, 1.875 / 2.25)
     assert one > two > three
     assert ceiling(known, "draft-model", 0.5) == Ceiling(0.5, 1, pytest.approx(one))  # type: ignore[arg-type]
     assert ceiling(known, "draft-model", 1.0) == Ceiling(1.0, 3, pytest.approx(4 / 2.25))  # type: ignore[arg-type]
-    assert ceiling(known, "lookup", 0.9).speedup == pytest.approx(accepted_length(0.9, 3) / 1.6)
+    assert ceiling(known, "lookup", 0.9).speedup == pytest.approx(mean_accepted_length(0.9, 3) / 1.6)
     never = replace(known, drafting={"draft-model": DraftCost(2.0, 2.0)})
     assert ceiling(never, "draft-model", 0.9).speedup == pytest.approx(
         1.9 / 3.1
-    )  # it cannot pay, and says so
+    )  # drafting cannot pay here, so the ceiling is below 1
 
 
 @pytest.mark.parametrize(
@@ -193,30 +204,30 @@ def test_a_ceiling_is_the_best_of_all_lengths() -> None:
         (0.515, 0.95, 5, 1.48),
     ],
 )
-def test_ceilings_where_verifying_is_free(c: float, alpha: float, length: int, speedup: float) -> None:
-    """Of the walltime formula with one pass as dear as a step; the last two are Draft & Verify's plans."""
+def test_ceiling_where_verifying_is_free(c: float, alpha: float, length: int, speedup: float) -> None:
+    """The walltime formula where a pass costs one step; the last two cases are Draft & Verify's plans."""
     free = tuple(Cost(rows, 1.0, Spread(STEP, STEP, STEP, 5)) for rows in (1, 2, 32))
     best = ceiling(replace(costs(), verifying=free, drafting={"x": DraftCost(c, c)}), "x", alpha)
     assert best.speedup == pytest.approx(speedup, abs=0.006)
     assert best.draft_length == length
 
 
-def test_a_row_has_the_ceilings_of_its_drafter_under_any_policy() -> None:
+def test_a_row_has_its_drafters_ceilings_under_any_policy() -> None:
     timings = {"plain": [plain(0.11)], "draft-model, fixed": [drafted(0.08)], "auto": [drafted(0.08)]}
     runs = series(Runs(Group((0,), True), timings))
-    row = row_of(runs, Named("draft-model, fixed", policy="fixed"), [], comparable=True)
+    row = make_row(runs, Named("draft-model, fixed", policy_name="fixed"), [], comparable=True)
     assert (row.contender, row.policy) == ("draft-model", "fixed")
     assert row.ceiling == ceiling(costs(), "draft-model", 0.75)
     assert row.perfect == ceiling(costs(), "draft-model", 1.0)
     assert row.predicted is not None and row.predicted.median == pytest.approx(2.5 / 1.8)
     assert row.speedup is not None and row.speedup.median == pytest.approx(11 / 8)
-    for other in ("plain", "auto"):  # nobody drafts, or several do
-        row = row_of(runs, Named(other), [], comparable=True)
+    for other in ("plain", "auto"):  # plain has no drafter, auto has several
+        row = make_row(runs, Named(other), [], comparable=True)
         assert row.ceiling is row.perfect is row.policy is None
-        assert (row.predicted is None) == (other == "plain"), "round by round, whoever drafted"
+        assert (row.predicted is None) == (other == "plain")
 
 
-def test_rows_by_policy_are_those_that_draft_where_policies_were_asked_for() -> None:
+def test_policies_lists_drafting_rows_if_policies_were_asked_for() -> None:
     def row(contender: str, policy: str | None, workload: str = "a", batch: int = 1) -> Row:
         return Row(workload, batch, contender, peer=False, policy=policy)
 
@@ -234,34 +245,34 @@ def test_rows_by_policy_are_those_that_draft_where_policies_were_asked_for() -> 
     assert made.methods == (*rows[:3], *rows[5:])
     assert made.policies == () == report().policies
     assert report().methods == report().rows
-    asked = replace(made, options={"policies": ["auto"]})  # one alone is a table, too
+    asked = replace(made, options={"policies": ["auto"]})  # a single policy suffices
     assert asked.policies == rows[1:]
     assert replace(asked, rows=rows[:3]).policies == rows[1:3]
 
 
-def test_only_prompts_that_repeat_little_count() -> None:
+def test_only_prompts_with_little_repetition_count() -> None:
     def runs(prompt: int, counted: bool, seconds: float) -> Runs:
         return Runs(Group((prompt,), counted), {"plain": [plain(1.0)], "lookup": [drafted(seconds)]})
 
     both = series(runs(0, True, 0.5), runs(1, False, 0.1), prompts=2)
-    row = row_of(both, Named("lookup"), [], comparable=True)
+    row = make_row(both, Named("lookup"), [], comparable=True)
     assert (row.counted, row.prompts) == (1, 2)
     assert row.speedup is not None and row.speedup.median == pytest.approx(2)
     assert row.speedup_all is not None and row.speedup_all.median == pytest.approx(6)
     assert row.exactness == Exactness(True, 2, 2)
-    none = row_of(series(runs(0, False, 0.5)), Named("lookup"), [], comparable=True)
+    none = make_row(series(runs(0, False, 0.5)), Named("lookup"), [], comparable=True)
     assert none.counted == 0 and none.prompts == 1
     assert none.speedup is none.predicted is none.drafting is none.overhead is none.bandwidth_share is None
     assert none.speedup_all is not None
 
 
-def test_one_differing_run_shows() -> None:
+def test_one_differing_run_makes_a_prompt_differ() -> None:
     timings = {"plain": [plain(1.0)] * 2, "lookup": [drafted(1.0), drafted(1.0, OTHER)]}
     two = series(Runs(Group((0,), True), timings), Runs(Group((1,), False), timings), prompts=2)
-    found = row_of(two, Named("lookup"), [], comparable=True).exactness
+    found = make_row(two, Named("lookup"), [], comparable=True).exactness
     assert found == Exactness(True, 0, 2, Divergence(0, 4)) and found.holds is False
-    assert row_of(two, Named("plain"), [], comparable=True).exactness == Exactness(True, 2, 2)
-    told = row_of(two, Named("lookup"), [], comparable=False).exactness
+    assert make_row(two, Named("plain"), [], comparable=True).exactness == Exactness(True, 2, 2)
+    told = make_row(two, Named("lookup"), [], comparable=False).exactness
     assert told is not None and told.holds is None
 
 
@@ -275,24 +286,26 @@ def test_a_shorter_text_diverges_where_it_ends() -> None:
 def test_rounds_of_a_batch_are_counted_once() -> None:
     stats = Stats.of([Round(0, 0, 1)] * 20)
     both = Timing((TEXT, TEXT), 0.1, 0.132, 20, 11, stats)
-    row = row_of(
+    row = make_row(
         series(Runs(Group((0, 1), True), {"plain": [both]}), prompts=2), Named("plain"), [], comparable=True
     )
     assert row.tokens_per_second is not None and row.tokens_per_second.median == pytest.approx(20 / 0.132)
-    assert row.overhead is not None and row.overhead.median == pytest.approx(0.2)  # 12 ms a round, of 10
+    assert row.overhead is not None and row.overhead.median == pytest.approx(
+        0.2
+    )  # 12 ms per round, of which forwards take 10
     assert row.counted == row.prompts == 2
 
 
-def test_what_a_batch_gains_over_one() -> None:
+def test_over_single_compares_with_batch_1() -> None:
     runs = series(Runs(Group((0,), True), {"plain": [plain(0.5)]}))
-    row = row_of(runs, Named("plain"), [], comparable=True, single=Spread(5.0, 5.0, 5.0, 1))
+    row = make_row(runs, Named("plain"), [], comparable=True, at_batch_1=Spread(5.0, 5.0, 5.0, 1))
     assert row.over_single == pytest.approx(4)
 
 
-def test_repetition_is_of_the_contenders_own_text() -> None:
+def test_repetition_is_measured_on_the_contenders_own_output() -> None:
     again = (1, 2, 3, 4) * 3
     timings = {"plain": [plain(1.0)], "other": [peer(1.0, again)]}
-    row = row_of(series(Runs(Group((0,), True), timings)), Named("other", peer=True), [], comparable=True)
+    row = make_row(series(Runs(Group((0,), True), timings)), Named("other", peer=True), [], comparable=True)
     assert row.repeated is not None and row.repeated.median == pytest.approx(repeated(again)) == 5 / 9
 
 
@@ -301,19 +314,19 @@ def test_repeated_counts_seen_ngrams() -> None:
     assert repeated(range(50)) == repeated([1, 2]) == 0
 
 
-def test_turns_alternate() -> None:
+def test_turns_alternate_direction() -> None:
     names = ["plain", "lookup", "other"]
     assert [list(turns(names, repeat)) for repeat in range(3)] == [names, names[::-1], names]
 
 
-def test_groups_are_full_and_of_one_kind() -> None:
+def test_groups_are_full_and_do_not_mix_counted_prompts() -> None:
     counted = [True, False, True, True, False, True, True]
     assert [group.prompts for group in groups_of(counted, 1)] == [(0,), (2,), (3,), (5,), (6,), (1,), (4,)]
     two = groups_of(counted, 2)
     assert [(group.prompts, group.counted) for group in two] == [
         ((0, 2), True),
         ((3, 5), True),
-        ((6, 0), True),  # filled up from the first on
+        ((6, 0), True),  # filled up with the first prompt
         ((1, 4), False),
     ]
     assert [group.prompts for group in groups_of([True, True], 5)] == [(0, 1, 0, 1, 0)]
@@ -323,10 +336,10 @@ def test_groups_are_full_and_of_one_kind() -> None:
 def report() -> Report:
     timings = {"plain": [plain(0.11)], "draft-model": [drafted(0.08)], "other": [peer(0.2, OTHER)]}
     runs = series(Runs(Group((0,), True), timings))
-    rows = [row_of(runs, Named(name), ["other"], comparable=True) for name in ("plain", "draft-model")]
+    rows = [make_row(runs, Named(name), ["other"], comparable=True) for name in ("plain", "draft-model")]
     rows[1] = replace(rows[1], round_time=RoundTime(0.005, 0.013, 0.002, 4), peak_memory=2**20)
-    rows.append(row_of(runs, Named("other", peer=True), [], comparable=True))
-    rows.append(Row("tables", 8, "other", peer=True, note="takes 1 prompt at a time"))
+    rows.append(make_row(runs, Named("other", peer=True), [], comparable=True))
+    rows.append(Row("tables", 8, "other", peer=True, note="decodes at batch size 1 only"))
     return Report(
         options={"batch": [1, 8], "model": "demo"},
         machine={"threads": 2},
@@ -344,7 +357,7 @@ def test_a_report_survives_json() -> None:
     assert made.rows[2].exactness == Exactness(True, 0, 1, Divergence(0, 4))
 
 
-def test_what_is_not_a_report_is_refused() -> None:
+def test_a_document_with_wrong_keys_is_refused() -> None:
     document = report().as_dict()
     with pytest.raises(TypeError, match="Row has no speed"):
         Report.from_dict(document | {"rows": [document["rows"][0] | {"speed": 1}]})

@@ -1,4 +1,4 @@
-"""llama.cpp as a contender: the file that it reads says what the checkpoint says, and so does what it writes."""
+"""llama.cpp as a contender: its GGUF file holds the checkpoint's weights, and it generates the same tokens."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def values(reader: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {tensor.name: tensor.data for tensor in reader.tensors}
 
 
-def setting(folder: Path, llm: Any = None, **keys: Any) -> BenchContext:
+def context(folder: Path, llm: Any = None, **keys: Any) -> BenchContext:
     common: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "positions": 256}
     return BenchContext(llm, folder, None, **{**common, **keys})
 
 
 class TestFile:
-    def test_numbers_are_the_configs(self, tmp_path: Path) -> None:
+    def test_metadata_matches_the_config(self, tmp_path: Path) -> None:
         folder = save_checkpoint(tmp_path, num_key_value_heads=2, rms_norm_eps=3e-4)
         reader = read(folder)
         expected = {
@@ -80,9 +80,7 @@ class TestFile:
         }
         assert {name: reader.fields[name].contents() for name in expected} == expected
 
-    def test_weights_are_the_checkpoints_with_what_is_rotated_together_side_by_side(
-        self, tmp_path: Path
-    ) -> None:
+    def test_weights_match_with_rope_channels_interleaved(self, tmp_path: Path) -> None:
         folder = save_checkpoint(tmp_path, num_key_value_heads=2)
         saved, written = load_file(folder / "model.safetensors"), values(read(folder))
         assert len(written) == len(saved)
@@ -112,7 +110,7 @@ class TestFile:
         bits = saved["model.embed_tokens.weight"].view(torch.uint8).numpy()
         np.testing.assert_array_equal(values(reader)["token_embd.weight"], bits)
 
-    def test_a_tied_head_is_not_written_twice(self, tmp_path: Path) -> None:
+    def test_a_tied_head_is_left_out(self, tmp_path: Path) -> None:
         file = save_checkpoint(tmp_path, tie_word_embeddings=True) / "model.safetensors"
         saved = load_file(file)
         save_file(saved | {"lm_head.weight": saved["model.embed_tokens.weight"].clone()}, file)
@@ -120,13 +118,13 @@ class TestFile:
         assert "token_embd.weight" in written
         assert "output.weight" not in written
 
-    def test_shards_make_the_same_file(self, tmp_path: Path) -> None:
+    def test_a_sharded_checkpoint_gives_the_same_file(self, tmp_path: Path) -> None:
         whole = values(read(save_checkpoint(tmp_path / "whole")))
         parts = values(read(save_checkpoint(tmp_path / "parts", shards=True)))
         assert whole.keys() == parts.keys()
         assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
-    def test_stretched_waves_have_their_factors(self, tmp_path: Path) -> None:
+    def test_llama3_rope_has_its_frequency_factors(self, tmp_path: Path) -> None:
         factors = values(read(save_checkpoint(tmp_path, rope_parameters=LLAMA3)))["rope_freqs.weight"]
         assert factors.shape == (8,)
         assert factors[0] == 1.0
@@ -141,7 +139,7 @@ class TestFile:
             ({"hidden_act": "gelu_pytorch_tanh"}, "activation 'gelu_tanh'"),
         ],
     )
-    def test_what_it_would_compute_otherwise_is_refused(
+    def test_an_unsupported_model_is_refused(
         self, tmp_path: Path, variant: dict[str, Any], named: str
     ) -> None:
         folder = save_checkpoint(tmp_path, **variant)
@@ -150,28 +148,30 @@ class TestFile:
         assert not (tmp_path / "model.gguf").exists()
 
 
-class TestSetting:
+class TestSupported:
     @pytest.mark.parametrize(
         ("keys", "named"),
         [
             ({"device": torch.device("cuda")}, "device is cuda"),
-            ({"dtype": torch.float16}, "dtype is torch.float16"),
+            ({"dtype": torch.float16}, "dtype is float16"),
             ({"temperature": 0.7}, "temperature is 0.7"),
         ],
     )
-    def test_what_it_cannot_share_is_refused(self, tmp_path: Path, keys: dict[str, Any], named: str) -> None:
+    def test_an_unsupported_setting_is_refused(
+        self, tmp_path: Path, keys: dict[str, Any], named: str
+    ) -> None:
         with pytest.raises(ConfigError, match=named):
-            LlamaCpp(setting(tmp_path, **keys))
+            LlamaCpp(context(tmp_path, **keys))
 
     @pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
-    def test_a_missing_package_is_one_line(
+    def test_a_missing_package_is_named_in_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
     ) -> None:
         if missing == "gguf":
             pytest.importorskip("llama_cpp")
         monkeypatch.setitem(sys.modules, missing, None)
         with pytest.raises(ConfigError, match=rf"llama.cpp needs {missing}, .*pip install") as caught:
-            LlamaCpp(setting(save_checkpoint(tmp_path)))
+            LlamaCpp(context(save_checkpoint(tmp_path)))
         assert "\n" not in str(caught.value)
 
 
@@ -191,33 +191,33 @@ class TestContender:
         return tuple(llm.generate([prompt], params)[0].token_ids)
 
     @pytest.mark.parametrize("model", MODELS)
-    def test_it_says_what_we_say(self, tmp_path: Path, model: str) -> None:
+    def test_it_generates_the_same_tokens(self, tmp_path: Path, model: str) -> None:
         family, keys = MODELS[model]
         llm = foredraft.load(save_checkpoint(tmp_path, family, **keys), dtype="float32")
-        contender = LlamaCpp(setting(tmp_path, llm))
+        contender = LlamaCpp(context(tmp_path, llm))
         for prompt in self.prompts():
             timing = contender.run([prompt], 40)
             assert timing.tokens == (self.plain(llm, prompt, 40),)
-            assert timing.decoded == 39
+            assert timing.decoded_tokens == 39
             assert timing.prefill_seconds > 0
             assert timing.decode_seconds > 0
         contender.close()
 
-    def test_a_run_leaves_nothing_behind_for_the_next(self, tmp_path: Path) -> None:
-        contender = LlamaCpp(setting(save_checkpoint(tmp_path)))
+    def test_a_run_does_not_affect_the_next(self, tmp_path: Path) -> None:
+        contender = LlamaCpp(context(save_checkpoint(tmp_path)))
         long, short = self.prompts()[3], self.prompts()[1]
         alone = contender.run([short], 12).tokens
         contender.run([long], 12)
         assert contender.run([short], 12).tokens == alone
         contender.close()
 
-    def test_a_pass_over_rows_is_timed_at_any_context(self, tmp_path: Path) -> None:
-        contender = LlamaCpp(setting(save_checkpoint(tmp_path)))
+    def test_a_forward_is_timed_at_any_context(self, tmp_path: Path) -> None:
+        contender = LlamaCpp(context(save_checkpoint(tmp_path)))
         assert all(contender.forward_seconds(rows, context) > 0 for rows in (1, 8) for context in (0, 40))
         contender.close()
 
-    def test_closing_takes_the_file_away_and_may_be_repeated(self, tmp_path: Path) -> None:
-        contender = LlamaCpp(setting(save_checkpoint(tmp_path)))
+    def test_close_removes_the_file_and_may_be_repeated(self, tmp_path: Path) -> None:
+        contender = LlamaCpp(context(save_checkpoint(tmp_path)))
         folder = Path(contender._folder.name)
         assert (folder / "model.gguf").is_file()
         contender.close()
@@ -244,7 +244,7 @@ class TestShape:
         assert (spec.layers, spec.hidden_size, spec.kv_heads, spec.tied) == (2, 64, 2, True)
         assert "rope_freqs.weight" not in values(read(folder))
 
-    def test_the_same_shape_has_the_same_weights_however_it_is_cut(self, tmp_path: Path) -> None:
+    def test_weights_do_not_depend_on_the_sharding(self, tmp_path: Path) -> None:
         small = values(read(random_checkpoint(tmp_path / "a", SIZES, shard_bytes=20_000)))
         large = values(read(random_checkpoint(tmp_path / "b", SIZES)))
         assert all(np.array_equal(small[name], large[name]) for name in small)

@@ -1,4 +1,4 @@
-"""The report: every figure is the records', and the page needs nothing but itself."""
+"""The HTML report: every figure comes from the records, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def report(**more: Any) -> Report:
             row("prose", "plain", 1.0),
             drafted("prose", "draft-model", 1.71),
             drafted("prose", "lookup", 0.84),
-            Row("prose", 1, "llama.cpp", peer=True, note="takes one prompt at a time"),
+            Row("prose", 1, "llama.cpp", peer=True, note="decodes at batch size 1 only"),
         ),
         "notes": ("left out: retokenize needs another draft",),
     }  # fmt: skip
@@ -98,12 +98,12 @@ def report(**more: Any) -> Report:
 
 
 @cache
-def usual() -> str:
+def usual_page() -> str:
     return page(report())
 
 
 class Page(HTMLParser):
-    """Its elements' attributes, the cells of its table by row, and its text."""
+    """A parsed page: its tags with their attributes, the cells of its tables by row, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Page(HTMLParser):
             self.rows[-1][-1] += f" ({data})"
 
     def cells(self, place: int) -> dict[str, str]:
-        """The place-th row with cells, by column."""
+        """Return the cells of the place-th line of figures, by column."""
         (head, *rows) = [one for one in self.rows if len(one) > 2]
         return dict(zip(head, rows[place], strict=True))
 
@@ -141,61 +141,61 @@ def verdicts(text: str) -> list[tuple[str, str]]:
 
 
 class TestFigures:
-    def test_a_row_shows_what_the_record_has(self) -> None:
-        shown = Page(usual()).cells(1)
+    def test_a_row_shows_the_records_figures(self) -> None:
+        shown = Page(usual_page()).cells(1)
         assert shown == {
             "method": "draft-model",
             "tokens/s": "225.8 (203.2–248.4)",
             "over plain": "1.83 (1.65–2.01)",
-            "tokens": "✓ 3 of 3 same",
+            "identical": "✓ 3 of 3",
             "counted prompts": "2 of 3",
-            "repeated": "12% (11%–13%)",
+            "repeated 4-grams": "12% (11%–13%)",
             "over transformers": "3.66 (3.29–4.03)",
             "over plain, all prompts": "1.86 (1.67–2.05)",
             "predicted": "1.96 (1.76–2.15)",
             "measured ÷ predicted": "0.93 (0.84–1.02)",
-            "overhead o": "0.08 (0.07–0.09)",
+            "host overhead o": "0.08 (0.07–0.09)",
             "α": "0.61",
             "τ": "2.34",
             "draft length": "3.21",
             "ceiling": "1.99 (γ = 2)",
             "ceiling at α = 1": "4.98 (γ = 7)",
-            "prompt read in, s": "0.017 (0.015–0.019)",
-            "of read bandwidth": "37%",
-            "memory, MiB": "77",
+            "prefill, s": "0.017 (0.015–0.019)",
+            "share of bandwidth": "37%",
+            "peak memory, MiB": "77",
         }
 
-    def test_what_a_record_lacks_is_a_dash(self) -> None:
-        shown = Page(usual()).cells(3)
+    def test_a_missing_figure_is_a_dash(self) -> None:
+        shown = Page(usual_page()).cells(3)
         assert shown["method"] == "transformers"
         assert {shown[name] for name in ("predicted", "α", "τ", "over transformers")} == {"–"}
 
-    def test_a_column_that_nobody_fills_is_left_out(self) -> None:
+    def test_an_empty_column_is_left_out(self) -> None:
         alone = report(rows=(row("tables", "plain", 1.0),))
         assert "over transformers" not in Page(page(alone)).cells(0)
         assert "predicted" not in Page(page(alone)).cells(0)
 
-    def test_the_machines_figures_and_options_are_there_as_written(self) -> None:
-        text = re.sub(r"\s+", " ", Page(usual()).text)
-        assert "big, 21.1 M parameters, bfloat16, 42.3 MB a step" in text
+    def test_machine_costs_and_options_are_shown(self) -> None:
+        text = re.sub(r"\s+", " ", Page(usual_page()).text)
+        assert "big, 21.1 M parameters, bfloat16, 42.3 MB per step" in text
         assert "23.4 GB/s (read, best of 20)" in text
         assert (
-            "5.00 ms at 319 tokens of context, 44% of that bandwidth; a draft of draft-model costs 0.27, and 0.13 a token"
-            " after its first" in text
+            "5.00 ms at 319 tokens of context, 44% of that bandwidth; a draft of draft-model costs 0.27 plain steps,"
+            " plus 0.13 for each further token" in text
         )
         assert "temperature0 repeats1 coupledno max_repeated0.3 methods– " in text
         assert "cpuSome Processor threads1" in text
         assert "left out: retokenize needs another draft" in text
 
-    def test_a_contender_without_figures_says_why(self) -> None:
-        assert ["llama.cpp", "takes one prompt at a time"] in Page(usual()).rows
+    def test_a_contender_without_figures_shows_its_note(self) -> None:
+        assert ["llama.cpp", "decodes at batch size 1 only"] in Page(usual_page()).rows
 
-    def test_each_batch_size_has_its_table(self) -> None:
+    def test_each_batch_size_has_a_table(self) -> None:
         eight = tuple(replace(one, batch=8, over_single=4.2) for one in report().rows)
         both = page(report(rows=report().rows + eight))
         assert both.count("<table>") == 2
         assert "<td>4.20</td>" in both
-        assert "over batch 1" not in usual()
+        assert "over batch 1" not in usual_page()
 
 
 def under(policy: str, speed: float, **more: Any) -> Row:
@@ -203,19 +203,19 @@ def under(policy: str, speed: float, **more: Any) -> Row:
 
 
 def by_policy(**more: Any) -> Report:
-    """The usual one, with two policies more for the draft model on one of the workloads."""
+    """The usual report, with two more policies for the draft model on one of the workloads."""
     usual = report()
     rows = (*usual.rows[:2], under("fixed", 1.97), under("heuristic", 0.66, **more), *usual.rows[2:])
     return report(rows=rows, options=usual.options | {"policies": ["fixed", "heuristic"]})
 
 
 class TestPolicies:
-    def test_a_table_by_policy_stands_beside_the_one_by_method(self) -> None:
+    def test_a_table_by_policy_follows_the_table_by_method(self) -> None:
         found = Page(page(by_policy()))
         heads = [place for place, cells in enumerate(found.rows) if cells[0] in ("method", "policy")]
         assert [found.rows[place][0] for place in heads] == ["method", "policy"]
         by_method, lines = found.rows[: heads[1]], found.rows[heads[1] + 1 :]
-        assert by_method == Page(usual()).rows[: len(by_method)]
+        assert by_method == Page(usual_page()).rows[: len(by_method)]
         assert lines[0] == ["draft-model on tables"]
         assert [cells[0] for cells in lines[1:4]] == ["auto", "fixed", "heuristic"]
         assert [cells[0] for cells in lines[4:6]] == ["lookup on tables", "auto"]
@@ -224,7 +224,7 @@ class TestPolicies:
         assert shown == {
             "policy": "fixed",
             "over plain": "1.97 (1.77–2.17)",
-            "tokens": "✓ 3 of 3 same",
+            "identical": "✓ 3 of 3",
             "predicted": "2.11 (1.90–2.32)",
             "measured ÷ predicted": "0.93 (0.84–1.02)",
             "α": "0.61",
@@ -234,12 +234,12 @@ class TestPolicies:
             "tokens/s": "243.1 (218.8–267.4)",
         }
         assert dict(zip(head, lines[1], strict=True))["ceiling"] == "1.99 (γ = 2)"
-        assert "under every policy" not in usual()
+        assert "under every policy" not in usual_page()
 
-    def test_the_verdict_is_about_methods(self) -> None:
-        assert verdicts(page(by_policy()))[0] == verdicts(usual())[0]
+    def test_the_speed_verdict_ignores_further_policies(self) -> None:
+        assert verdicts(page(by_policy()))[0] == verdicts(usual_page())[0]
 
-    def test_tokens_that_differ_are_told_with_the_policy(self) -> None:
+    def test_differing_tokens_are_reported_with_the_policy(self) -> None:
         wrong = replace(SAME, identical=1, first=Divergence(0, 4))
         assert verdicts(page(by_policy(exactness=wrong)))[1] == (
             "bad",
@@ -256,9 +256,9 @@ class TestPolicies:
             assert f">{policy}</text>" in found["policies-1"].svg
         before = {plot.name: plot for plot in plots(report())}
         del found["policies-1"]
-        assert found == before  # all others are about methods
+        assert found == before  # the other plots show methods only
 
-    def test_its_panels_end_where_the_fastest_does(self) -> None:
+    def test_the_plots_axis_reaches_the_largest_speedup(self) -> None:
         fast = drafted("tables", "lookup", 7.9, policy="fixed")
         rows = (*by_policy().rows, fast)
         plot = next(plot for plot in plots(replace(by_policy(), rows=rows)) if plot.name == "policies-1")
@@ -266,39 +266,39 @@ class TestPolicies:
 
 
 def bild(speed: float) -> Row:
-    """As a race makes it: nothing of it was compared."""
+    """A lossy row, whose tokens are not compared."""
     return drafted(
         "tables", "bild", speed, lossless=False, exactness=Exactness(False, 0, 3), policy="fallback"
     )
 
 
 class TestVerdict:
-    def test_names_the_drafter_that_gains_most_in_the_median_workload(self) -> None:
-        (speed, _) = verdicts(usual())
+    def test_the_fastest_drafter_has_the_best_median_over_workloads(self) -> None:
+        (speed, _) = verdicts(usual_page())
         assert speed == (
             "good",
-            "The drafter that gains most is draft-model: 1.77 × own plain decoding, 3.54 × transformers, the"
-            " median of 2 workloads at batch 1.",
+            "The fastest drafter is draft-model: 1.77 × plain decoding, 3.54 × transformers (median of 2"
+            " workloads, batch 1).",
         )
 
-    def test_says_where_nothing_pays(self) -> None:
+    def test_a_best_speedup_below_1_is_bad(self) -> None:
         slow = report(rows=(row("a", "plain", 1.0), drafted("a", "lookup", 0.84)))
         kind, text = verdicts(page(slow))[0]
         assert (kind, text) == (
             "bad",
-            "No drafter pays here: the best, lookup, reaches 0.84 × own plain decoding, the median of 1"
-            " workload at batch 1.",
+            "No drafter pays here: the best, lookup, reaches 0.84 × plain decoding (median of 1 workload,"
+            " batch 1).",
         )
 
-    def test_a_peer_is_never_the_winner(self) -> None:
+    def test_another_program_is_never_the_fastest_drafter(self) -> None:
         fast = report(rows=(row("a", "plain", 1.0), row("a", "transformers", 9.0, peer=True)))
-        assert verdicts(page(fast))[0] == ("none", "No drafter has a figure that counts.")
+        assert verdicts(page(fast))[0] == ("none", "No drafter has figures on counted prompts.")
 
-    def test_identical_tokens_are_told_and_a_peers_are_its_own_business(self) -> None:
-        assert verdicts(usual())[1][0] == "good"
-        assert Page(usual()).cells(3)["tokens"] == "2 of 3 same (first at prompt 2, token 17)"
+    def test_another_programs_differences_do_not_affect_the_verdict(self) -> None:
+        assert verdicts(usual_page())[1][0] == "good"
+        assert Page(usual_page()).cells(3)["identical"] == "2 of 3 (first at prompt 2, token 17)"
 
-    def test_different_tokens_of_ours_are_named_and_marked(self) -> None:
+    def test_differing_tokens_are_reported_and_marked(self) -> None:
         wrong = drafted("prose", "lookup", 1.2, exactness=replace(SAME, identical=1, first=Divergence(0, 4)))
         rows = report().rows
         text = page(report(rows=(*rows[:6], wrong, *rows[7:])))
@@ -306,63 +306,66 @@ class TestVerdict:
             "bad",
             "Tokens differ from plain decoding&#39;s: lookup on prose at batch 1.",
         )
-        assert '<td class="bad">✗ 1 of 3 same<small>first at prompt 1, token 5</small>' in text
+        assert '<td class="bad">✗ 1 of 3<small>first at prompt 1, token 5</small>' in text
 
-    def test_nothing_is_said_of_tokens_that_were_not_compared(self) -> None:
+    def test_tokens_that_are_not_comparable_give_no_verdict(self) -> None:
         drawn = Exactness(comparable=False, identical=0, prompts=3)
         text = page(report(rows=(row("a", "plain", 1.0), drafted("a", "lookup", 1.5, exactness=drawn))))
         assert verdicts(text)[1][0] == "none"
-        assert Page(text).cells(1)["tokens"] == "not comparable"
+        assert Page(text).cells(1)["identical"] == "not comparable"
 
-    def test_what_is_lossy_is_called_so_and_never_wins(self) -> None:
+    def test_a_lossy_method_is_labelled_and_never_the_fastest(self) -> None:
         lossy = bild(9.0)
         text = page(report(rows=(*report().rows[:4], lossy)))
         assert verdicts(text) == [
             (
                 "good",
-                "The lossless drafter that gains most is lookup: 2.61 × own plain decoding, 5.22 ×"
-                " transformers, the median of 1 workload at batch 1.",
+                "The fastest lossless drafter is lookup: 2.61 × plain decoding, 5.22 × transformers (median of 1"
+                " workload, batch 1).",
             ),
-            ("good", "Every token was plain decoding&#39;s, in every run of every lossless drafter."),
+            (
+                "good",
+                "All tokens are identical to plain decoding&#39;s, in every run of every lossless drafter.",
+            ),
             (
                 "none",
-                "bild is lossy: its text is not the model&#39;s own. It reaches 9.00 × own plain decoding,"
-                " the median of 1 workload at batch 1.",
+                "bild is lossy: its output does not have the model&#39;s own distribution. It reaches 9.00 ×"
+                " plain decoding (median of 1 workload, batch 1).",
             ),
         ]
-        assert [Page(text).cells(place)["tokens"] for place in (1, 4)] == ["✓ 3 of 3 same", "lossy"]
+        assert [Page(text).cells(place)["identical"] for place in (1, 4)] == ["✓ 3 of 3", "lossy"]
         (plot,) = (plot for plot in plots(report(rows=(*report().rows, lossy))) if plot.name == "speedup-1")
         assert plot.note.endswith(" bild is lossy.")
 
-    def test_where_only_what_is_lossy_drafts_nothing_is_said_of_the_others(self) -> None:
+    def test_a_report_with_only_lossy_drafters_has_no_lossless_verdict(self) -> None:
         assert verdicts(page(report(rows=(row("tables", "plain", 1.0), bild(1.11)))))[:2] == [
-            ("none", "No lossless drafter has a figure that counts."),
+            ("none", "No lossless drafter has figures on counted prompts."),
             ("none", "No tokens were compared: no lossless drafter took part."),
         ]
 
-    def test_an_interrupted_run_says_so_first(self) -> None:
+    def test_an_interrupted_report_says_so_first(self) -> None:
         assert verdicts(page(report(finished=False)))[0][1].startswith("Interrupted")
-        assert "Interrupted" not in usual()
+        assert "Interrupted" not in usual_page()
 
 
 class TestPlots:
-    def test_there_is_one_for_all_that_the_records_have(self) -> None:
+    def test_every_kind_of_record_has_a_plot(self) -> None:
         names = [plot.name for plot in plots(report())]
         assert names == ["speedup-1", "acceptance", "cost", "rounds-1", "predicted"]
 
-    def test_their_words_are_the_records_figures(self) -> None:
+    def test_alt_texts_have_the_records_figures(self) -> None:
         said = {plot.name: plot.alt for plot in plots(report())}
         assert said["speedup-1"] == (
             "draft-model on tables 1.83; lookup on tables 2.61; transformers on tables 0.52;"
             " draft-model on prose 1.71; lookup on prose 0.84."
         )
         assert said["acceptance"].startswith("draft-model on tables 0.71, 0.57; lookup on tables")
-        assert said["cost"] == "1 row at batch 1 1.00; 2 rows at batch 1 1.04; 8 rows at batch 1 1.31."
+        assert said["cost"] == "1 token at batch 1 1.00; 2 tokens at batch 1 1.04; 8 tokens at batch 1 1.31."
         assert "lookup on prose drafting 1.23 ms, verifying 4.56 ms, rest 0.78 ms" in said["rounds-1"]
         assert "draft-model on prose at batch 1 predicted 1.83, measured 1.71" in said["predicted"]
 
-    def test_their_points_are_the_records_figures(self) -> None:
-        """Twice the gain lies twice as far from the axis: x of the markers against the ticks."""
+    def test_points_are_drawn_at_the_records_figures(self) -> None:
+        """The x coordinates of the markers are compared with those of the ticks."""
         plot = next(plot for plot in plots(report()) if plot.name == "speedup-1")
         where = dict.fromkeys(("0", "1", "2"), 0.0)
         for x, text in re.findall(r'<text [^>]*?x="([\d.]+)"[^>]*>([012])(?:\.0)?</text>', plot.svg):
@@ -390,7 +393,7 @@ class TestPlots:
         ],
         ids=["none", "one", "one without figures", "no peers"],
     )
-    def test_a_page_can_be_made_of_little(self, rows: tuple[Row, ...]) -> None:
+    def test_a_page_can_be_made_from_incomplete_records(self, rows: tuple[Row, ...]) -> None:
         text = page(report(rows=rows, costs=(), bandwidth=None, models=(), options={}, machine={}, notes=()))
         assert "Foredraft benchmark" in text
 
@@ -399,8 +402,8 @@ class TestPlots:
 
 
 class TestSelfContained:
-    def test_it_refers_to_nothing_outside_and_runs_nothing(self) -> None:
-        text = usual()
+    def test_the_page_has_no_external_references_and_no_scripts(self) -> None:
+        text = usual_page()
         assert text.count("<style") == 1
         assert not re.search(r"https?:|//\w|@import|<script|<link|<iframe|<img", text)
         for tag, attributes in Page(text).tags:
@@ -410,23 +413,23 @@ class TestSelfContained:
                     assert value is not None and value.startswith("#")
         assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", text))
 
-    def test_every_id_is_unique_and_every_reference_is_to_one(self) -> None:
-        text = usual()
+    def test_ids_are_unique_and_references_resolve(self) -> None:
+        text = usual_page()
         ids = Counter(attributes["id"] for _, attributes in Page(text).tags if "id" in attributes)
         assert max(ids.values()) == 1
         assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", text)) <= ids.keys()
 
-    def test_colours_are_the_pages_own(self) -> None:
-        """So that they change with it; what matplotlib would have put there is gone."""
+    def test_plots_use_the_pages_colours(self) -> None:
+        """No fixed colour of matplotlib is left, so plots follow the page's light or dark scheme."""
         for plot in plots(report()):
             assert not re.search(r"#[0-9a-f]{6}\b(?<!#000000)", re.sub(r'"[^"]*#[\w-]*"', "", plot.svg)), (
                 plot.name
             )
             used = set(re.findall(r"var\(--(\w+)\)", plot.svg))
-            assert used <= set(re.findall(r"--(\w+):", usual()))
+            assert used <= set(re.findall(r"--(\w+):", usual_page()))
             assert "var(--s0)" in plot.svg
 
-    def test_names_are_text_and_never_markup(self) -> None:
+    def test_names_are_escaped(self) -> None:
         evil = '<script>alert("1")</script>&amp;'
         text = page(
             report(
@@ -443,14 +446,14 @@ class TestSelfContained:
         assert any(evil in (label or "") for label in labels)
         assert html.escape(evil, quote=False) in text
 
-    def test_every_plot_is_told_in_words(self) -> None:
-        text = usual()
+    def test_every_plot_has_a_text_alternative(self) -> None:
+        text = usual_page()
         images = [attributes for _, attributes in Page(text).tags if attributes.get("role") == "img"]
         assert len(images) == text.count("<svg") == 5
         assert all(image["aria-label"] for image in images)
 
 
-def test_without_matplotlib_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "foredraft.bench.charts")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A whole benchmark of the demo pair and of tiny checkpoints: its record, and what ends it early."""
+"""Whole benchmarks of the demo pair and of tiny checkpoints: the report, and early ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"model": str(folder / "big"), "draft": str(folder / "small"), "device": "cpu"}
 
 
-def test_the_demo_pair() -> None:
+def test_the_demo_pairs_report_is_complete() -> None:
     prompts = demo.prompts()
     seen: list[tuple[str, int, int]] = []
     report = bench(
@@ -59,10 +59,10 @@ def test_the_demo_pair() -> None:
     ]
     for row in report.rows:
         assert row.exactness is not None and row.exactness.prompts == row.prompts == 2
-        assert row.exactness.holds or row.peer  # another program may round otherwise
+        assert row.exactness.holds or row.peer  # another program may round differently
         assert row.tokens_per_second is not None and row.speedup is not None
         assert row.tokens_per_second.count == row.speedup.count == row.counted // row.batch
-        assert row.peak_memory is not None and row.peak_memory > 2**24  # more than nothing
+        assert row.peak_memory is not None and row.peak_memory > 2**24  # bytes; the models alone are larger
         assert (row.over_single is None) == (row.batch == 1)
         assert (row.round_time is None) == row.peer == (row.overhead is None)
         assert (row.drafting is None) == (row.contender not in ("lookup", "draft-model"))
@@ -80,29 +80,33 @@ def test_the_demo_pair() -> None:
     assert report.machine["transformers"]
     assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
     assert seen[-1] == ("code, batch 2", 2, 2)
-    assert "prefill" not in {stage for stage, _, _ in seen}  # nothing is drawn in the middle of a run
+    assert "prefill" not in {stage for stage, _, _ in seen}  # drawing within a run would slow it down
 
 
-def test_contenders_take_turns(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_take_turns_in_alternating_order(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[tuple[str, int, int]] = []
     run = ForedraftContender.run
 
-    def noted(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def recording(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         order.append((self.name, len(prompts), prompts[0][1]))
         return run(self, prompts, new_tokens)
 
-    monkeypatch.setattr(ForedraftContender, "run", noted)
+    monkeypatch.setattr(ForedraftContender, "run", recording)
     bench([TEXTS], Options(methods=("lookup",), new_tokens=2, repeats=3), **pair)
     texts, warm, runs, parts = order[:3], order[3:5], order[5:23], order[23:]
     assert [name for name, _, _ in texts] == ["plain"] * 3
     assert [name for name, _, _ in warm] == ["plain", "lookup"]
-    flipping = ["plain", "lookup", "lookup", "plain", "plain", "lookup"]
-    assert [name for name, _, _ in runs] == flipping * 3
+    alternating = ["plain", "lookup", "lookup", "plain", "plain", "lookup"]
+    assert [name for name, _, _ in runs] == alternating * 3
     assert [first for _, _, first in runs] == [first for _, _, first in texts for _ in range(6)]
     assert [name for name, _, _ in parts] == ["plain"] * 3 + ["lookup"] * 3
 
 
-def test_a_wrong_token_is_told(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_reported_with_its_position(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = ForedraftContender.run
 
     def altering(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
@@ -119,7 +123,7 @@ def test_a_wrong_token_is_told(pair: dict[str, Any], monkeypatch: pytest.MonkeyP
     assert lookup.first is not None and (lookup.first.prompt, lookup.first.position) == (0, 2)
 
 
-def test_a_drafter_under_several_policies(pair: dict[str, Any]) -> None:
+def test_a_drafter_has_a_row_for_each_policy(pair: dict[str, Any]) -> None:
     options = Options(
         methods=("lookup", "draft-model"), policies=("heuristic", "auto"), new_tokens=6, repeats=2
     )
@@ -141,8 +145,8 @@ def test_a_drafter_under_several_policies(pair: dict[str, Any]) -> None:
     assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
 
 
-def test_a_table_by_policy_has_what_generate_would_draft(pair: dict[str, Any], tmp_path: Path) -> None:
-    """A plan's draft length is for the drafts that are made by it, under every policy that weighs no costs."""
+def test_contenders_draft_as_far_as_generate_would(pair: dict[str, Any], tmp_path: Path) -> None:
+    """A plan's draft length applies to layer-skip only, under every policy that does not weigh costs."""
     model, plan = Path(pair["model"]), tmp_path / "plan.json"
     write_plan(
         PlanFile(
@@ -166,13 +170,13 @@ def test_a_table_by_policy_has_what_generate_would_draft(pair: dict[str, Any], t
         found = {row.contender: row.drafting for row in report.policies if row.policy == "fixed"}
         counted = {name: drafting and drafting.mean_draft_length for name, drafting in found.items()}
         assert counted == pytest.approx(expected), policy
-        assert report.costs[0].verifying[9].rows == 10  # as far as the plan goes
+        assert report.costs[0].verifying[9].rows == 10  # the plan's 9 drafted tokens and one more
 
 
-def test_costs_are_measured_in_the_midst_of_what_they_explain(
+def test_costs_are_measured_between_the_runs_they_explain(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After every repeat of every group, with the context of each workload's own prompts."""
+    """The meter runs after every repeat of every group, at the context of each workload's own prompts."""
     happened: list[str] = []
     turn = Meter.turn
     monkeypatch.setattr(Meter, "turn", lambda meter: (happened.append("meter"), turn(meter))[1])
@@ -189,11 +193,11 @@ def test_costs_are_measured_in_the_midst_of_what_they_explain(
     assert report.costs[0].context < report.costs[1].context
     for row in report.rows:
         if row.perfect is not None:
-            met = next(made for made in report.costs if made.workload == row.workload)
-            assert row.perfect == ceiling(met, row.contender, 1.0)
+            costs = next(made for made in report.costs if made.workload == row.workload)
+            assert row.perfect == ceiling(costs, row.contender, 1.0)
 
 
-def test_typical_costs_are_those_of_the_median_step() -> None:
+def test_typical_costs_have_the_median_step() -> None:
     def costs(batch: int, step: float) -> Costs:
         return Costs(batch, 10, (Cost(1, 1.0, Spread(step, step, step, 1)),), {}, None, f"of {step}")
 
@@ -201,20 +205,20 @@ def test_typical_costs_are_those_of_the_median_step() -> None:
     assert [(made.batch, made.workload) for made in report.typical_costs] == [(1, "of 2.0"), (2, "of 9.0")]
 
 
-def test_costs_reach_as_far_as_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> None:
+def test_costs_cover_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> None:
     made = Options(methods=("draft-model",), policies=("adaptive-exit",), new_tokens=2, repeats=1, batch=(2,))
     (costs,) = bench([TEXTS], made, policy="fixed", **pair).costs
     assert [cost.rows for cost in costs.verifying] == list(range(1, 14))  # drafts of 12, not of 5
 
 
-def test_sampled_texts_are_compared_under_the_coupled_rule_only(pair: dict[str, Any]) -> None:
+def test_sampled_texts_are_compared_only_under_the_coupled_rule(pair: dict[str, Any]) -> None:
     for coupled in (True, False):
         options = Options(methods=OURS, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
         report = bench([TEXTS], options, **pair)
         assert [row.exactness and row.exactness.holds for row in report.rows] == [coupled or None] * 3
 
 
-def test_a_peer_that_fails_is_left_out_unless_asked_for(
+def test_a_failing_program_is_left_out_unless_named(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Generate, prompts: list[list[int]], new_tokens: int) -> Timing:
@@ -230,7 +234,7 @@ def test_a_peer_that_fails_is_left_out_unless_asked_for(
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ctrl-C in the run after so many."""
+    """Raise KeyboardInterrupt after the number of runs in this list."""
     left: list[int] = []
     run = ForedraftContender.run
 
@@ -244,9 +248,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-def test_an_interrupt_keeps_the_rows_that_are_done(pair: dict[str, Any], interrupted: list[int]) -> None:
+def test_an_interrupt_keeps_the_finished_rows(pair: dict[str, Any], interrupted: list[int]) -> None:
     options = Options(methods=("plain",), new_tokens=2, repeats=1)
-    runs = 3 + 1 + 3 + 3  # texts, warm-up, the race, where the time goes
+    runs = 3 + 1 + 3 + 3  # plain outputs, warm-up, timed runs, parts of a round
     interrupted.append(runs + 5)
     report = bench([TEXTS, Workload("more", TEXTS.prompts)], options, **pair)
     assert not report.finished
@@ -269,41 +273,39 @@ def test_an_interrupt_keeps_the_rows_that_are_done(pair: dict[str, Any], interru
         ({"methods": ("hope",)}, "methods is 'hope', but there is no 'hope'"),
     ],
 )
-def test_options_are_checked_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_before_loading(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options(**options)
 
 
-def test_what_is_no_policy_is_called_that(pair: dict[str, Any]) -> None:
+def test_unknown_and_unused_policies_are_refused(pair: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="policy is 'hope'; give one of auto, "):
         bench([TEXTS], Options(methods=("plain",)), policy="hope", **pair)
-    with pytest.raises(ConfigError, match="policy is 'fixed', but none of the methods can follow that"):
+    with pytest.raises(ConfigError, match="policy is 'fixed', but none of the methods can follow it"):
         bench([TEXTS], Options(methods=("plain",)), policy="fixed", **pair)
 
 
-def test_as_many_are_decoded_side_by_side_as_it_says(
-    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More than a CPU gets rows for unless asked."""
+def test_a_batch_is_decoded_side_by_side(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is larger than a CPU's default number of rows."""
     seen: list[int] = []
     run = ForedraftContender.run
 
-    def looking(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
+    def counting(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
         round = self.llm.engine.round
 
-        def counted() -> Any:
+        def count_rows() -> Any:
             seen.append(len(self.llm.engine.rows.sequences))
             return round()
 
-        with wrapped(self.llm.engine, "round", counted):
+        with wrapped(self.llm.engine, "round", count_rows):
             return run(self, prompts, new_tokens)
 
-    monkeypatch.setattr(ForedraftContender, "run", looking)
+    monkeypatch.setattr(ForedraftContender, "run", counting)
     report = bench([TEXTS], Options(methods=("plain",), new_tokens=16, repeats=1, batch=(12,)), **pair)
     assert max(seen) == 12 and report.rows[0].batch == 12
 
 
-def test_what_does_not_fit_is_refused(pair: dict[str, Any], tmp_path: Path) -> None:
+def test_prompts_and_batches_that_do_not_fit_are_refused(pair: dict[str, Any], tmp_path: Path) -> None:
     options = Options(methods=("plain",), new_tokens=2, repeats=1, batch=(1, 4))
     with pytest.raises(ConfigError, match="max_batch is 2, but batch asks for 4"):
         bench([TEXTS], options, max_batch=2, **pair)
@@ -311,8 +313,8 @@ def test_what_does_not_fit_is_refused(pair: dict[str, Any], tmp_path: Path) -> N
         bench([TEXTS], options, max_length=4, **pair)
     short = bench([TEXTS], replace(options, batch=(1,)), max_length=4, truncate="left", **pair)
     assert short.costs[0].context == 2 + 1
-    mute = checkpoints.save_checkpoint(tmp_path)
+    without_tokenizer = checkpoints.save_checkpoint(tmp_path)
     with pytest.raises(
         ConfigError, match="a workload is text, but this model's folder has no tokenizer.json"
     ):
-        bench([TEXTS], options, model=str(mute), device="cpu")
+        bench([TEXTS], options, model=str(without_tokenizer), device="cpu")

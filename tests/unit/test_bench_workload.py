@@ -1,4 +1,4 @@
-"""Where a benchmark's prompts come from, and which files are refused."""
+"""The sources of a benchmark's prompts, and the files that are refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ GOOD = '{"prompt": "def f():", "kind": "free"}\n'
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package with two shipped workloads, in place of the real one."""
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with two shipped workloads instead of the real one."""
     folder = tmp_path / "bench" / "workloads"
     folder.mkdir(parents=True)
     monkeypatch.setattr(workload, "__file__", str(tmp_path / "bench" / "workload.py"))
@@ -26,7 +26,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_shipped_ones_are_known_by_name(shelf: Path) -> None:
+def test_shipped_workloads_are_found_by_name(package: Path) -> None:
     tables = Workload("tables", tuple(f"tables {number}" for number in range(10)))
     assert load_workloads(("tables",)) == [tables]
     assert [found.name for found in load_workloads(("all",))] == ["edits", "tables"]
@@ -34,7 +34,9 @@ def test_shipped_ones_are_known_by_name(shelf: Path) -> None:
     assert len(load_workloads(("tables", "all", "tables"))) == 2
 
 
-def test_a_checkout_has_them_among_its_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_reads_workloads_from_its_benchmarks_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "benchmarks" / "workloads"
     folder.mkdir(parents=True)
     (folder / "tables.jsonl").write_text(GOOD)
@@ -42,21 +44,21 @@ def test_a_checkout_has_them_among_its_benchmarks(tmp_path: Path, monkeypatch: p
     assert load_workloads(("all",)) == [Workload("tables", ("def f():",))]
 
 
-def test_some_prompts_are_spread_over_all(shelf: Path) -> None:
+def test_a_subset_of_prompts_is_spread_evenly(package: Path) -> None:
     (found,) = load_workloads(("tables",), prompts=3)
     assert found.prompts == ("tables 0", "tables 3", "tables 6")
     assert len(load_workloads(("tables",), prompts=99)[0].prompts) == 10
 
 
-def test_a_file_goes_by_its_own_name_unless_that_is_taken(shelf: Path) -> None:
+def test_a_file_is_named_by_its_stem_unless_that_is_taken(package: Path) -> None:
     for folder in ("here", "there"):
-        (shelf / folder).mkdir()
-        (shelf / folder / "mine.jsonl").write_text(GOOD)
-    (shelf / "tables.jsonl").write_text("\n" + GOOD + "\n")
+        (package / folder).mkdir()
+        (package / folder / "mine.jsonl").write_text(GOOD)
+    (package / "tables.jsonl").write_text("\n" + GOOD + "\n")
     names = [
-        str(shelf / "here" / "mine.jsonl"),
-        str(shelf / "there" / "mine.jsonl"),
-        str(shelf / "tables.jsonl"),
+        str(package / "here" / "mine.jsonl"),
+        str(package / "there" / "mine.jsonl"),
+        str(package / "tables.jsonl"),
     ]
     found = load_workloads((*names, "tables"))
     assert [one.name for one in found] == ["mine", *names[1:], "tables"]
@@ -83,14 +85,14 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, message: str)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_named_with_what_is(shelf: Path) -> None:
+def test_an_unknown_workload_is_refused_with_the_known_names(package: Path) -> None:
     with pytest.raises(ConfigError, match="workload is 'nought'; give a file, or one of all, edits, tables"):
         load_workloads(("tables", "nought"))
     with pytest.raises(ConfigError, match="workload is ''"):
         load_workloads(("",))
 
 
-def test_a_copy_without_workloads_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_workloads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "__file__", str(tmp_path / "a" / "b" / "c" / "workload.py"))
     with pytest.raises(ConfigError, match="no workloads come with this copy"):
         load_workloads(("all",))

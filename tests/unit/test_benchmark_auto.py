@@ -1,4 +1,4 @@
-"""Drafters that misbehave, and what the cost model makes of them, measured on little."""
+"""The benchmark of the policy `auto` with good and bad drafters, on two prompts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-def test_bad_drafters_say_what_they_are_told_to(results: Path) -> None:
-    """Whatever the draft model would have said."""
+def test_drafters_are_right_exactly_where_the_case_says(results: Path) -> None:
     options = "--prompts 2 --new-tokens 24 --repeats 1 --lengths 3 --loads 1 --name small"
     auto.main(["--cases", "random,alternate,dear", *options.split()])
     found = json.loads((results / "small.json").read_text(), parse_constant=pytest.fail)
@@ -33,6 +32,6 @@ def test_bad_drafters_say_what_they_are_told_to(results: Path) -> None:
         assert all(each["identical_to_plain"] for each in contenders.values())
         assert contenders["plain"]["mean_accepted_length"] == 1
     assert cases["random"]["fixed 3"]["mean_accepted_length"] == 1
-    # after a token that is wrong comes the target's own, so that drafts begin where they are right
+    # the target corrects a wrong token, so the next draft starts with a right one
     assert 1 < cases["alternate"]["fixed 3"]["mean_accepted_length"] <= 2
     assert cases["dear"]["fixed 3"]["mean_accepted_length"] > 3

@@ -1,4 +1,4 @@
-"""What the guarantee costs, measured on little."""
+"""The benchmark of the `deterministic` option, on three prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import workload
 
 
-def test_both_sides_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "HERE", tmp_path)
     monkeypatch.setattr(
         deterministic, "heldout", lambda count: ["def add(a, b):\n", "x = 1\n", "import os\n"][:count]
@@ -36,19 +36,10 @@ def test_both_sides_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.Mo
         on, off = (run["tokens_per_second"][side]["median"] for side in ("on", "off"))
         assert on > 0 and off > 0
     several = [side for side, count, drafter in turns if (count, drafter) == (3, "draft-model")]
-    assert several == [
-        False,
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]  # two that are warm, two that count
+    assert several == [False, True, True, False] * 2  # two warm-up turns, two timed turns
 
 
-def test_ratios_are_of_one_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_are_taken_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(token_ids=[1, 2])
     speeds = {True: iter([9.0, 9.0, 9.0, 4.0, 6.0, 8.0]), False: iter([9.0, 9.0, 2.0, 2.0, 2.0])}
     monkeypatch.setattr(deterministic, "decode", lambda llm, *_: (next(speeds[llm]), [done]))

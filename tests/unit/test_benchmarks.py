@@ -1,4 +1,4 @@
-"""What the scripts of benchmarks/ share."""
+"""The code that the scripts of benchmarks/ share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import workload
 
 
-def test_prompts_can_begin_anywhere() -> None:
+def test_heldout_prompts_can_start_anywhere() -> None:
     assert workload.heldout(3, 2) == workload.heldout(5)[2:]
     assert len(workload.heldout(3, 2)) == 3
     assert workload.heldout(3, 10**6) == []
 
 
-def test_a_result_is_written_whole_and_printed_last(
+def test_a_result_is_written_and_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(workload, "HERE", tmp_path)

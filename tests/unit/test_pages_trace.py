@@ -1,4 +1,4 @@
-"""The trace page: what it holds, and in a real browser (where there is one) what it shows."""
+"""The trace page: its data, and its behaviour in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def data_of(html: str) -> Any:
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "lookup", "none"])
-def test_the_page_holds_what_happened(llm: foredraft.LLM, tmp_path: Path, drafter: str) -> None:
+def test_the_page_holds_every_token_and_round(llm: foredraft.LLM, tmp_path: Path, drafter: str) -> None:
     outputs = page(llm, tmp_path / "t.html", drafter=drafter)
     html = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert not re.search(r"""(src|href|url\(|@import|https?:)""", html.split('id="data"')[0]), (
@@ -55,8 +55,8 @@ def test_the_page_holds_what_happened(llm: foredraft.LLM, tmp_path: Path, drafte
             assert output.token_ids[one["start"] : one["start"] + one["emitted"]] == new[: one["emitted"]]
 
 
-def test_a_round_that_was_not_judged(llm: foredraft.LLM, tmp_path: Path) -> None:
-    """What led to logits that are not finite is drafted, and neither accepted nor rejected."""
+def test_a_discarded_round_is_marked(llm: foredraft.LLM, tmp_path: Path) -> None:
+    """A draft with logits that are not finite is neither accepted nor rejected."""
     [output, _] = page(llm, tmp_path / "t.html")
     assert output.trace is not None and llm.tokenizer is not None
     lost = RoundTrace(0, "draft-model", 3, [5, 6, 7], [], [], 0, 0, 0.0, 0, discarded=True)
@@ -70,7 +70,7 @@ def test_a_round_that_was_not_judged(llm: foredraft.LLM, tmp_path: Path) -> None
     assert sample["rounds"][0]["discarded"]
 
 
-def test_a_file_that_cannot_be_written(llm: foredraft.LLM, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(llm: foredraft.LLM, tmp_path: Path) -> None:
     (tmp_path / "t.html").mkdir()
     with pytest.raises(ConfigError, match=r"trace is '.*t.html', which cannot be written"):
         page(llm, tmp_path / "t.html")
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written(llm: foredraft.LLM, tmp_path: Path) -> No
     assert [file.name for file in tmp_path.iterdir()] == ["t.html"], "nothing is left beside it"
 
 
-def test_an_output_without_a_trace(llm: foredraft.LLM, tmp_path: Path) -> None:
+def test_an_output_without_a_trace_is_refused(llm: foredraft.LLM, tmp_path: Path) -> None:
     outputs = llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
     assert llm.tokenizer is not None
     with pytest.raises(ConfigError, match="generate it with trace=True"):
@@ -87,8 +87,8 @@ def test_an_output_without_a_trace(llm: foredraft.LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
-def test_in_a_browser(llm: foredraft.LLM, tmp_path: Path) -> None:
-    """Every token can be pointed at, by mouse, touch and keys, and tells its round; nothing overflows a phone."""
+def test_every_token_and_round_can_be_selected_in_a_browser(llm: foredraft.LLM, tmp_path: Path) -> None:
+    """Mouse, touch and keys select a token and show its round; the page fits a phone's screen."""
     playwright = pytest.importorskip("playwright.sync_api")
     outputs = page(llm, tmp_path / "t.html", drafter="draft-model")
     with playwright.sync_playwright() as run:

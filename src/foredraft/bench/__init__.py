@@ -1,1 +1,1 @@
-"""bench: what each method gains on this model, these prompts and this machine, and at what exactness."""
+"""The benchmark: what each decoding method gains on this model, these prompts and this machine."""

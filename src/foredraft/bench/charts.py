@@ -1,10 +1,10 @@
-"""How plots are drawn: SVG that takes its colours from the page around it.
+"""Charts as SVG that takes its colours from the page around it.
 
-Contract: the same figure gives the same bytes. Text stays text. Nothing in an SVG refers to anything outside
-it, and its ids begin with the plot's name, so that several can stand in one page. What is told by colour is
-told by a marker or by order, too. The page defines --paper, --line and --s0 to --s7.
+Contract: the same figure gives the same bytes. Text stays text. An SVG refers to nothing outside it, and its
+ids begin with the plot's name, so that one page can hold several. Series differ by marker or by order as well
+as by colour. The page defines --paper, --line and --s0 to --s7.
 
-Raises ConfigError, when it is imported, where matplotlib is not installed.
+Importing this module raises ConfigError if matplotlib is not installed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["INK", "PAPER", "legend", "look", "panels", "picture", "style", "svg"
 matplotlib = module("matplotlib", "the HTML report")
 Figure = module("matplotlib.figure", "the HTML report").Figure
 
-# Colours that stand for the page's own.
+# Placeholders that `svg` replaces with the page's own colours.
 INK, LINE, PAPER = "#010101", "#020202", "#030303"
 SERIES = tuple(f"#0400{number:02x}" for number in range(8))
 PAGE = {INK: "currentColor", LINE: "var(--line)", PAPER: "var(--paper)"} | {
     colour: f"var(--s{number})" for number, colour in enumerate(SERIES)
 }
-# The colours of a picture that stands alone, legible on light and on dark ground.
+# Series colours of a picture outside a page, legible on light and on dark backgrounds.
 ALONE = ("#2f7fb0", "#c2701c", "#1f9470", "#b5578f", "#77808c", "#7f68c9", "#a08320", "#cf5244")
 GREY = "#7d8590"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 6.4  # inches
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "font.sans-serif": ["DejaVu Sans"],  # to measure by; the page sets its own
+    "font.sans-serif": ["DejaVu Sans"],  # measures the layout; the page shows its own font
     "font.size": 11,
     "text.color": INK,
     "axes.edgecolor": LINE,
@@ -57,28 +57,36 @@ STYLE: dict[str, Any] = {
 
 
 def look(number: int) -> dict[str, Any]:
-    """Colour and marker of a series."""
+    """Return the colour and the marker of a series, as keywords of matplotlib."""
     return {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """While entered, figures are made and drawn in the page's style."""
+    """Apply the page's style to the figures that are made and drawn while entered."""
     with matplotlib.rc_context(STYLE):
         yield
 
 
 def panels(height: float, count: int = 1) -> tuple[Any, list[Any]]:
-    """A figure `height` inches high, and its panels from top to bottom."""
+    """Return a figure `height` inches high, and its `count` panels from top to bottom."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
 
 
 def whiskers(
-    axes: Any, x: Sequence[float], y: Sequence[float], spreads: Sequence[Spread], **keys: Any
+    axes: Any, x: Sequence[float], y: Sequence[float], spreads: Sequence[Spread], *, along: str, **keys: Any
 ) -> None:
-    """Medians with quartiles, which lie along the axis that keys["along"] names."""
-    along = keys.pop("along")
+    """Draw points with quartiles as error bars.
+
+    Args:
+        axes: Where to draw.
+        x: The points' x coordinates.
+        y: The points' y coordinates.
+        spreads: The medians and quartiles of the points.
+        along: The axis of the error bars: "x" or "y".
+        **keys: Keywords of matplotlib's `errorbar`.
+    """
     errors = [
         [max(0.0, spread.median - spread.lower) for spread in spreads],
         [max(0.0, spread.upper - spread.median) for spread in spreads],
@@ -87,7 +95,7 @@ def whiskers(
 
 
 def legend(figure: Any, *axes: Any) -> None:
-    """One for all panels, above them."""
+    """Draw one legend for all panels, above them."""
     entries: dict[str, Any] = {}
     for one in axes:
         handles, labels = one.get_legend_handles_labels()
@@ -97,7 +105,7 @@ def legend(figure: Any, *axes: Any) -> None:
 
 
 def svg(figure: Any, name: str) -> str:
-    """Drawn, with the page's colours and ids of its own."""
+    """Return the figure as an SVG element with the page's colours and with ids that begin with `name`."""
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
@@ -112,7 +120,7 @@ def svg(figure: Any, name: str) -> str:
 
 
 def picture(figure: Any, name: str) -> str:
-    """`svg` as a file of its own, which needs no page around it."""
+    """Return the figure as the text of an SVG file that needs no page around it."""
     colours = {"--paper": "none", "--line": GREY} | {f"--s{i}": colour for i, colour in enumerate(ALONE)}
     own = ";".join(f"{name}:{colour}" for name, colour in colours.items())
     head = f'<svg xmlns="http://www.w3.org/2000/svg" style="color:{GREY};{own};font-family:sans-serif"'

@@ -1,8 +1,8 @@
-"""Contender: whoever decodes prompts in a benchmark, and how long a run of it took.
+"""The contender protocol: a way of decoding that takes part in a benchmark, and the timing of one run.
 
-Contract: every contender has the same weights, dtype, threads, temperature and prompts (as ids), ignores the
-end-of-text token, and makes as many tokens as it is asked for. A run is complete when its figures are: on a
-device that works apart from the host, it was waited for.
+Contract: all contenders share the weights, the dtype, the threads, the temperature and the prompts (as token
+ids). A contender ignores the end-of-text token and makes exactly as many tokens as it is asked for. On an
+asynchronous device a run ends when the device has finished.
 """
 
 from __future__ import annotations
@@ -25,12 +25,20 @@ __all__ = ["BenchContext", "Contender", "Timing"]
 
 @dataclass(frozen=True, slots=True)
 class BenchContext:
-    """What all contenders share.
+    """The settings that all contenders share.
 
-    llm: ours, loaded. target, draft: folders of the checkpoints; no draft is None. positions: of the longest
-    prompt with its new tokens. coupled: ours draw by the coupled acceptance rule. max_draft: as `load` was
-    given it. policy_options: of the policy that was loaded. planned: the longest draft that the plan of the
-    model's own was made for, if known.
+    Attributes:
+        llm: The loaded Foredraft engine.
+        target: Folder of the target's checkpoint.
+        draft: Folder of the draft model's checkpoint, if there is one.
+        dtype: Of the weights and of the KV cache.
+        device: Where the models run.
+        positions: Tokens of the longest prompt plus its new tokens.
+        temperature: Sampling temperature; 0 is greedy.
+        coupled: Foredraft's contenders use the coupled acceptance rule.
+        max_draft: The longest draft as passed to `load`, in tokens.
+        policy_options: Options of the loaded policy.
+        plan_max_draft: The draft length that the model's layer-skip plan was made for, in tokens.
     """
 
     llm: LLM
@@ -43,75 +51,101 @@ class BenchContext:
     coupled: bool = False
     max_draft: int | None = None
     policy_options: Mapping[str, float | str] = field(default_factory=dict)
-    planned: int | None = None
-    made: dict[tuple[str, int], Policy] = field(default_factory=dict, init=False, repr=False, compare=False)
+    plan_max_draft: int | None = None
+    _policies: dict[tuple[str, int], Policy] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def policy(self, drafter: str, name: str) -> Policy:
-        """The policy of this name as `generate` would have it with this drafter: a plan's draft length is for
-        the drafts that are made by it. Drafters that go as far share one, which measures costs once."""
+    def policy_for(self, drafter: str, name: str) -> Policy:
+        """Return the policy that `generate` would use with this drafter.
+
+        Drafters with the same longest draft share one policy object, so a policy that measures costs measures
+        them once.
+
+        Args:
+            drafter: Name of the drafter; a plan's draft length applies only to drafters that need a plan.
+            name: Name of the policy.
+        """
         loaded: Any = self.llm.engine.policy
         target: Any = self.llm.engine.target
-        self.made.setdefault((loaded.name, loaded.max_draft), loaded)
-        own = self.policy_options if name == loaded.name else {}
-        planned = self.planned if DRAFTERS[drafter].needs_plan else None
-        policy: Any = make_policy(name, own, self.max_draft, target, planned)
-        return self.made.setdefault((name, policy.max_draft), policy)
+        self._policies.setdefault((loaded.name, loaded.max_draft), loaded)
+        options = self.policy_options if name == loaded.name else {}
+        plan_max_draft = self.plan_max_draft if DRAFTERS[drafter].needs_plan else None
+        policy: Any = make_policy(name, options, self.max_draft, target, plan_max_draft)
+        return self._policies.setdefault((name, policy.max_draft), policy)
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Those of ours that are loaded."""
+        """Names of the drafters that are loaded."""
         return tuple(self.llm.engine.drafters)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run.
+    """The outputs and the durations of one run.
 
-    tokens: the new ids of each prompt. decode_seconds: of the decoding phase, in which `decoded` of them, all
-    prompts together, were made. What makes its first token in the pass that reads the prompt has one fewer a
-    prompt there. prefill_seconds: of all before it. stats: ours, of all prompts together; None of peers.
+    A program that makes its first token in the prefill pass counts it there: its `decoded_tokens` are one
+    fewer per prompt.
+
+    Attributes:
+        tokens: New token ids of each prompt.
+        prefill_seconds: Duration of everything before the decoding phase.
+        decode_seconds: Duration of the decoding phase.
+        decoded_tokens: Tokens made in the decoding phase, all prompts together.
+        passes: Forward passes of the target in the decoding phase; None where unknown.
+        stats: Statistics of all prompts merged; None for other programs.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     prefill_seconds: float
     decode_seconds: float
-    decoded: int
+    decoded_tokens: int
     passes: int | None = None
     stats: Stats | None = None
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the decoding phase, all prompts together."""
-        return self.decoded / self.decode_seconds
+        """Throughput of the decoding phase, all prompts together."""
+        return self.decoded_tokens / self.decode_seconds
 
 
 class Contender(Protocol):
-    """name: no other's. method: as in the table of contenders; several may be one under several policies.
-    policy: its name, of ours that draft. peer: somebody else's program. lossless: its output has the model's
-    own law. batches: how many prompts it takes in a run; None = as many as there are."""
+    """A way of decoding that a benchmark times."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """A unique name: the method, and the policy where the method runs under several."""
+        ...
 
     @property
-    def method(self) -> str: ...
+    def method(self) -> str:
+        """The name in the table of contenders (`contenders.CONTENDERS`)."""
+        ...
 
     @property
-    def policy(self) -> str | None: ...
+    def policy_name(self) -> str | None:
+        """The policy's name; None for plain decoding and for other programs."""
+        ...
 
     @property
-    def peer(self) -> bool: ...
+    def peer(self) -> bool:
+        """Whether this is another program."""
+        ...
 
     @property
-    def lossless(self) -> bool: ...
+    def lossless(self) -> bool:
+        """Whether the output has exactly the target's distribution."""
+        ...
 
     @property
-    def batches(self) -> tuple[int, ...] | None: ...
+    def batch_sizes(self) -> tuple[int, ...] | None:
+        """Numbers of prompts that one run can take; None for any."""
+        ...
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
-        """Decode them side by side, `new_tokens` each, from an empty cache."""
+        """Decode `new_tokens` for each prompt as one batch, starting from an empty KV cache."""
         ...
 
     def close(self) -> None:
-        """Give back memory and files; `run` is not called again."""
+        """Free memory and files; `run` must not be called afterwards."""
         ...

@@ -1,7 +1,7 @@
 """The table of contenders, by the names that users give.
 
 Contract: a new contender is one file and one line here; the command line, its help and its checks read the
-table. Nothing here imports PyTorch before something is made, so that `--help` is quick.
+table. Nothing here imports PyTorch before a contender is made, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.bench.records import PLAIN
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, suits
 
 if TYPE_CHECKING:
@@ -27,19 +27,24 @@ __all__ = [
     "ContenderKind",
     "Program",
     "check_policy",
-    "chosen",
-    "deciding",
+    "resolve_methods",
+    "resolve_policies",
 ]
 
 ALL = "all"
-BIG_LITTLE = "fallback"  # the policy of Big Little Decoder as published
+BILD_POLICY = "fallback"  # the policy of Big Little Decoder as published
 K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Whose contenders share what is loaded. package: as it is installed; install: how.
-    load: what its contenders are made of; may raise ConfigError where it cannot run these models."""
+    """A program whose contenders share its loaded models.
+
+    Attributes:
+        load: Loads what the program's contenders are made of; raises ConfigError if it cannot run the models.
+        package: The distribution to install; None for Foredraft itself.
+        install: The command that installs it.
+    """
 
     load: Callable[[BenchContext], Any]
     package: str | None = None
@@ -47,25 +52,28 @@ class Program:
 
     @property
     def version(self) -> str | None:
-        """None: it is not installed, or Foredraft itself."""
+        """The installed version; None if the package is not installed, or for Foredraft itself."""
         try:
             return None if self.package is None else version(self.package)
         except PackageNotFoundError:
             return None
 
     @property
-    def missing(self) -> str | None:
-        """Why it cannot be had here."""
-        if self.package is None or self.version is not None:
-            return None
-        return f"{self.package} is not installed; {self.install}"
+    def installed(self) -> bool:
+        return self.package is None or self.version is not None
 
 
 @dataclass(frozen=True, slots=True)
 class ContenderKind:
-    """A line of the table. make: of what its program loaded; may raise ConfigError, as `Program.load`.
-    policies: those that it can follow; plain decoding and peers follow none. lossless: its output has the
-    model's own law; what has not takes part only where it is named."""
+    """One line of the table of contenders.
+
+    Attributes:
+        summary: One line for the command line's help.
+        program: The key of its program in `PROGRAMS`.
+        make: Makes the contender from its program's loaded models; may raise ConfigError.
+        policies: The policies that it can run under; none for plain decoding and for other programs.
+        lossless: The output has exactly the target's distribution. "all" leaves lossy contenders out.
+    """
 
     summary: str
     program: str
@@ -74,56 +82,67 @@ class ContenderKind:
     lossless: bool = True
 
 
-def _in(module: str) -> Any:
-    """The names in a module, which is imported now."""
-    return import_module(f"foredraft.bench.{module}")
+def _module(name: str) -> Any:
+    """Import a module of this package on first use."""
+    return import_module(f"foredraft.bench.{name}")
 
 
 PROGRAMS: dict[str, Program] = {
-    "foredraft": Program(lambda setting: setting.llm),
+    "foredraft": Program(lambda context: context.llm),
     "transformers": Program(
-        lambda setting: _in("hugging_face").Checkpoints(setting),
+        lambda context: _module("hugging_face").Checkpoints(context),
         "transformers",
         "pip install 'foredraft[bench]'",
     ),
     "llama.cpp": Program(
-        lambda setting: _in("llama_cpp").LlamaCpp(setting), "llama-cpp-python", "pip install llama-cpp-python"
+        lambda context: _module("llama_cpp").LlamaCpp(context),
+        "llama-cpp-python",
+        "pip install llama-cpp-python",
     ),
 }
 
 
-def _ours(drafter: str, name: str, llm: Any, setting: BenchContext) -> Contender:
+def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) -> Contender:
     kind, policy = DRAFTERS[drafter], llm.engine.policy.name
-    if kind.make is not None and drafter not in setting.drafters:
+    if kind.make is not None and drafter not in context.drafters:
         if kind.needs_plan:
             raise ConfigError(
-                f"{name} has no plan for this model; make one with `foredraft tune`, or give plan="
+                f"{name} has no plan for this model",
+                remedy=("make one with `foredraft tune`, or give ", Option("plan")),
             )
-        has = "the target's" if drafter == "draft-model" else "another"
-        raise ConfigError(f"{name} needs a draft model with {has} tokenizer; give draft=")
+        raise _no_draft(name, "the target's" if drafter == "draft-model" else "another")
     if kind.chooses and not suits(drafter, policy):
-        raise ConfigError(f"{name} needs a policy that chooses; give policy='auto'")
+        raise ConfigError(
+            f"{name} needs a policy that chooses among drafters", remedy=("give ", Option("policy", "auto"))
+        )
     if kind.make is not None and not suits(drafter, policy):
-        raise ConfigError(f"{name} cannot follow policy='{policy}'; give another")
-    made: Contender = _in("foredraft_contender").ForedraftContender(
+        raise ConfigError(
+            (f"{name} cannot follow ", Option("policy", policy)), remedy=("give another ", Option("policy"))
+        )
+    made: Contender = _module("foredraft_contender").ForedraftContender(
         name,
         llm,
         drafter,
-        lossless=kind.lossless,
-        temperature=setting.temperature,
-        coupled=setting.coupled,
-        decides=setting.policy(drafter, policy),
+        temperature=context.temperature,
+        coupled=context.coupled,
+        policy=context.policy_for(drafter, policy),
     )
     return made
 
 
-def _big_little(llm: Any, setting: BenchContext) -> Contender:
-    if "draft-model" not in setting.drafters:
-        raise ConfigError("bild needs a draft model with the target's tokenizer; give draft=")
-    made: Contender = _in("foredraft_contender").BigLittle(
-        llm, setting.policy("draft-model", BIG_LITTLE), temperature=setting.temperature
+def _make_bild(llm: Any, context: BenchContext) -> Contender:
+    if "draft-model" not in context.drafters:
+        raise _no_draft("bild", "the target's")
+    made: Contender = _module("foredraft_contender").BigLittle(
+        llm, context.policy_for("draft-model", BILD_POLICY), temperature=context.temperature
     )
     return made
+
+
+def _no_draft(name: str, tokenizer: str) -> ConfigError:
+    return ConfigError(
+        f"{name} needs a draft model with {tokenizer} tokenizer", remedy=("give ", Option("draft"))
+    )
 
 
 CONTENDERS: dict[str, ContenderKind] = {
@@ -131,7 +150,7 @@ CONTENDERS: dict[str, ContenderKind] = {
         name: ContenderKind(
             DRAFTERS[drafter].summary,
             "foredraft",
-            partial(_ours, drafter, name),
+            partial(_make_foredraft, drafter, name),
             policies=tuple(policy for policy in POLICIES if drafter != "none" and suits(drafter, policy)),
             lossless=DRAFTERS[drafter].lossless,
         )
@@ -139,75 +158,106 @@ CONTENDERS: dict[str, ContenderKind] = {
         for name in (PLAIN if drafter == "none" else drafter,)
     },
     "bild": ContenderKind(
-        "Big Little Decoder: the draft stands unless it surprises the target (not lossless; only if named)",
+        "Big Little Decoder: accepts drafted tokens that the target finds likely enough (lossy; only if"
+        " named)",
         "foredraft",
-        _big_little,
-        policies=(BIG_LITTLE,),
+        _make_bild,
+        policies=(BILD_POLICY,),
         lossless=RULES["bild"].lossless,
     ),
     "transformers": ContenderKind(
         "generate of transformers",
         "transformers",
-        lambda models, setting: _in("hugging_face").plain(models, setting),
+        lambda models, context: _module("hugging_face").plain(models, context),
     ),
     "transformers-assisted": ContenderKind(
         "generate with assistant_model",
         "transformers",
-        lambda models, setting: _in("hugging_face").assisted(models, setting),
+        lambda models, context: _module("hugging_face").assisted(models, context),
     ),
     "transformers-lookup": ContenderKind(
         "generate with prompt_lookup_num_tokens",
         "transformers",
-        lambda models, setting: _in("hugging_face").prompt_lookup(models, setting),
+        lambda models, context: _module("hugging_face").prompt_lookup(models, context),
     ),
     "llama.cpp": ContenderKind(
         "llama.cpp on the same weights",
         "llama.cpp",
-        lambda contender, setting: contender,  # the only one, so it is what its program loads
+        lambda contender, context: contender,  # llama.cpp has one contender, which its program loads whole
     ),
 }
 
 
-def chosen(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The contenders of these names, plain always among them and first. "all", or None: every lossless one.
+def resolve_methods(names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the names of the contenders that take part, with plain decoding first.
 
-    Raises ConfigError that names one that is unknown, or whose program is not installed.
+    Args:
+        names: Names from the table; "all" and None stand for every lossless contender.
+
+    Raises:
+        ConfigError: A name is unknown, or its program is not installed.
     """
     lossless = tuple(name for name, kind in CONTENDERS.items() if kind.lossless)
     names = (ALL,) if names is None else names
     for name in names:
-        if name != ALL and (missing := PROGRAMS[_known(CONTENDERS, "methods", names, name).program].missing):
-            raise ConfigError(f"methods is {','.join(names)!r}, but {missing}")
-    return tuple(dict.fromkeys((PLAIN, *_spread(names, lossless))))
+        if name == ALL:
+            continue
+        program = PROGRAMS[_entry(CONTENDERS, "methods", names, name).program]
+        if not program.installed:
+            raise ConfigError(
+                f"but {program.package} is not installed",
+                option="methods",
+                value=",".join(names),
+                remedy=program.install,
+            )
+    return tuple(dict.fromkeys((PLAIN, *_expand_all(names, lossless))))
 
 
-def deciding(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The policies of these names; "all" is every one. Raises ConfigError that names one that is unknown."""
+def resolve_policies(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the policies; "all" stands for every one.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
     for name in names:
         if name != ALL:
-            _known(POLICIES, "policies", names, name)
-    return tuple(dict.fromkeys(_spread(names, POLICIES)))
+            _entry(POLICIES, "policies", names, name)
+    return tuple(dict.fromkeys(_expand_all(names, POLICIES)))
 
 
 def check_policy(methods: tuple[str, ...] | None, policy: str | None, max_draft: int | None) -> None:
-    """Raises ConfigError where it was said how far to draft, but nobody who takes part would heed it."""
-    heeding = {name for method in chosen(methods) for name in CONTENDERS[method].policies}
-    if policy in POLICIES and policy not in heeding:  # what is no policy is for `load` to name
-        raise ConfigError(f"policy is {policy!r}, but none of the methods can follow that; leave it out")
-    if max_draft is not None and not heeding:
-        raise ConfigError(f"max_draft is {max_draft}, but none of the methods heeds that; leave it out")
+    """Refuse a policy or a longest draft that no contender would follow.
+
+    Args:
+        methods: As `resolve_methods` takes them.
+        policy: The policy that was asked for; `load` refuses an unknown one.
+        max_draft: The longest draft that was asked for, in tokens.
+
+    Raises:
+        ConfigError: The policy or the longest draft would have no effect.
+    """
+    followed = {name for method in resolve_methods(methods) for name in CONTENDERS[method].policies}
+    if policy in POLICIES and policy not in followed:
+        raise ConfigError(
+            "but none of the methods can follow it", option="policy", value=policy, remedy="leave it out"
+        )
+    if max_draft is not None and not followed:
+        raise ConfigError(
+            "but none of the methods drafts", option="max_draft", value=max_draft, remedy="leave it out"
+        )
 
 
-def _known(table: Mapping[str, K], option: str, names: tuple[str, ...], name: str) -> K:
+def _entry(table: Mapping[str, K], option: str, names: tuple[str, ...], name: str) -> K:
     if name not in table:
         raise ConfigError(
-            f"{option} is {','.join(names)!r}, but there is no {name!r}; give {ALL}, or some of"
-            f" {', '.join(table)}"
+            f"but there is no {name!r}",
+            option=option,
+            value=",".join(names),
+            remedy=f"give {ALL}, or some of {', '.join(table)}",
         )
     return table[name]
 
 
-def _spread(names: Iterable[str], everything: Iterable[str]) -> Iterator[str]:
-    """ "all" as what it stands for."""
+def _expand_all(names: Iterable[str], everything: Iterable[str]) -> Iterator[str]:
     for name in names:
         yield from everything if name == ALL else (name,)

@@ -1,18 +1,19 @@
-"""The figures of a row, out of the runs that were timed. Pure: no clock, no model.
+"""The figures of a row, from timed runs. Pure functions: no clock, no model.
 
 A prompt's speed-up is the median of the ratios of tokens/s within its repeats, so that a machine that slows
-down burdens both sides alike; a row's is the median over its prompts. Prompts that are decoded side by side
-are one here.
+down affects both sides alike. A row's speed-up is the median over its prompts. Prompts that are decoded as
+one batch count as one prompt here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from foredraft.bench.contender import Contender, Timing
-from foredraft.bench.prediction import ceiling, forwards_cost, predicted
+from foredraft.bench.prediction import ceiling, forward_cost, predicted_speedup
 from foredraft.bench.records import (
     PLAIN,
     Ceiling,
@@ -20,22 +21,25 @@ from foredraft.bench.records import (
     Divergence,
     Drafting,
     Exactness,
-    RoundTime,
     Row,
     Spread,
 )
 from foredraft.decode.stats import Stats
 from foredraft.ngrams import repeated
 
-__all__ = ["Group", "Runs", "Series", "divergence", "row_of"]
+__all__ = ["Group", "Runs", "Series", "divergence", "make_row"]
 
 Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompts that are decoded side by side, by their place in the workload. counted: plain decoding repeats
-    few 4-grams on any of them."""
+    """Prompts that are decoded as one batch.
+
+    Attributes:
+        prompts: Their indices in the workload.
+        counted: Plain decoding repeats few 4-grams on each of them.
+    """
 
     prompts: tuple[int, ...]
     counted: bool
@@ -43,26 +47,41 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Of a group: each contender's timings, by its name, one a repeat."""
+    """The timings of one group: one per repeat, by contender's name."""
 
     group: Group
     timings: dict[str, list[Timing]]
 
+    def tokens_per_second(self, contender: str) -> float:
+        """Return the median over the repeats."""
+        return median(timing.tokens_per_second for timing in self.timings[contender])
+
+    def prefill_seconds(self, contender: str) -> float:
+        """Return the median over the repeats."""
+        return median(timing.prefill_seconds for timing in self.timings[contender])
+
     def ratio(self, contender: str, other: str) -> float:
+        """Return the median, over the repeats, of one contender's tokens/s over another's."""
         pairs = zip(self.timings[contender], self.timings[other], strict=True)
         return median(own.tokens_per_second / their.tokens_per_second for own, their in pairs)
 
     def stats(self, contender: str) -> Stats:
-        """Of all repeats; ours only."""
+        """Return the statistics of all repeats, merged; only Foredraft's contenders have any."""
         return Stats.merge(timing.stats for timing in self.timings[contender] if timing.stats is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """All that was run of a workload at one batch size.
+    """All runs of one workload at one batch size.
 
-    runs: by group. expected: plain decoding's tokens of each prompt of the workload. costs: of this batch
-    size. read_seconds: of a step's weights at the machine's bandwidth; None where that is not known.
+    Attributes:
+        workload: Name of the workload.
+        batch: Prompts decoded as one batch.
+        runs: The timings, by group.
+        expected: Plain decoding's tokens of each prompt of the workload.
+        costs: Costs of bare forwards at this batch size.
+        weight_read_seconds: Time to read the weights of one step at the machine's memory bandwidth; None
+            where the bandwidth is unknown.
     """
 
     workload: str
@@ -70,78 +89,95 @@ class Series:
     runs: tuple[Runs, ...]
     expected: tuple[tuple[int, ...], ...]
     costs: Costs
-    read_seconds: float | None
+    weight_read_seconds: float | None
 
     @property
     def counted(self) -> tuple[Runs, ...]:
+        """The runs of the groups that count."""
         return tuple(runs for runs in self.runs if runs.group.counted)
 
 
-def row_of(
+def make_row(
     series: Series,
     contender: Contender,
     peers: Iterable[str],
     *,
     comparable: bool,
-    single: Spread | None = None,
-    round_time: RoundTime | None = None,
-    peak_memory: int | None = None,
+    at_batch_1: Spread | None = None,
 ) -> Row:
-    """peers: names of those to hold it against. comparable: whether its tokens must be plain decoding's.
-    single: its tokens/s at batch 1."""
-    name, method, counted = contender.name, contender.method, series.counted
+    """Return a contender's row, without `round_time` and `peak_memory`, which need runs of their own.
 
-    def over(figure: Callable[[Runs], float | None], runs: Sequence[Runs] = counted) -> Spread | None:
-        return Spread.of(found for found in map(figure, runs) if found is not None)
-
-    def speed(runs: Runs) -> float:
-        return median(timing.tokens_per_second for timing in runs.timings[name])
-
-    speeds = over(speed)
-    peers_of = {other: over(lambda runs, other=other: runs.ratio(name, other)) for other in peers}  # type: ignore[misc]
-    drafts = not contender.peer and method != PLAIN
-    alone = method if method in series.costs.drafting else None  # not where drafters take turns
-    drafting = _drafting(name, counted) if drafts else None
-
-    def foretold(runs: Runs) -> float:
-        return predicted(series.costs, runs.stats(name))
-
-    return Row(
+    Args:
+        series: The runs of the workload.
+        contender: The contender; its timings are in `series`.
+        peers: Names of the other programs to compare it with.
+        comparable: Whether its tokens must equal plain decoding's.
+        at_batch_1: Its tokens/s on this workload at batch size 1.
+    """
+    name, counted = contender.name, series.counted
+    speed = _spread(counted, lambda runs: runs.tokens_per_second(name))
+    over_peers = {peer: _spread(counted, partial(Runs.ratio, contender=name, other=peer)) for peer in peers}
+    row = Row(
         workload=series.workload,
         batch=series.batch,
-        contender=method,
-        policy=contender.policy,
+        contender=contender.method,
+        policy=contender.policy_name,
         peer=contender.peer,
         lossless=contender.lossless,
-        tokens_per_second=speeds,
-        speedup=over(lambda runs: runs.ratio(name, PLAIN)),
-        over_peers={other: spread for other, spread in peers_of.items() if spread is not None},
-        over_single=speeds.median / single.median if speeds is not None and single is not None else None,
-        speedup_all=over(lambda runs: runs.ratio(name, PLAIN), series.runs),
-        prefill_seconds=over(lambda runs: median(timing.prefill_seconds for timing in runs.timings[name])),
-        drafting=drafting,
-        ceiling=_ceiling(series.costs, alone, drafting.alpha if drafting is not None else None),
-        perfect=_ceiling(series.costs, alone, 1.0),
-        predicted=over(foretold) if drafts else None,
-        measured_over_predicted=over(lambda runs: runs.ratio(name, PLAIN) / foretold(runs))
-        if drafts
-        else None,
-        overhead=None if contender.peer else over(lambda runs: _overhead(series.costs, runs, name)),
-        round_time=round_time,
+        tokens_per_second=speed,
+        speedup=_spread(counted, lambda runs: runs.ratio(name, PLAIN)),
+        over_peers={peer: spread for peer, spread in over_peers.items() if spread is not None},
+        over_single=None if speed is None or at_batch_1 is None else speed.median / at_batch_1.median,
+        speedup_all=_spread(series.runs, lambda runs: runs.ratio(name, PLAIN)),
+        prefill_seconds=_spread(counted, lambda runs: runs.prefill_seconds(name)),
+        overhead=None
+        if contender.peer
+        else _spread(counted, lambda runs: _overhead(series.costs, runs, name)),
         repeated=Spread.of(_repeated(name, counted)),
         counted=len({prompt for runs in counted for prompt in runs.group.prompts}),
         prompts=len(series.expected),
         exactness=_exactness(series, name, comparable=comparable),
         bandwidth_share=_bandwidth_share(series, name),
-        peak_memory=peak_memory,
     )
+    drafts = not contender.peer and contender.method != PLAIN
+    return _with_drafting(row, series, name) if drafts else row
 
 
 def divergence(found: Tokens, expected: Tokens) -> int | None:
-    """The first position at which two texts differ, of which one may only be shorter; None: they do not."""
+    """Return the first position at which two token sequences differ, or None if they are equal.
+
+    A sequence that ends early differs at the position where it ends.
+    """
     shorter = min(len(found), len(expected))
-    at = next((i for i in range(shorter) if found[i] != expected[i]), shorter)
-    return None if len(found) == len(expected) == at else at
+    position = next((i for i in range(shorter) if found[i] != expected[i]), shorter)
+    return None if len(found) == len(expected) == position else position
+
+
+def _spread(runs: Sequence[Runs], figure: Callable[[Runs], float]) -> Spread | None:
+    return Spread.of(map(figure, runs))
+
+
+def _with_drafting(row: Row, series: Series, name: str) -> Row:
+    """Add the figures of a contender that drafts: its drafts, its ceilings and the predicted speed-up."""
+    costs, counted = series.costs, series.counted
+    drafting = _drafting(name, counted)
+
+    def predicted(runs: Runs) -> float:
+        return predicted_speedup(costs, runs.stats(name))
+
+    def ceiling_at(alpha: float | None) -> Ceiling | None:
+        if alpha is None or row.contender not in costs.drafting:  # "auto" has no single drafter's costs
+            return None
+        return ceiling(costs, row.contender, alpha)
+
+    return replace(
+        row,
+        drafting=drafting,
+        ceiling=ceiling_at(None if drafting is None else drafting.alpha),
+        perfect=ceiling_at(1.0),
+        predicted=_spread(counted, predicted),
+        measured_over_predicted=_spread(counted, lambda runs: runs.ratio(name, PLAIN) / predicted(runs)),
+    )
 
 
 def _drafting(name: str, counted: Sequence[Runs]) -> Drafting | None:
@@ -157,23 +193,21 @@ def _drafting(name: str, counted: Sequence[Runs]) -> Drafting | None:
     )
 
 
-def _ceiling(costs: Costs, drafter: str | None, alpha: float | None) -> Ceiling | None:
-    return None if drafter is None or alpha is None else ceiling(costs, drafter, alpha)
-
-
 def _overhead(costs: Costs, runs: Runs, name: str) -> float:
-    """o: a round's time in plain steps, less what its forwards cost."""
+    """Return o: the median time of a round less the cost of its forwards, in plain steps."""
     rounds = (timing.decode_seconds / timing.passes for timing in runs.timings[name] if timing.passes)
-    return median(rounds) / costs.step_seconds - forwards_cost(costs, runs.stats(name))
+    return median(rounds) / costs.step_seconds - forward_cost(costs, runs.stats(name))
 
 
 def _bandwidth_share(series: Series, name: str) -> float | None:
-    """The median of what reading the target's weights in every pass would take, by what decoding took."""
+    """Return the median share of the decoding time that reading the target's weights alone would take."""
     timings = [timing for runs in series.counted for timing in runs.timings[name]]
-    shares = [timing.passes / timing.decode_seconds for timing in timings if timing.passes is not None]
-    if series.read_seconds is None or not shares:
+    passes_per_second = [
+        timing.passes / timing.decode_seconds for timing in timings if timing.passes is not None
+    ]
+    if series.weight_read_seconds is None or not passes_per_second:
         return None
-    return median(shares) * series.read_seconds
+    return median(passes_per_second) * series.weight_read_seconds
 
 
 def _repeated(name: str, counted: Sequence[Runs]) -> list[float]:
@@ -183,15 +217,16 @@ def _repeated(name: str, counted: Sequence[Runs]) -> list[float]:
 
 
 def _exactness(series: Series, name: str, *, comparable: bool) -> Exactness:
+    """Compare the tokens of every run with plain decoding's."""
     if not comparable:
         return Exactness(False, 0, len(series.expected))
-    first: dict[int, int] = {}  # prompt -> where a run of it diverged first
+    diverged: dict[int, int] = {}  # prompt -> the earliest position at which any of its runs diverged
     for runs in series.runs:
         for timing in runs.timings[name]:
             for prompt, tokens in zip(runs.group.prompts, timing.tokens, strict=True):
-                at = divergence(tokens, series.expected[prompt])
-                if at is not None:
-                    first[prompt] = min(at, first.get(prompt, at))
-    found = [Divergence(prompt, at) for prompt, at in sorted(first.items())]
+                position = divergence(tokens, series.expected[prompt])
+                if position is not None:
+                    diverged[prompt] = min(position, diverged.get(prompt, position))
+    found = [Divergence(prompt, position) for prompt, position in sorted(diverged.items())]
     total = len(series.expected)
     return Exactness(True, total - len(found), total, found[0] if found else None)

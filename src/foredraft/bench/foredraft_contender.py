@@ -1,8 +1,8 @@
-"""Foredraft's own contenders: one loaded `LLM`, plain and with each drafter, under any policy.
+"""Foredraft's own contenders: one loaded `LLM`, plain or with one of its drafters, under any policy.
 
-The policy is the engine's while a contender runs, and only then. Decoding lasts from the beginning of the
-first round to the end of the last one; what prompts are read in between counts as prefill, where several
-sequences start one after the other, or where a drafter reads a prompt only once it is chosen.
+The engine has a contender's policy only while that contender runs. The decoding phase lasts from the start of
+the first round to the end of the last one. Prompt reading within that span counts as prefill; it occurs where
+the sequences of a batch start one after the other, or where a drafter reads a prompt only once it is chosen.
 """
 
 from __future__ import annotations
@@ -16,19 +16,29 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
-from foredraft.kinds import RULES
+from foredraft.kinds import DRAFTERS, RULES
 from foredraft.llm import LLM
 
 __all__ = ["BigLittle", "ForedraftContender"]
 
 
 class ForedraftContender:
-    """speculation: the drafter's name, or "none". decides: the policy; None is the one that was loaded. Under
-    the coupled rule a prompt's seed is a function of the prompt, so that every run of it has the same noise;
-    otherwise every run has fresh noise."""
+    """Plain or speculative decoding by the loaded engine.
+
+    Under the coupled rule a prompt's seed is a function of the prompt, so that all runs of a prompt use the
+    same noise. Otherwise every run draws fresh noise.
+
+    Args:
+        name: The contender's name, which is also its method.
+        llm: The loaded engine.
+        drafter: Name of the drafter, or "none" for plain decoding.
+        temperature: Sampling temperature; 0 is greedy.
+        coupled: Use the coupled acceptance rule.
+        policy: The policy to run under; None for the loaded one.
+    """
 
     peer = False
-    batches: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -36,45 +46,50 @@ class ForedraftContender:
         llm: LLM,
         drafter: str,
         *,
-        lossless: bool = True,
         temperature: float = 0.0,
         coupled: bool = False,
-        decides: Policy | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.name, self.method, self.llm, self.drafter = name, name, llm, drafter
-        self.lossless, self.temperature, self.coupled = lossless, temperature, coupled
-        self.decides: Policy = decides or llm.engine.policy
+        self.temperature, self.coupled = temperature, coupled
+        self.policy: Policy = policy or llm.engine.policy
+        self.lossless = drafter not in DRAFTERS or DRAFTERS[drafter].lossless
 
     @property
-    def policy(self) -> str | None:
-        return None if self.drafter == "none" else self.decides.name
+    def policy_name(self) -> str | None:
+        return None if self.drafter == "none" else self.policy.name
 
-    def under(self, policy: Policy) -> ForedraftContender:
-        """The same under another policy."""
+    def with_policy(self, policy: Policy) -> ForedraftContender:
+        """Return a copy of this contender that runs under another policy."""
         other = copy(self)
-        other.name, other.decides = f"{self.method}, {policy.name}", policy
+        other.name, other.policy = f"{self.method}, {policy.name}", policy
         return other
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        """Decode the prompts as one batch.
+
+        Raises:
+            RequestError: A request failed.
+        """
         engine = self.llm.engine
-        with wrapped(engine, "policy", self.decides), watched(engine) as clock:
+        with wrapped(engine, "policy", self.policy), watched(engine) as clock:
             outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])
         for output in outputs:
             if output.error is not None:
-                raise RequestError(f"{self.name}: {output.error}")
+                raise RequestError(f"{self.name} failed: {output.error}")
         tokens = tuple(tuple(output.token_ids) for output in outputs)
         seconds = clock.ended - clock.began - clock.reading_since
         return Timing(
-            tokens,
-            clock.reading,
-            seconds,
-            sum(map(len, tokens)),
-            clock.rounds,
-            Stats.merge((output.stats for output in outputs), seconds),
+            tokens=tokens,
+            prefill_seconds=clock.reading,
+            decode_seconds=seconds,
+            decoded_tokens=sum(map(len, tokens)),
+            passes=clock.rounds,
+            stats=Stats.merge((output.stats for output in outputs), seconds),
         )
 
     def close(self) -> None:
-        return None  # the model is shared, and goes with its last contender
+        return None  # all of Foredraft's contenders share the engine, which the benchmark's caller owns
 
     def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
         return SamplingParams(
@@ -88,16 +103,19 @@ class ForedraftContender:
 
 
 class BigLittle(ForedraftContender):
-    """Big Little Decoder: a draft model and the lossy rule by its defaults. decides: as published, the
-    fallback policy."""
+    """Big Little Decoder (Kim et al. 2023, arXiv:2302.07863): the draft model under the lossy `bild` rule.
+
+    Args:
+        llm: The loaded engine.
+        policy: The published method has the fallback policy.
+        temperature: Sampling temperature; 0 is greedy.
+    """
 
     RULE = "bild"
 
-    def __init__(self, llm: LLM, decides: Policy, *, temperature: float = 0.0) -> None:
-        lossless = RULES[self.RULE].lossless
-        super().__init__(
-            "bild", llm, "draft-model", lossless=lossless, temperature=temperature, decides=decides
-        )
+    def __init__(self, llm: LLM, policy: Policy, *, temperature: float = 0.0) -> None:
+        super().__init__("bild", llm, "draft-model", temperature=temperature, policy=policy)
+        self.lossless = RULES[self.RULE].lossless
 
     def _params(self, prompt: list[int], new_tokens: int) -> SamplingParams:
         return super()._params(prompt, new_tokens).replace(acceptance=self.RULE)

@@ -1,10 +1,10 @@
-"""A checkpoint of the Llama family -> a GGUF file with the same weights, for llama.cpp.
+"""Convert a checkpoint of the Llama family into a GGUF file with the same weights, for llama.cpp.
 
-Contract: matrices keep their values in the chosen dtype, vectors (norms and biases) are float32, as llama.cpp
-wants them. Whatever it would compute otherwise is refused. The file has no tokenizer, since a benchmark deals
-in ids. One tensor at a time is in memory.
+Contract: matrices have the chosen dtype; vectors (norms and biases) are float32, as llama.cpp requires. A
+model that llama.cpp would compute differently is refused. The file holds no tokenizer, because a benchmark
+works on token ids. Only one tensor is in memory at a time.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names and keys are the `gguf` package's.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package defines names and keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from foredraft.bench.optional import module
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.model.config import read_json
 from foredraft.model.rope import Rope, frequencies
 from foredraft.model.spec import ModelSpec
@@ -29,7 +29,8 @@ from foredraft.model.weights import HEAD, IGNORED, INDEX, SINGLE
 
 __all__ = ["write_gguf"]
 
-# Ours -> llama.cpp's. Its llama rotates neighbouring channels, the others halves of a head, as we do.
+# Hugging Face architecture -> llama.cpp architecture. llama.cpp's "llama" applies RoPE to neighbouring
+# channels; the others pair channels half a head apart, as Hugging Face models do.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -41,18 +42,24 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def write_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
-    """Write the checkpoint in `folder` to `file`, matrices in `dtype`.
+    """Write a checkpoint to a GGUF file.
 
-    Raises ConfigError where llama.cpp cannot compute what the model is, or gguf is not installed, and
-    CheckpointError as loading does.
+    Args:
+        folder: The checkpoint.
+        file: Where to write.
+        dtype: Of the matrices.
+
+    Raises:
+        ConfigError: llama.cpp cannot compute this model, or gguf is not installed.
+        CheckpointError: The checkpoint is broken.
     """
     gguf = module("gguf", "llama.cpp")
     spec = ModelSpec.from_folder(folder)
-    _refuse(spec, dtype)
+    _check_supported(spec, dtype)
     with ExitStack() as stack:
         tensors = _tensors(folder, spec, gguf, stack)
         writer = gguf.GGUFWriter(file, ARCHITECTURES[spec.architecture])
-        _describe(writer, spec, gguf)
+        _add_metadata(writer, spec, gguf)
         for tensor in tensors:
             kind = dtype if len(tensor.shape) > 1 else torch.float32
             size = torch.Size(tensor.shape).numel() * kind.itemsize
@@ -69,27 +76,36 @@ def write_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of the file, under its name there. load: its values, in any dtype."""
+    """A tensor under its name in the GGUF file.
+
+    Attributes:
+        name: The name.
+        shape: The shape.
+        load: Reads the values, in the checkpoint's dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
 
 
-def _refuse(spec: ModelSpec, dtype: torch.dtype) -> None:
-    unknown = {
+def _check_supported(spec: ModelSpec, dtype: torch.dtype) -> None:
+    unsupported = {
         f"architecture {spec.architecture!r}": spec.architecture not in ARCHITECTURES,
         f"rope type {spec.rope.kind!r}": spec.rope.kind not in ("default", "linear", "llama3"),
         f"activation {spec.activation!r}": spec.activation != "silu",
         "a sliding window": any(spec.windows),
         f"dtype {dtype}": dtype not in DTYPES,
     }
-    for what, refused in unknown.items():
-        if refused:
-            raise ConfigError(f"llama.cpp is given no model with {what} here; leave it out of the methods")
+    for feature, present in unsupported.items():
+        if present:
+            raise ConfigError(
+                f"a model with {feature} cannot be converted for llama.cpp",
+                remedy=("leave it out of ", Option("methods")),
+            )
 
 
-def _describe(writer: Any, spec: ModelSpec, gguf: Any) -> None:
+def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
     writer.add_context_length(spec.max_positions)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_block_count(spec.layers)
@@ -109,25 +125,25 @@ def _describe(writer: Any, spec: ModelSpec, gguf: Any) -> None:
 
 
 def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list[_Tensor]:
-    """In the order of the file. A head that is tied to the embedding is left out: llama.cpp ties it, too."""
+    """Return the tensors in the order of the file, without a tied head, which llama.cpp ties itself."""
     architecture = getattr(gguf.MODEL_ARCH, ARCHITECTURES[spec.architecture].upper())
     known = gguf.get_tensor_name_map(architecture, spec.layers)
-    rotated = {gguf.MODEL_TENSOR.ATTN_Q: spec.heads, gguf.MODEL_TENSOR.ATTN_K: spec.kv_heads}
+    heads_of = {gguf.MODEL_TENSOR.ATTN_Q: spec.heads, gguf.MODEL_TENSOR.ATTN_K: spec.kv_heads}
     found = []
     if spec.rope.kind == "llama3":
-        found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _stretch(spec)))
+        found.append(_Tensor(ROPE_FACTORS, (spec.head_dim // 2,), lambda: _rope_factors(spec)))
     for name, source in _sources(folder, stack):
         if IGNORED.fullmatch(name) or (spec.tied and name == f"{HEAD}.weight"):
             continue
-        kind, own = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
-        heads = rotated.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
-        load = partial(_neighbouring, source, name, heads) if heads else partial(source.get_tensor, name)
-        found.append(_Tensor(own, tuple(source.get_slice(name).get_shape()), load))
+        kind, gguf_name = known.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
+        heads = heads_of.get(kind, 0) if architecture == gguf.MODEL_ARCH.LLAMA else 0
+        load = partial(_interleaved, source, name, heads) if heads else partial(source.get_tensor, name)
+        found.append(_Tensor(gguf_name, tuple(source.get_slice(name).get_shape()), load))
     return found
 
 
 def _sources(folder: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Names as the checkpoint has them, each with the open file that it is in."""
+    """Yield the checkpoint's tensor names, each with the open file that holds it."""
     single = (folder / SINGLE).is_file()
     files = [SINGLE] if single else sorted(set(read_json(folder / INDEX)["weight_map"].values()))
     for file in files:
@@ -136,13 +152,13 @@ def _sources(folder: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
             yield name, source
 
 
-def _neighbouring(source: Any, name: str, heads: int) -> Tensor:
-    """Rows [heads * D, ...] so that what is rotated together, half a head apart, comes side by side."""
+def _interleaved(source: Any, name: str, heads: int) -> Tensor:
+    """Reorder rows [heads * D, ...] so that channels half a head apart, which RoPE pairs, are neighbours."""
     tensor: Tensor = source.get_tensor(name)
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _stretch(spec: ModelSpec) -> Tensor:
-    """By how much each pair of channels turns more slowly than unscaled [D/2]."""
+def _rope_factors(spec: ModelSpec) -> Tensor:
+    """Return the ratio of unscaled to scaled RoPE frequencies [D/2]."""
     unscaled = Rope("default", spec.rope.theta)
     return frequencies(unscaled, spec.head_dim) / frequencies(spec.rope, spec.head_dim)

@@ -1,8 +1,8 @@
-"""The contenders from `transformers`: `generate` as it comes, with a draft model, and with prompt look-up.
+"""The contenders from `transformers`: `generate` alone, with a draft model, and with prompt lookup.
 
-Each has the library's own defaults (its schedule of draft lengths, its attention kernels), but for what all
-contenders share. The pass that reads the prompt makes the first token, or with drafts the first few; decoding
-is what follows, and a stopping criterion that never stops anything notes where it begins.
+Each keeps the library's defaults (its schedule of draft lengths, its attention kernels) apart from what all
+contenders share. The prefill pass makes the first token, or with drafts the first few tokens. The decoding
+phase is what follows; a stopping criterion that never stops the text notes where it begins.
 """
 
 from __future__ import annotations
@@ -18,44 +18,60 @@ import torch
 from torch import Tensor
 
 from foredraft.bench.contender import BenchContext, Timing
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.model.device import synchronise
 
 __all__ = ["Checkpoints", "Generate", "assisted", "plain", "prompt_lookup"]
 
-LOOKUP_TOKENS = 10  # of its documentation's example; the library has no default
+LOOKUP_TOKENS = 10  # draft length in tokens, from the library's documentation; it has no default
 
 
 class Checkpoints:
-    """The target and, where there is one, the draft, each loaded once for all contenders."""
+    """The target and, if there is one, the draft model, each loaded once for all contenders."""
 
-    def __init__(self, setting: BenchContext) -> None:
+    def __init__(self, context: BenchContext) -> None:
         with _quiet():
-            self.target = _load(setting.target, setting)
-            self.draft = None if setting.draft is None else _load(setting.draft, setting)
+            self.target = _load(context.target, context)
+            self.draft = None if context.draft is None else _load(context.draft, context)
 
 
-def plain(models: Checkpoints, setting: BenchContext) -> Generate:
-    return Generate("transformers", models.target, setting, batches=None)
+def plain(models: Checkpoints, context: BenchContext) -> Generate:
+    """Return `generate` without drafts."""
+    return Generate("transformers", models.target, context, batch_sizes=None)
 
 
-def assisted(models: Checkpoints, setting: BenchContext) -> Generate:
-    """Raises ConfigError where there is no draft that it can use."""
-    if models.draft is None:
-        raise ConfigError("transformers-assisted needs a draft model; give draft=")
-    if "draft-model" not in setting.drafters:
-        raise ConfigError("transformers-assisted needs a draft model with the target's tokenizer; give one")
-    return Generate("transformers-assisted", models.target, setting, assistant_model=models.draft)
+def assisted(models: Checkpoints, context: BenchContext) -> Generate:
+    """Return `generate` with `assistant_model`.
+
+    Raises:
+        ConfigError: There is no draft model with the target's tokenizer.
+    """
+    if models.draft is None or "draft-model" not in context.drafters:
+        raise ConfigError(
+            "transformers-assisted needs a draft model with the target's tokenizer",
+            remedy=("give ", Option("draft")),
+        )
+    return Generate("transformers-assisted", models.target, context, assistant_model=models.draft)
 
 
-def prompt_lookup(models: Checkpoints, setting: BenchContext) -> Generate:
-    return Generate("transformers-lookup", models.target, setting, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+def prompt_lookup(models: Checkpoints, context: BenchContext) -> Generate:
+    """Return `generate` with `prompt_lookup_num_tokens`."""
+    return Generate("transformers-lookup", models.target, context, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
 class Generate:
-    """One way of calling `generate`; `more` are its arguments. What drafts takes one prompt at a time."""
+    """One way of calling `generate`.
 
-    policy: str | None = None
+    Args:
+        name: The contender's name, which is also its method.
+        model: The target as `transformers` loaded it.
+        context: The settings that all contenders share.
+        batch_sizes: Batch sizes that it takes; `generate` drafts for one prompt at a time.
+        assistant_model: As `generate` takes it.
+        prompt_lookup_num_tokens: As `generate` takes it.
+    """
+
+    policy_name: str | None = None
     peer = True
     lossless = True
 
@@ -63,21 +79,21 @@ class Generate:
         self,
         name: str,
         model: Any,
-        setting: BenchContext,
+        context: BenchContext,
         *,
-        batches: tuple[int, ...] | None = (1,),
+        batch_sizes: tuple[int, ...] | None = (1,),
         assistant_model: Any = None,
         prompt_lookup_num_tokens: int | None = None,
     ) -> None:
         from transformers import GenerationConfig
 
-        sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0, "top_p": 1.0}
-        self.name, self.method, self.batches = name, name, batches
+        sampling = {"do_sample": True, "temperature": context.temperature, "top_k": 0, "top_p": 1.0}
+        self.name, self.method, self.batch_sizes = name, name, batch_sizes
         self._model, self._assistant = model, assistant_model
         self._config = GenerationConfig(
-            pad_token_id=0,  # is masked, so its value says nothing
+            pad_token_id=0,  # any id will do, because the attention mask hides the padding
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-            **(sampling if setting.temperature else {"do_sample": False}),
+            **(sampling if context.temperature else {"do_sample": False}),
         )
         self._drafts = assistant_model is not None or prompt_lookup_num_tokens is not None
 
@@ -86,14 +102,14 @@ class Generate:
         device = self._model.device
         longest = max(map(len, prompts))
         padded = [[0] * (longest - len(ids)) + ids for ids in prompts]
-        real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        first = _First(device)
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        first = _FirstTokenClock(device)
         self._config.max_new_tokens = new_tokens
         with _quiet():
             start = time.perf_counter()
             ids = self._model.generate(
                 torch.tensor(padded, device=device),
-                attention_mask=torch.tensor(real, device=device),
+                attention_mask=torch.tensor(mask, device=device),
                 generation_config=self._config,
                 stopping_criteria=[first],
                 **({} if self._assistant is None else {"assistant_model": self._assistant}),
@@ -101,21 +117,21 @@ class Generate:
             synchronise(device)
             end = time.perf_counter()
         tokens = tuple(tuple(row[longest:]) for row in ids.tolist())
-        after = first.length - longest
+        in_prefill = first.length - longest  # tokens of each prompt that the prefill pass made
         return Timing(
-            tokens,
-            first.seconds - start,
-            end - first.seconds,
-            sum(len(row) - after for row in tokens),
-            None if self._drafts else new_tokens - 1,
+            tokens=tokens,
+            prefill_seconds=first.seconds - start,
+            decode_seconds=end - first.seconds,
+            decoded_tokens=sum(len(row) - in_prefill for row in tokens),
+            passes=None if self._drafts else new_tokens - 1,
         )
 
     def close(self) -> None:
         self._model = self._assistant = None
 
 
-class _First:
-    """A stopping criterion: notes when it is first asked, and how long the text is then."""
+class _FirstTokenClock:
+    """A stopping criterion that notes the time and the text's length at its first call, and never stops."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds, self.length, self._device = 0.0, 0, device
@@ -127,17 +143,17 @@ class _First:
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
 
-def _load(folder: Path, setting: BenchContext) -> Any:
+def _load(folder: Path, context: BenchContext) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=setting.dtype, local_files_only=True)
-    model.generation_config = GenerationConfig()  # no cuts and no end-of-text token of the checkpoint's
-    return model.eval().to(setting.device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=context.dtype, local_files_only=True)
+    model.generation_config = GenerationConfig()  # drops the checkpoint's sampling cuts and end-of-text token
+    return model.eval().to(context.device)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's advice and progress bars."""
+    """Suppress the library's warnings and progress bars."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

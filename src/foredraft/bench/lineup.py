@@ -1,4 +1,4 @@
-"""The field: who takes part in a benchmark, loaded, and who does not, with the reason."""
+"""The line-up of a benchmark: the contenders that take part, loaded, and the reasons for those left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foredraft.bench.contender import BenchContext, Contender
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.machine import Memory
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import ConfigError, ForedraftError, Option, python_spelling
 from foredraft.loading.memory import free_memory
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
@@ -20,102 +20,123 @@ __all__ = ["LineUp"]
 
 @dataclass(slots=True)
 class LineUp:
-    """contenders: in the table's order, plain first. loaded: bytes that loading each one's program added, by
-    contender. notes: who was left out, and why."""
+    """The contenders of one benchmark.
 
+    Attributes:
+        spelling: How a note spells an option; by default as the Python API does.
+        contenders: In the table's order, plain decoding first.
+        loaded_bytes: Memory that loading each contender's program added, by contender's name.
+        notes: One line for each method that is left out, with the reason.
+    """
+
+    spelling: Callable[[Option], str] = python_spelling
     contenders: list[Contender] = field(default_factory=list)
-    loaded: dict[str, int] = field(default_factory=dict)
+    loaded_bytes: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def enter(
+    def load(
         self,
-        setting: BenchContext,
-        names: Sequence[str],
+        context: BenchContext,
+        methods: Sequence[str],
         memory: Memory,
-        ours: int,
+        foredraft_bytes: int,
         *,
-        wanted: Collection[str] = (),
+        required: Collection[str] = (),
     ) -> None:
-        """Load and make them. ours: bytes that loading our own model added. wanted: those that were asked for
-        by name, of which one that cannot run is an error, a ConfigError, and no note."""
-        programs: dict[str, tuple[Any, int]] = {"foredraft": (setting.llm, ours)}
-        for name in names:
+        """Load the programs and make the contenders of these methods.
+
+        A method that cannot run is left out with a note.
+
+        Args:
+            context: The settings that all contenders share.
+            methods: Names from the table of contenders.
+            memory: Measures the memory that loading adds.
+            foredraft_bytes: Memory that loading Foredraft's own models added.
+            required: Methods that the user named.
+
+        Raises:
+            ConfigError: A required method cannot run.
+        """
+        programs: dict[str, tuple[Any, int]] = {"foredraft": (context.llm, foredraft_bytes)}
+        for name in methods:
             kind = CONTENDERS[name]
             try:
                 if kind.program not in programs:
-                    programs[kind.program] = _loaded(kind.program, setting, memory)
+                    programs[kind.program] = _load_program(kind.program, context, memory)
                 program, added = programs[kind.program]
-                self.contenders.append(kind.make(program, setting))
-                self.loaded[name] = added
+                self.contenders.append(kind.make(program, context))
+                self.loaded_bytes[name] = added
             except ForedraftError as error:
-                if name in wanted:
+                if name in required:
                     raise
-                self.notes.append(f"left out: {error}")
+                self.notes.append(f"left out: {error.describe(self.spelling)}")
 
-    def under(self, setting: BenchContext, policies: Sequence[str]) -> None:
-        """Have our drafters take part under these policies, too, each right after its own. Raises ConfigError
-        where none can."""
+    def add_policies(self, context: BenchContext, policies: Sequence[str]) -> None:
+        """Add a contender for each drafter and policy, right after the drafter's own contender.
+
+        Raises:
+            ConfigError: No contender can follow any of the policies.
+        """
         before, self.contenders = self.contenders, []
         for contender in before:
             self.contenders.append(contender)
-            if not isinstance(contender, ForedraftContender) or contender.policy is None:
+            if not isinstance(contender, ForedraftContender) or contender.policy_name is None:
                 continue
-            can = CONTENDERS[contender.method].policies
+            suitable = CONTENDERS[contender.method].policies
             for name in policies:
-                if name in can and name != contender.policy:
-                    other = contender.under(setting.policy(contender.drafter, name))
+                if name in suitable and name != contender.policy_name:
+                    other = contender.with_policy(context.policy_for(contender.drafter, name))
                     self.contenders.append(other)
-                    self.loaded[other.name] = self.loaded[contender.name]
-            unfit = [name for name in policies if name not in can]
-            if unfit:
-                self.notes.append(f"left out: {contender.method} cannot follow {', '.join(unfit)}")
-        if policies and not any(contender.policy in policies for contender in self.contenders):
-            names = ",".join(policies)
-            raise ConfigError(f"policies is {names!r}, but none of the methods can follow that; give others")
+                    self.loaded_bytes[other.name] = self.loaded_bytes[contender.name]
+            if unsuitable := [name for name in policies if name not in suitable]:
+                self.notes.append(f"left out: {contender.method} cannot follow {', '.join(unsuitable)}")
+        if policies and not any(contender.policy_name in policies for contender in self.contenders):
+            raise ConfigError(
+                "but none of the methods can follow it",
+                option="policies",
+                value=",".join(policies),
+                remedy="give others",
+            )
 
-    def leave(self, contender: Contender, why: str) -> None:
-        """It cannot run after all."""
+    def drop(self, contender: Contender, reason: str) -> None:
+        """Remove and close a contender whose run failed."""
         self.contenders.remove(contender)
-        self.notes.append(f"left out: {contender.name} failed ({why})")
+        self.notes.append(f"left out: {contender.name} failed ({reason})")
         contender.close()
 
     def close(self) -> None:
+        """Close all contenders."""
         for contender in self.contenders:
             contender.close()
 
 
-def _loaded(name: str, setting: BenchContext, memory: Memory) -> tuple[Any, int]:
-    """A program's models, and the bytes that they added. Raises ConfigError, whatever a peer raises."""
+def _load_program(name: str, context: BenchContext, memory: Memory) -> tuple[Any, int]:
+    """Return a program's loaded models and the bytes that they added; every failure is a ConfigError."""
     program = PROGRAMS[name]
-    if program.missing is not None:
-        raise ConfigError(f"{name}: {program.missing}")
-    _check_room(name, setting)
-    return _grown(memory, lambda: _load(name, program.load, setting))
+    if not program.installed:
+        raise ConfigError(f"{name}: {program.package} is not installed", remedy=program.install)
+    _check_memory(name, context)
+    before = memory.held_after_release()
+    try:
+        models = program.load(context)
+    except ForedraftError:
+        raise
+    except Exception as error:  # other programs raise anything; the benchmark goes on without them
+        raise ConfigError(f"{name} cannot load this model ({type(error).__name__}: {error})") from error
+    return models, memory.held_after_release() - before
 
 
-def _check_room(name: str, setting: BenchContext) -> None:
-    """Every program has a copy of its own, and a process that takes more than there is gets killed. Only the
-    target's is looked at: not every program has a draft."""
-    spec = ModelSpec.from_folder(setting.target)
-    need, free = weight_bytes(spec, setting.device, setting.dtype), free_memory(setting.device)
+def _check_memory(name: str, context: BenchContext) -> None:
+    """Refuse a program whose own copy of the target's weights does not fit into memory.
+
+    The system may kill a process that runs out of memory. The draft model is not counted, because not every
+    program loads one.
+    """
+    spec = ModelSpec.from_folder(context.target)
+    need, free = weight_bytes(spec, context.device, context.dtype), free_memory(context.device)
     if need > free:
         raise ConfigError(
             f"{name} needs {need / 2**30:.3f} GiB for its own copy of the weights, but {free / 2**30:.3f} GiB"
-            f" are free on {setting.device}; leave it out of the methods"
+            f" are free on {context.device}",
+            remedy=("leave it out of ", Option("methods")),
         )
-
-
-def _load(name: str, load: Callable[[BenchContext], Any], setting: BenchContext) -> Any:
-    try:
-        return load(setting)
-    except ForedraftError:
-        raise
-    except Exception as error:  # of a program that is not ours: whatever it is, the others go on
-        raise ConfigError(f"{name} cannot load this model ({type(error).__name__}: {error})") from error
-
-
-def _grown(memory: Memory, load: Callable[[], Any]) -> tuple[Any, int]:
-    """What `load` makes, and the bytes that it added for good."""
-    before = memory.settled()
-    made = load()
-    return made, memory.settled() - before

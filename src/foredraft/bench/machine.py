@@ -1,4 +1,4 @@
-"""The machine: what it is, how fast its memory can be read, and how much of it this process holds."""
+"""The machine: its description, its memory bandwidth, and the memory that this process holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -23,13 +23,17 @@ from foredraft.model.device import synchronise
 
 __all__ = ["Memory", "bandwidth", "machine"]
 
-BYTES = 2**30  # read, or copied, at a time: more than any cache holds
-TRIES = 20
-INTERVAL = 0.005  # seconds between two looks at the memory held
+BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds
+TRIES = 20  # measurements of which the fastest counts: other processes only ever slow one down
+INTERVAL = 0.005  # seconds between two samples of the resident memory
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """Whatever figures depend on, as plain values."""
+    """Return a description of the machine and the software, as plain values.
+
+    Args:
+        device: A GPU to describe too, if the figures come from one.
+    """
     model = platform.processor() or "unknown"
     try:
         with open("/proc/cpuinfo") as lines:
@@ -54,22 +58,25 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def bandwidth(device: torch.device) -> Bandwidth | None:
-    """What memory gives at its best. CPU: reading; CUDA: copying, bytes read and written. None where there is
-    not enough of it to see."""
+    """Measure the peak memory bandwidth: of reads on a CPU, of copies on CUDA (bytes read plus written).
+
+    Returns:
+        The bandwidth, or None where too little memory is free to measure it.
+    """
     if free_memory(device) < 2 * BYTES:
         return None
     many = f"best of {TRIES}, {BYTES / 2**30:g} GiB each"
     source = torch.ones(BYTES // 4, device=device)
     if device.type == "cuda":
         target = torch.empty_like(source)
-        seconds = _least(lambda: target.copy_(source), device)
+        seconds = _fastest(lambda: target.copy_(source), device)
         return Bandwidth(2 * BYTES / seconds, f"device copy, bytes read and written, {many}")
-    seconds = _least(source.sum, device)
+    seconds = _fastest(source.sum, device)
     threads = torch.get_num_threads()
     return Bandwidth(BYTES / seconds, f"read: float32 sum, {threads} thread{'s'[: threads > 1]}, {many}")
 
 
-def _least(action: Any, device: torch.device) -> float:
+def _fastest(action: Callable[[], object], device: torch.device) -> float:
     seconds = []
     for _ in range(TRIES):
         synchronise(device)
@@ -81,15 +88,19 @@ def _least(action: Any, device: torch.device) -> float:
 
 
 class Memory:
-    """Bytes that this process holds: on a CPU its resident set, in which files that several have mapped count
-    for each of them, on CUDA what PyTorch allocated. Not known on a CPU without psutil."""
+    """The memory that this process holds: on a CPU its resident set, on CUDA what PyTorch has allocated.
+
+    A resident set counts shared pages of mapped files in every process. On a CPU the memory is not measurable
+    without psutil; all figures are then 0.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.known = device.type == "cuda" or find_spec("psutil") is not None
+        self.measurable = device.type == "cuda" or find_spec("psutil") is not None
 
     def held(self) -> int:
-        if not self.known:
+        """Return the memory that this process holds now, in bytes."""
+        if not self.measurable:
             return 0
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
@@ -97,37 +108,43 @@ class Memory:
 
         return int(psutil.Process().memory_info().rss)
 
-    def settled(self) -> int:
-        """What is held once all that is no longer used was given back, so that whoever comes next does not
-        seem to need less."""
+    def held_after_release(self) -> int:
+        """Release unused memory to the system, then return the memory held, in bytes.
+
+        Otherwise the next program could reuse freed memory and would seem to need less.
+        """
         gc.collect()
-        with suppress(OSError, AttributeError, TypeError):  # of the C library of GNU systems
+        with suppress(OSError, AttributeError, TypeError):  # malloc_trim exists in the GNU C library only
             ctypes.CDLL(None).malloc_trim(0)
         return self.held()
 
     @contextmanager
     def peak(self) -> Iterator[list[int]]:
-        """While entered, looks at what is held; then the list has the most that was added since."""
-        most: list[int] = []
-        before = self.settled()
-        if not self.known or self.device.type == "cuda":
-            if self.known:
+        """Measure the peak of the memory added while entered.
+
+        Yields:
+            A list that receives the peak, in bytes, on exit.
+        """
+        peaks: list[int] = []
+        before = self.held_after_release()
+        if not self.measurable or self.device.type == "cuda":
+            if self.measurable:
                 torch.cuda.reset_peak_memory_stats(self.device)
-            yield most
-            most.append(torch.cuda.max_memory_allocated(self.device) - before if self.known else 0)
+            yield peaks
+            peaks.append(torch.cuda.max_memory_allocated(self.device) - before if self.measurable else 0)
             return
-        over = threading.Event()
-        seen = [before]
+        stopped = threading.Event()
+        samples = [before]
 
-        def look() -> None:
-            while not over.wait(INTERVAL):
-                seen.append(self.held())
+        def sample() -> None:
+            while not stopped.wait(INTERVAL):
+                samples.append(self.held())
 
-        watcher = threading.Thread(target=look, daemon=True)
-        watcher.start()
+        sampler = threading.Thread(target=sample, daemon=True)
+        sampler.start()
         try:
-            yield most
+            yield peaks
         finally:
-            over.set()
-            watcher.join()
-        most.append(max(*seen, self.held()) - before)
+            stopped.set()
+            sampler.join()
+        peaks.append(max(*samples, self.held()) - before)

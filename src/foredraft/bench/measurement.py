@@ -1,21 +1,21 @@
-"""The race: every contender on every prompt, in turns, and the rows that come of it.
+"""The measurement: every contender on every prompt, in alternating order, and the rows of the report.
 
-Contract: every contender is warmed up before its runs count; then, group by group of prompts, all take turns
-(`schedule`), and the bare forwards that explain them (`costs`) take theirs in between. What memory a run adds
-is seen at the warm-up, and a round is taken apart in runs of its own, so that looking does not change what is
-seen.
+Contract: every contender runs once as a warm-up before its runs count. Then, for each group of prompts, the
+contenders take turns (`schedule`), interleaved with the bare forwards that explain the speed-ups (`costs`).
+Peak memory is taken at the warm-up, and the parts of a round are timed in separate runs, so that observing
+does not change the figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
 
 from foredraft.bench import costs
 from foredraft.bench.contender import BenchContext, Contender, Timing
-from foredraft.bench.figures import Group, Runs, Series, row_of
+from foredraft.bench.figures import Group, Runs, Series, make_row
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.options import MAX_REPEATED, Options
@@ -26,79 +26,87 @@ from foredraft.ngrams import repeated
 
 __all__ = ["Measurement", "Progress"]
 
-LOOKED_INTO = 3  # groups of a workload whose rounds are taken apart
+# Groups of prompts per workload on which the parts of a round are timed: a mean round needs no more, and
+# these runs count for nothing else.
+PROFILED_GROUPS = 3
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What stays the same from row to row.
+    """The measurement of all workloads.
 
-    longest: of all drafts. read_seconds: of a step's weights at the machine's bandwidth. progress: (stage,
-    done, total).
+    Attributes:
+        context: The settings that all contenders share.
+        lineup: The contenders.
+        options: The benchmark's options.
+        memory: Measures the peak memory of a run.
+        longest_draft: Tokens of the longest draft of any contender.
+        weight_read_seconds: Time to read the weights of one step at the machine's memory bandwidth; None
+            where the bandwidth is unknown.
+        progress: Called with (stage, done, total).
     """
 
-    setting: BenchContext
-    field: LineUp
+    context: BenchContext
+    lineup: LineUp
     options: Options
     memory: Memory
-    longest: int
-    read_seconds: float | None
+    longest_draft: int
+    weight_read_seconds: float | None
     progress: Progress
 
-    def rows(self, workload: str, prompts: list[list[int]]) -> Iterator[tuple[Costs, list[Row]]]:
-        """Those of each batch size, as soon as they are there, and what forwards cost between their runs."""
-        expected = self._plain_texts(workload, prompts)
-        counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
-        single: dict[str, Spread | None] = {}
-        for batch in sorted(set(self.options.batch)):  # 1 comes first, and others are held against it
-            groups = groups_of(counted, batch)
-            added = self._warm_up(batch, _of(prompts, groups[0]))
-            racing = [contender for contender in self.field.contenders if contender.name in added]
-            meter = self._meter(prompts, batch)
-            runs = tuple(self._race(f"{workload}, batch {batch}", prompts, groups, racing, meter))
-            met = meter.costs(self.read_seconds, workload)
-            series = Series(workload, batch, runs, tuple(expected), met, self.read_seconds)
-            rows: list[Row] = []
-            for contender in self.field.contenders:
-                name = contender.name
-                if name not in added:
-                    note = f"takes {' or '.join(map(str, contender.batches or ()))} prompt at a time"
-                    rows.append(
-                        Row(workload, batch, contender.method, contender.peer, contender.lossless, note)
-                    )
-                    continue
-                made = row_of(
-                    series,
-                    contender,
-                    [other.name for other in racing if other.peer and other is not contender],
-                    comparable=self._comparable(contender),
-                    single=single.get(name),
-                    round_time=self._round_time(series, prompts, contender),
-                    peak_memory=self.field.loaded[name] + added[name] if self.memory.known else None,
-                )
-                rows.append(made)
-            if batch == 1:
-                pairs = zip(self.field.contenders, rows, strict=True)
-                single = {contender.name: row.tokens_per_second for contender, row in pairs}
-            yield met, rows
+    def measure(self, workload: str, prompts: list[list[int]]) -> Iterator[tuple[Costs, list[Row]]]:
+        """Yield the costs of bare forwards and the rows of a workload, one batch size at a time.
 
-    def _plain_texts(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """What plain decoding makes of each prompt alone: what counts, and what others are compared with."""
-        plain = next(contender for contender in self.field.contenders if contender.name == PLAIN)
-        texts = []
+        Args:
+            workload: The workload's name.
+            prompts: Token ids of each prompt.
+        """
+        expected = self._plain_outputs(workload, prompts)
+        counted = [repeated(tokens) < MAX_REPEATED for tokens in expected]
+        at_batch_1: dict[str, Spread | None] = {}  # tokens/s by contender
+        for batch in sorted(set(self.options.batch)):  # 1 comes first, for `over_single` of the others
+            groups = groups_of(counted, batch)
+            added_bytes = self._warm_up(batch, _select(prompts, groups[0]))
+            running = [contender for contender in self.lineup.contenders if contender.name in added_bytes]
+            meter = self._meter(prompts, batch)
+            runs = tuple(self._timed_runs(f"{workload}, batch {batch}", prompts, groups, running, meter))
+            found = meter.costs(self.weight_read_seconds, workload)
+            series = Series(workload, batch, runs, tuple(expected), found, self.weight_read_seconds)
+            rows = []
+            for contender in self.lineup.contenders:
+                if contender.name not in added_bytes:
+                    rows.append(_skipped_row(workload, batch, contender))
+                    continue
+                row = self._row(series, prompts, contender, running, at_batch_1.get(contender.name))
+                added = self.lineup.loaded_bytes[contender.name] + added_bytes[contender.name]
+                rows.append(replace(row, peak_memory=added if self.memory.measurable else None))
+            if batch == 1:
+                pairs = zip(self.lineup.contenders, rows, strict=True)
+                at_batch_1 = {contender.name: row.tokens_per_second for contender, row in pairs}
+            yield found, rows
+
+    def _plain_outputs(self, workload: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+        """Decode each prompt alone and plainly: the reference for exactness and for which prompts count."""
+        plain = next(contender for contender in self.lineup.contenders if contender.name == PLAIN)
+        outputs = []
         for done, ids in enumerate(prompts, start=1):
-            texts.append(plain.run([ids], self.options.new_tokens).tokens[0])
-            self.progress(f"{workload}, plain texts", done, len(prompts))
-        return texts
+            outputs.append(plain.run([ids], self.options.new_tokens).tokens[0])
+            self.progress(f"{workload}, plain outputs", done, len(prompts))
+        return outputs
 
     def _warm_up(self, batch: int, prompts: list[list[int]]) -> dict[str, int]:
-        """Run once each contender that takes so many; the bytes that it added, by name. A peer that fails is
-        left out from now on, unless it was asked for by name."""
+        """Run each contender that takes this batch size once.
+
+        A program that fails is dropped from the line-up unless the user named it.
+
+        Returns:
+            Peak memory that the run added, in bytes, by contender's name.
+        """
         added: dict[str, int] = {}
-        for contender in list(self.field.contenders):
-            if contender.batches is not None and batch not in contender.batches:
+        for contender in list(self.lineup.contenders):
+            if contender.batch_sizes is not None and batch not in contender.batch_sizes:
                 continue
             try:
                 with self.memory.peak() as peak:
@@ -106,17 +114,17 @@ class Measurement:
             except Exception as error:
                 if not contender.peer or contender.method in (self.options.methods or ()):
                     raise
-                self.field.leave(contender, f"{type(error).__name__}: {error}")
+                self.lineup.drop(contender, f"{type(error).__name__}: {error}")
                 continue
             added[contender.name] = peak[0]
         return added
 
     def _meter(self, prompts: list[list[int]], batch: int) -> costs.Meter:
-        """At the context of a median prompt half way through its new tokens."""
+        """Return a meter at the context length of the median prompt, half way through its new tokens."""
         context = int(median(map(len, prompts))) + self.options.new_tokens // 2
-        return costs.Meter(self.setting.llm, batch, context, self.longest)
+        return costs.Meter(self.context.llm, batch, context, self.longest_draft)
 
-    def _race(
+    def _timed_runs(
         self,
         stage: str,
         prompts: list[list[int]],
@@ -124,34 +132,49 @@ class Measurement:
         contenders: list[Contender],
         meter: costs.Meter,
     ) -> Iterator[Runs]:
-        """Each group's runs: in every repeat, the contenders take turns, and then the meter."""
+        """Yield each group's timings: in every repeat the contenders take turns, then the meter runs."""
         repeats, done = self.options.repeats, 0
-        looks = ceil(costs.REPEATS / (len(groups) * repeats))
+        meter_turns = ceil(costs.REPEATS / (len(groups) * repeats))
         for group in groups:
             timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
             for repeat in range(repeats):
                 for contender in turns(contenders, repeat):
-                    timing = contender.run(_of(prompts, group), self.options.new_tokens)
+                    timing = contender.run(_select(prompts, group), self.options.new_tokens)
                     timings[contender.name].append(timing)
-                for _ in range(looks):
+                for _ in range(meter_turns):
                     meter.turn()
                 done += 1
                 self.progress(stage, done, len(groups) * repeats)
             yield Runs(group, timings)
 
+    def _row(
+        self,
+        series: Series,
+        prompts: list[list[int]],
+        contender: Contender,
+        running: list[Contender],
+        at_batch_1: Spread | None,
+    ) -> Row:
+        peers = [other.name for other in running if other.peer and other is not contender]
+        row = make_row(
+            series, contender, peers, comparable=self._comparable(contender), at_batch_1=at_batch_1
+        )
+        return replace(row, round_time=self._round_time(series, prompts, contender))
+
     def _comparable(self, contender: Contender) -> bool:
-        """Whether its tokens must be plain decoding's."""
+        """Return whether the contender's tokens must equal plain decoding's."""
         if not contender.lossless:
             return False
         return self.options.temperature == 0 or (self.options.coupled and not contender.peer)
 
     def _round_time(self, series: Series, prompts: list[list[int]], contender: Contender) -> RoundTime | None:
+        """Time the parts of a mean round in runs of their own; None for other programs."""
         if contender.peer:
             return None
         seconds, rounds = 0.0, 0
-        with parted(self.setting.llm.engine) as parts:
-            for runs in series.counted[:LOOKED_INTO]:
-                timing = contender.run(_of(prompts, runs.group), self.options.new_tokens)
+        with parted(self.context.llm.engine) as parts:
+            for runs in series.counted[:PROFILED_GROUPS]:
+                timing = contender.run(_select(prompts, runs.group), self.options.new_tokens)
                 seconds += timing.decode_seconds
                 rounds += timing.passes or 0
         if not rounds:
@@ -160,5 +183,12 @@ class Measurement:
         return RoundTime(parts.draft / rounds, parts.verify / rounds, rest / rounds, rounds)
 
 
-def _of(prompts: list[list[int]], group: Group) -> list[list[int]]:
+def _skipped_row(workload: str, batch: int, contender: Contender) -> Row:
+    """Return the row, without figures, of a contender that does not take this batch size."""
+    sizes = " or ".join(map(str, contender.batch_sizes or ()))
+    note = f"decodes at batch size {sizes} only"
+    return Row(workload, batch, contender.method, contender.peer, contender.lossless, note)
+
+
+def _select(prompts: list[list[int]], group: Group) -> list[list[int]]:
     return [prompts[index] for index in group.prompts]

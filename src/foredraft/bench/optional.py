@@ -1,4 +1,4 @@
-"""Modules that only some of the benchmark, or of the search, needs, imported when they are needed."""
+"""Optional dependencies of the benchmark and of the search, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ INSTALL = {
 
 
 def module(name: str, needed_by: str) -> Any:
-    """The module. Raises ConfigError that says what to install."""
+    """Import and return an optional module.
+
+    Args:
+        name: The module's name.
+        needed_by: The feature that needs it, for the error message.
+
+    Raises:
+        ConfigError: The module cannot be imported; the remedy is the command that installs it.
+    """
     try:
         return import_module(name)
     except ImportError as error:
         install = INSTALL.get(name, "pip install 'foredraft[bench]'")
-        raise ConfigError(f"{needed_by} needs {name}, which is not there ({error}); {install}") from None
+        problem = f"{needed_by} needs {name}, which cannot be imported ({error})"
+        raise ConfigError(problem, remedy=install) from None

@@ -1,25 +1,34 @@
-"""What a benchmark is asked for, checked before anything is loaded."""
+"""The options of a benchmark, checked before anything is loaded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foredraft.bench.contenders import chosen, deciding
+from foredraft.bench.contenders import resolve_methods, resolve_policies
 from foredraft.errors import ConfigError
 
 __all__ = ["MAX_REPEATED", "Options"]
 
-MAX_REPEATED = 0.3  # share of repeated 4-grams from which on a prompt does not count: drafting is easy there
+# A prompt counts if less than this share of the 4-grams of plain decoding's output occurred in it before.
+# Drafting a loop is easy, so prompts that lead into loops would overstate every speed-up.
+MAX_REPEATED = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """methods: names of contenders; "all", or None, stands for every lossless one that is possible. policies:
-    those under which our drafters take part, beside the one that is loaded; "all" stands for every one.
-    new_tokens: of every prompt. repeats: of each contender on each prompt. batch: sizes. coupled: ours draw
-    by the coupled acceptance rule.
+    """The options of a benchmark.
 
-    Raises ConfigError that names a value out of range.
+    Attributes:
+        methods: Names of contenders; "all", or None, stands for every lossless one that can run.
+        policies: Policies under which the drafters run in addition to the loaded one; "all" stands for all.
+        new_tokens: Tokens to generate for each prompt.
+        repeats: Timed runs of each contender on each prompt.
+        batch: Batch sizes.
+        temperature: Sampling temperature; 0 is greedy.
+        coupled: Foredraft's contenders use the coupled acceptance rule.
+
+    Raises:
+        ConfigError: A value is out of range, or a name is unknown.
     """
 
     methods: tuple[str, ...] | None = None
@@ -31,13 +40,14 @@ class Options:
     coupled: bool = False
 
     def __post_init__(self) -> None:
-        chosen(self.methods)
-        deciding(self.policies)
+        resolve_methods(self.methods)
+        resolve_policies(self.policies)
         if self.new_tokens < 2:
-            raise ConfigError(f"new_tokens is {self.new_tokens}; give 2 or more")
+            raise ConfigError(option="new_tokens", value=self.new_tokens, remedy="give 2 or more")
         if self.repeats < 1:
-            raise ConfigError(f"repeats is {self.repeats}; give 1 or more")
+            raise ConfigError(option="repeats", value=self.repeats, remedy="give 1 or more")
         if not self.batch or min(self.batch) < 1:
-            raise ConfigError(f"batch is {','.join(map(str, self.batch))!r}; give sizes of 1 or more")
+            sizes = ",".join(map(str, self.batch))
+            raise ConfigError(option="batch", value=sizes, remedy="give sizes of 1 or more")
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")
+            raise ConfigError(option="temperature", value=self.temperature, remedy="give 0 or more")

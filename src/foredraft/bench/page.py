@@ -1,7 +1,7 @@
-"""The one look of reports: a template that extends page.html, and values -> one HTML file.
+"""The common layout of HTML reports: page.html, extended by the report.html of a package.
 
 Contract: the page needs no network and no scripts. Every page has a title, verdicts, facts, plots, notes and
-details; between the facts and the plots stands the template's own block, `tables`.
+details. A report's template fills the block `tables` between the facts and the plots.
 """
 
 from __future__ import annotations
@@ -23,14 +23,26 @@ DASH = "–"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """kind: "good", "bad" or "none", which the page shows in words, too."""
+    """A sentence at the top of a page.
+
+    Attributes:
+        kind: "good", "bad" or "none"; only the colour depends on it.
+        text: The sentence.
+    """
 
     kind: str
     text: str
 
 
 def render(package: str, *, title: str, plots: Sequence[Plot], **values: Any) -> str:
-    """The whole document, by the package's own report.html."""
+    """Return the whole HTML document.
+
+    Args:
+        package: The package whose report.html extends page.html.
+        title: The page's title.
+        plots: The plots.
+        **values: The template's other values.
+    """
     sources = {
         name: (files(owner) / name).read_text(encoding="utf-8")
         for owner, name in (("foredraft.bench", "page.html"), (package, "report.html"))
@@ -47,11 +59,11 @@ def render(package: str, *, title: str, plots: Sequence[Plot], **values: Any) ->
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """Plain values as a person writes them."""
-    return {name: _written(value) for name, value in values.items()}
+    """Return plain values formatted for a reader, such as "yes" for True."""
+    return {name: _formatted(value) for name, value in values.items()}
 
 
-def _written(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if value is None:
         return DASH
     if isinstance(value, bool):
@@ -59,7 +71,7 @@ def _written(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_written(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_formatted(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(_written, value))
+        return ", ".join(map(_formatted, value))
     return str(value)

@@ -1,6 +1,6 @@
-"""Plots of a benchmark's records, for the report.
+"""Plots of a benchmark's records, for the HTML report.
 
-Contract: a plot is left out where its figures are missing. The same records give the same bytes.
+Contract: a plot without figures is left out. The same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ from foredraft.bench.records import PLAIN, Costs, Report, Row, Spread
 __all__ = ["Plot", "plots"]
 
 DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
-OVER_PLAIN = "tokens/s by those of own plain decoding"
-PARTS = {"draft": "drafting", "verify": "verifying", "rest": "rest"}  # of a round, by the field of RoundTime
+OVER_PLAIN = "speed-up over plain decoding"
+HOW_TO_READ = "Medians and quartiles over the counted prompts; the dashed line is plain decoding."
+PARTS = {"draft": "drafting", "verify": "verifying", "rest": "rest"}  # field of RoundTime -> label
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """name: unique on a page, and fit for an id. note: how to read it. alt: its figures in words."""
+    """A plot.
+
+    Attributes:
+        name: Unique on a page; also an HTML id.
+        title: The title.
+        note: How to read it.
+        alt: Its figures in words.
+        svg: The drawing.
+    """
 
     name: str
     title: str
@@ -31,7 +40,7 @@ class Plot:
 
 
 def plots(report: Report) -> list[Plot]:
-    """All that the records have figures for."""
+    """Return all plots that the records have figures for."""
     batches = sorted({row.batch for row in report.rows})
     with style():
         found = [_speedups(report, batch) for batch in batches]
@@ -44,11 +53,11 @@ def plots(report: Report) -> list[Plot]:
 
 
 def _speedups(report: Report, batch: int) -> Plot | None:
-    rows = [(row, row.speedup) for row in _drafted(report, batch) if row.speedup is not None]
+    rows = [(row, row.speedup) for row in _compared(report, batch) if row.speedup is not None]
     if not rows:
         return None
-    workloads, contenders = _names([row for row, _ in rows], "workload"), _contenders(report)
-    shown = [name for name in contenders if name in _names([row for row, _ in rows], "contender")]
+    workloads, contenders = _distinct([row for row, _ in rows], "workload"), _contenders(report)
+    shown = [name for name in contenders if name in _distinct([row for row, _ in rows], "contender")]
     figure, (axes,) = panels(1.2 + len(workloads) * (0.2 + 0.17 * len(shown)))
     series = {
         name: [(row.workload, spread) for row, spread in rows if row.contender == name] for name in shown
@@ -59,10 +68,9 @@ def _speedups(report: Report, batch: int) -> Plot | None:
     legend(figure, axes)
     return Plot(
         f"speedup-{batch}",
-        f"Speed-up by method and workload{_of(report, batch)}",
-        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding."
-        + "".join(f" {name} is lossy." for name in shown if name in report.lossy),
-        _said(f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows),
+        f"Speed-up by method and workload{_batch_suffix(report, batch)}",
+        HOW_TO_READ + "".join(f" {name} is lossy." for name in shown if name in report.lossy),
+        _sentence(f"{row.contender} on {row.workload} {spread.median:.2f}" for row, spread in rows),
         svg(figure, f"speedup-{batch}"),
     )
 
@@ -71,8 +79,8 @@ def _policies(report: Report, batch: int) -> Plot | None:
     rows = [(row, row.speedup) for row in report.policies if row.batch == batch and row.speedup is not None]
     if not rows:
         return None
-    drafters, workloads = (_names([row for row, _ in rows], field) for field in ("contender", "workload"))
-    policies = _names([row for row, _ in rows], "policy")
+    drafters, workloads = (_distinct([row for row, _ in rows], field) for field in ("contender", "workload"))
+    policies = _distinct([row for row, _ in rows], "policy")
     line = 0.12 + 0.12 * len(workloads)
     figure, axes = panels(0.8 + len(drafters) * (0.4 + line * len(policies)), len(drafters))
     for panel, drafter in zip(axes, drafters, strict=True):
@@ -83,15 +91,14 @@ def _policies(report: Report, batch: int) -> Plot | None:
         }
         _ratios(panel, policies, series, range(len(workloads)))
         panel.set_title(drafter, loc="left", fontsize=11)
-    axes[-1].set_xlim(left=0)  # the last of all, since panels share it
+    axes[-1].set_xlim(left=0)  # once all panels are drawn, because they share the axis
     axes[-1].set_xlabel(OVER_PLAIN)
     legend(figure, *axes)
     return Plot(
         f"policies-{batch}",
-        f"Speed-up by policy{_of(report, batch)}",
-        "Medians and quartiles over the counted prompts; the dashed line is own plain decoding. A drafter"
-        " that cannot follow a policy has nothing there.",
-        _said(
+        f"Speed-up by policy{_batch_suffix(report, batch)}",
+        f"{HOW_TO_READ} A drafter that cannot follow a policy has no points there.",
+        _sentence(
             f"{row.contender} under {row.policy} on {row.workload} {spread.median:.2f}"
             for row, spread in rows
         ),
@@ -100,11 +107,11 @@ def _policies(report: Report, batch: int) -> Plot | None:
 
 
 def _acceptance(report: Report, batch: int) -> Plot | None:
-    rows = [(row, row.drafting.acceptance_by_position) for row in _drafted(report, batch) if row.drafting]
+    rows = [(row, row.drafting.acceptance_by_position) for row in _compared(report, batch) if row.drafting]
     rows = [(row, shares) for row, shares in rows if shares]
     if not rows:
         return None
-    drafters, workloads = (_names([row for row, _ in rows], field) for field in ("contender", "workload"))
+    drafters, workloads = (_distinct([row for row, _ in rows], field) for field in ("contender", "workload"))
     figure, axes = panels(0.9 + 1.9 * len(drafters), len(drafters))
     for panel, drafter in zip(axes, drafters, strict=True):
         for row, shares in rows:
@@ -120,9 +127,9 @@ def _acceptance(report: Report, batch: int) -> Plot | None:
     legend(figure, *axes)
     return Plot(
         "acceptance",
-        f"Acceptance by position{_of(report, batch)}",
-        "Of the drafts that reached a position, the share whose token there was accepted.",
-        _said(
+        f"Acceptance by position{_batch_suffix(report, batch)}",
+        "Share of the drafts reaching a position whose token there was accepted.",
+        _sentence(
             f"{row.contender} on {row.workload} {', '.join(f'{share:.2f}' for share in shares)}"
             for row, shares in rows
         ),
@@ -140,7 +147,7 @@ def _costs(costs: Sequence[Costs]) -> Plot | None:
             axes,
             [cost.rows for cost in one.verifying],
             [cost.v for cost in one.verifying],
-            [_by(cost.seconds, unit) for cost in one.verifying],
+            [_divided(cost.seconds, unit) for cost in one.verifying],
             along="y",
             label=f"batch {one.batch}, a step of {unit * 1e3:.2f} ms",
             **look(number),
@@ -150,16 +157,17 @@ def _costs(costs: Sequence[Costs]) -> Plot | None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("rows of a sequence in one forward")
+    axes.set_xlabel("tokens of each sequence in one forward")
     axes.set_ylabel("plain steps")
     axes.grid(axis="y")
     legend(figure, axes)
     return Plot(
         "cost",
-        "Cost by rows",
-        "A bare forward over several rows, by one over a single row: where it is flat, verifying is free.",
-        _said(
-            f"{cost.rows} row{'s'[: cost.rows > 1]} at batch {one.batch} {cost.v:.2f}"
+        "Cost of a verifying pass",
+        "A bare forward over several tokens of a sequence, in plain steps: where the line is flat, verifying"
+        " costs nothing.",
+        _sentence(
+            f"{cost.rows} token{'s'[: cost.rows > 1]} at batch {one.batch} {cost.v:.2f}"
             for one in costs
             for cost in one.verifying
         ),
@@ -190,9 +198,9 @@ def _round_times(report: Report, batch: int) -> Plot | None:
     legend(figure, axes)
     return Plot(
         f"rounds-{batch}",
-        f"Where a round's time goes{_of(report, batch)}",
-        "A mean round; from the left, drafting, verifying, and the rest: laws, acceptance, commit, the loop.",
-        _said(
+        f"Parts of a round{_batch_suffix(report, batch)}",
+        "A mean round: drafting, verifying, and the rest (distributions, acceptance, commit, decoding loop).",
+        _sentence(
             f"{row.contender} on {row.workload} "
             + ", ".join(f"{PARTS[part]} {milliseconds:.2f} ms" for part, milliseconds in times.items())
             for row, times in rows
@@ -211,7 +219,7 @@ def _predictions(report: Report) -> Plot | None:
         return None
     figure, (axes,) = panels(4.6)
     contenders = _contenders(report)
-    for contender in _names([row for row, _, _ in rows], "contender"):
+    for contender in _distinct([row for row, _, _ in rows], "contender"):
         x, y = zip(*[(x, y) for row, x, y in rows if row.contender == contender], strict=True)
         axes.plot(x, y, linestyle="none", label=contender, **look(contenders.index(contender)))
     most = 1.05 * max(max(x, y) for _, x, y in rows)
@@ -224,10 +232,10 @@ def _predictions(report: Report) -> Plot | None:
     legend(figure, axes)
     return Plot(
         "predicted",
-        "Predicted against measured",
-        "Predicted from the run's own drafts and bare forwards, without host work: what lies below the dashed"
-        " line was lost to it.",
-        _said(
+        "Predicted and measured speed-up",
+        "Predicted from the run's own drafts and from bare forwards, without host work. The distance below"
+        " the dashed line is lost to host work.",
+        _sentence(
             f"{row.contender} on {row.workload} at batch {row.batch} predicted {x:.2f}, measured {y:.2f}"
             for row, x, y in rows
         ),
@@ -238,7 +246,14 @@ def _predictions(report: Report) -> Plot | None:
 def _ratios(
     axes: Any, groups: Sequence[str], series: dict[str, list[tuple[str, Spread]]], looks: Sequence[int]
 ) -> None:
-    """Speed-ups along x, in a row for each group, in which each series has a place and a look of its own."""
+    """Draw speed-ups along x, with a row for each group and a place and a style in it for each series.
+
+    Args:
+        axes: Where to draw.
+        groups: Labels of the rows.
+        series: Points, as (group, spread), by the label of the series.
+        looks: Number of each series' style.
+    """
     for place, (label, points) in enumerate(series.items()):
         shift = 0.8 * ((place + 0.5) / len(series) - 0.5)
         spreads = [spread for _, spread in points]
@@ -258,27 +273,27 @@ def _ratios(
     axes.grid(axis="x")
 
 
-def _drafted(report: Report, batch: int) -> list[Row]:
+def _compared(report: Report, batch: int) -> list[Row]:
     return [row for row in report.methods if row.batch == batch and row.contender != PLAIN]
 
 
-def _names(rows: Iterable[Row], field: str) -> list[str]:
-    """In the order of their first row."""
+def _distinct(rows: Iterable[Row], field: str) -> list[str]:
+    """Return the distinct values of a field, in the order of their first rows."""
     return list(dict.fromkeys(getattr(row, field) for row in rows))
 
 
 def _contenders(report: Report) -> list[str]:
-    """All but own plain decoding; one looks the same in every plot."""
-    return _names((row for row in report.rows if row.contender != PLAIN), "contender")
+    """Return all contenders but plain decoding; their order fixes each one's style in all plots."""
+    return _distinct((row for row in report.rows if row.contender != PLAIN), "contender")
 
 
-def _of(report: Report, batch: int) -> str:
+def _batch_suffix(report: Report, batch: int) -> str:
     return f", batch {batch}" if len({row.batch for row in report.rows}) > 1 else ""
 
 
-def _by(spread: Spread, unit: float) -> Spread:
+def _divided(spread: Spread, unit: float) -> Spread:
     return Spread(spread.median / unit, spread.lower / unit, spread.upper / unit, spread.count)
 
 
-def _said(figures: Iterable[str]) -> str:
+def _sentence(figures: Iterable[str]) -> str:
     return f"{'; '.join(figures)}."

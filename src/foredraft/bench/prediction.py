@@ -1,9 +1,9 @@
-"""What costs make of drafts: the speed-up to expect, and the best that there is. Pure: no clock, no model.
+"""Predictions from costs: the expected speed-up of a run, and the ceiling of a drafter. Pure functions.
 
-S = tau / (c_1 + ... + c_s + v(k + 1)) with tau tokens, k drafted ones and s steps of the drafter's a round:
-theorem 3.8 of Leviathan et al. 2023, arXiv:2211.17192, but for a verifying pass that may cost more than a
-plain step, a first draft step that may cost more than others, and drafts of several lengths. No host work is
-counted.
+S = tau / (c_1 + ... + c_s + v(k + 1)), with tau tokens, k drafted tokens and s drafter steps per round. This
+is theorem 3.8 of Leviathan et al. 2023 (arXiv:2211.17192), with three differences: a verifying pass may cost
+more than a plain step, a draft's first step may cost more than its other steps, and draft lengths may vary.
+Host work is not counted.
 """
 
 from __future__ import annotations
@@ -13,45 +13,62 @@ from itertools import pairwise
 from foredraft.bench.records import Ceiling, Costs
 from foredraft.decode.stats import Stats
 
-__all__ = ["accepted_length", "ceiling", "forwards_cost", "predicted", "verifying"]
+__all__ = ["ceiling", "forward_cost", "mean_accepted_length", "predicted_speedup", "verifying_cost"]
 
 
-def accepted_length(alpha: float, length: int) -> float:
-    """tau of drafts of `length` tokens, each of which is accepted with probability alpha if all before it
-    were: (1 - alpha^(length + 1)) / (1 - alpha), and length + 1 where alpha is 1."""
+def mean_accepted_length(alpha: float, length: int) -> float:
+    """Return tau of drafts of `length` tokens: (1 - alpha^(length + 1)) / (1 - alpha).
+
+    Args:
+        alpha: Probability that a drafted token is accepted, given that all before it in its draft were.
+        length: Draft length, in tokens. At alpha 1, tau is length + 1.
+    """
     return sum(alpha**accepted for accepted in range(length + 1))
 
 
-def verifying(costs: Costs, rows: float) -> float:
-    """v; between two row counts that were measured it lies on the line between theirs. rows: from 1 to the
-    most that were."""
+def verifying_cost(costs: Costs, rows: float) -> float:
+    """Return v(rows) in plain steps, interpolated linearly between the measured row counts.
+
+    Args:
+        costs: The measured costs.
+        rows: Tokens per sequence in the verifying pass, from 1 to the largest measured count.
+    """
     known = [(cost.rows, cost.v) for cost in costs.verifying]
     assert 1 <= rows <= known[-1][0]
-    for (below, cheap), (above, dear) in pairwise(known):
+    for (below, v_below), (above, v_above) in pairwise(known):
         if rows <= above:
-            return cheap + (dear - cheap) * (rows - below) / (above - below)
-    return known[0][1]  # a single row, and no other was measured
+            return v_below + (v_above - v_below) * (rows - below) / (above - below)
+    return known[0][1]  # only one row count was measured
 
 
-def forwards_cost(costs: Costs, stats: Stats) -> float:
-    """Of a round's forwards, the mean over all rounds, whoever drafted in them."""
+def forward_cost(costs: Costs, stats: Stats) -> float:
+    """Return the mean cost of a round's forwards in plain steps, drafting and verifying, for all drafters."""
     steps = stats.steps
     drafting = sum(costs.drafting[name].of(steps[name], drafts) for name, drafts in stats.drafts.items())
-    passes = sum(count * verifying(costs, 1 + drafted) for drafted, count in enumerate(stats.lengths))
-    return (drafting + passes) / stats.rounds
+    verifying = sum(count * verifying_cost(costs, 1 + drafted) for drafted, count in enumerate(stats.lengths))
+    return (drafting + verifying) / stats.rounds
 
 
-def predicted(costs: Costs, stats: Stats) -> float:
-    """S: the speed-up if nothing but forwards took time."""
-    return stats.tokens / stats.rounds / forwards_cost(costs, stats)
+def predicted_speedup(costs: Costs, stats: Stats) -> float:
+    """Return S of a run's own rounds: its speed-up over plain decoding if only forwards took time."""
+    return stats.tokens / stats.rounds / forward_cost(costs, stats)
 
 
 def ceiling(costs: Costs, drafter: str, alpha: float) -> Ceiling:
-    """The largest S of drafts of one length, of all from one token to the widest pass that was measured."""
+    """Return the largest S over fixed draft lengths, from 1 to the widest measured pass less one.
+
+    Args:
+        costs: The measured costs.
+        drafter: Name of the drafter whose costs apply.
+        alpha: Probability that a drafted token is accepted, given that all before it in its draft were.
+    """
     lengths = range(1, costs.verifying[-1].rows)
-    found = [
-        (accepted_length(alpha, k) / (costs.drafting[drafter].of(k) + verifying(costs, k + 1)), k)
+    speedups = [
+        (
+            mean_accepted_length(alpha, k) / (costs.drafting[drafter].of(k) + verifying_cost(costs, k + 1)),
+            k,
+        )
         for k in lengths
     ]
-    speedup, length = max(found, key=lambda pair: pair[0])
+    speedup, length = max(speedups, key=lambda pair: pair[0])
     return Ceiling(alpha, length, speedup)

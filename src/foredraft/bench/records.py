@@ -1,8 +1,8 @@
-"""What a benchmark found: records, for the command line, for the report, and for programs.
+"""The records of a benchmark, for the command line, the HTML report and other programs.
 
-Contract: nothing here measures or prints. All durations are seconds, all memory is bytes, all *costs* are in
-plain steps of the target (a bare forward over one token of each sequence). A figure that could not be had is
-None, never 0 or NaN. Words as in docs/architecture.md.
+Contract: nothing here measures or prints. Durations are in seconds, memory in bytes, and *costs* in plain
+steps of the target (a bare forward over one token of each sequence). A missing figure is None, never 0 or
+NaN. The fields are the keys of the JSON document. Terms as in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
     "Spread",
 ]
 
-PLAIN = "plain"  # the contender that all others are held against
+PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and quartiles of `count` figures; they lie within the data."""
+    """The median and the quartiles of `count` figures, interpolated within the data."""
 
     median: float
     lower: float
@@ -45,7 +45,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Iterable[float]) -> Spread | None:
-        """None where there are none."""
+        """Return the spread of the figures, or None if there are none."""
         data = list(figures)
         if not data:
             return None
@@ -57,8 +57,15 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """role: "target" or "draft". step_bytes: weights that one step reads, each once; of an embedding whose
-    rows are only looked up, nothing."""
+    """A model that took part.
+
+    Attributes:
+        role: "target" or "draft".
+        name: The model's name.
+        parameters: Number of weights.
+        step_bytes: Bytes of the weights that one step reads, without an embedding that it only looks up in.
+        dtype: Of the weights.
+    """
 
     role: str
     name: str
@@ -69,7 +76,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What this machine's memory was seen to give. method: how that was measured."""
+    """The measured memory bandwidth of this machine, and how it was measured."""
 
     bytes_per_second: float
     method: str
@@ -77,7 +84,13 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A bare forward over `rows` tokens of each sequence: its time, and v, the ratio of the medians."""
+    """The cost of a bare forward over `rows` tokens of each sequence.
+
+    Attributes:
+        rows: Tokens of each sequence.
+        v: The median time over that of a forward over one token.
+        seconds: The times.
+    """
 
     rows: int
     v: float
@@ -86,24 +99,34 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """c of a draft's first step, which finds the drafter's weights as the target left them, and of each
-    further one."""
+    """The cost c of drafting, in plain steps of the target.
+
+    Attributes:
+        first: Of a draft's first step. It may cost more, because the target's pass has driven the drafter's
+            weights out of the CPU's caches.
+        further: Of each further step.
+    """
 
     first: float
     further: float
 
     def of(self, steps: float, drafts: float = 1.0) -> float:
-        """Of so many steps in so many drafts."""
+        """Return the cost of `steps` steps in `drafts` drafts."""
         return drafts * self.first + (steps - drafts) * self.further
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bare forwards over `batch` sequences with `context` tokens each, all after others of their own kind.
+    """Costs of bare forwards, each timed right after others of its kind, as in decoding.
 
-    verifying: by rows, rising, from 1 on. drafting: by drafter: what a round takes beyond its verifying pass;
-    0 where no forward is needed. bandwidth_share: of the machine's read bandwidth that the forward over one
-    row attains. workload: between whose runs they were timed; None where they were timed alone.
+    Attributes:
+        batch: Sequences in the batch.
+        context: Tokens that each sequence has in the KV cache.
+        verifying: Cost of a verifying pass, by rising number of rows from 1 on.
+        drafting: Cost of drafting by drafter's name: the time of a round less that of its verifying pass;
+            0 for a drafter without forwards.
+        bandwidth_share: Share of the machine's read bandwidth that the forward over one row reaches.
+        workload: The workload between whose runs the forwards were timed; None if they were timed alone.
     """
 
     batch: int
@@ -115,14 +138,19 @@ class Costs:
 
     @property
     def step_seconds(self) -> float:
-        """Of a plain step: the unit of all costs."""
+        """Seconds of a plain step, the unit of all costs."""
         return self.verifying[0].seconds.median
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What costs allow at best: the largest tau / (c_1 + ... + c_k + v(k + 1)) over draft lengths k, and that
-    length, if each drafted token were accepted with probability alpha."""
+    """The best speed-up that the costs allow: the largest tau / (c_1 + ... + c_k + v(k + 1)) over k.
+
+    Attributes:
+        alpha: The probability that a drafted token is accepted, given that all before it were.
+        draft_length: The best draft length k, in tokens.
+        speedup: The speed-up over plain decoding at that length, without host work.
+    """
 
     alpha: float
     draft_length: int
@@ -131,8 +159,15 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What the drafts of a row were like, over its counted prompts; alpha and the acceptance rate are None
-    where nothing was drafted. acceptance_by_position: of the drafts that reached it."""
+    """Figures of the drafts over the counted prompts of a row.
+
+    Attributes:
+        alpha: accepted / (accepted + rounds that a rejection ended); None if nothing was drafted.
+        acceptance_rate: accepted / drafted; None if nothing was drafted.
+        acceptance_by_position: For each position, the share of the drafts reaching it whose token was kept.
+        mean_accepted_length: tau, tokens emitted per round.
+        mean_draft_length: Tokens drafted per round, plain steps included.
+    """
 
     alpha: float | None
     acceptance_rate: float | None
@@ -143,9 +178,13 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """Where the time of a mean round goes, in seconds; from runs of their own, which no other figure uses.
+    """The parts of a mean round, in seconds, from runs that no other figure uses.
 
-    rest: all but the forwards of drafter and target: laws, acceptance, commit, the loop.
+    Attributes:
+        draft: Time in the drafter.
+        verify: Time in the target's verifying pass.
+        rest: The rest: distributions, acceptance, commit and the decoding loop.
+        rounds: Rounds that were timed.
     """
 
     draft: float
@@ -156,7 +195,7 @@ class RoundTime:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first new token that is not own plain decoding's, and the prompt that it is in; both from 0."""
+    """The first new token that differs from plain decoding's, and its prompt; both count from 0."""
 
     prompt: int
     position: int
@@ -164,10 +203,14 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """Tokens against own plain decoding's, in every timed run.
+    """The comparison of the tokens of every timed run with plain decoding's.
 
-    comparable: whether a lossless one must have the same ones: at temperature 0, and ours under the coupled
-    rule; otherwise nothing was compared. identical: prompts of which every run was, out of `prompts`.
+    Attributes:
+        comparable: Whether the tokens must be equal: at temperature 0, and for Foredraft's contenders under
+            the coupled rule. Otherwise nothing is compared.
+        identical: Prompts whose tokens were equal in every run.
+        prompts: All prompts.
+        first: The first difference.
     """
 
     comparable: bool
@@ -177,47 +220,49 @@ class Exactness:
 
     @property
     def holds(self) -> bool | None:
-        """None: not comparable."""
+        """Whether all prompts are identical; None if they are not comparable."""
         return self.identical == self.prompts if self.comparable else None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender on one workload at one batch size. Figures are over the counted prompts, those whose
-    plain output repeats few of its 4-grams, unless they say otherwise; a ratio is of tokens/s, the median
-    over the interleaved repeats of a prompt (or a batch of them), then over the prompts.
+    """One contender on one workload at one batch size.
+
+    Figures are over the counted prompts, on which plain decoding repeats few of its 4-grams, unless they say
+    otherwise. A ratio is of tokens/s: the median over the interleaved repeats of a prompt (or of a batch of
+    prompts), then over the prompts.
 
     Attributes:
-        workload: Its name.
+        workload: Name of the workload.
         batch: Sequences decoded side by side.
-        contender: Its method; `PLAIN` is own plain decoding.
-        policy: Of ours that draft; one method may have a row under each of several.
-        peer: Somebody else's program.
-        lossless: Its output has the model's own law.
-        note: Why there are no figures, where there are none; all others are None then.
-        tokens_per_second: Of the decoding phase, all sequences together.
-        speedup: Over own plain decoding.
-        over_peers: Over each peer, by its name.
-        over_single: tokens/s by those of the same contender on the same workload at batch 1, of the medians.
-        speedup_all: Over own plain decoding, on all prompts.
-        prefill_seconds: Of reading the prompt (or all prompts of a batch).
-        drafting: None of peers.
-        ceiling: What its c and v allow at best at the alpha of its drafts; None where nothing was drafted, or
-            where no single drafter's costs stand behind it.
-        perfect: The same at alpha 1: more than that no drafts of this cost can gain.
-        predicted: tau by the mean of c_1 + ... + c_s + v(k + 1) over the rounds, with each prompt's own tau
-            and drafts: of k tokens, for which whoever drafted took s steps.
-        measured_over_predicted: `speedup` by that, prompt by prompt.
-        overhead: o: what is left of a round's time beside those forwards, in plain steps; of several
-            sequences too low, since c and v are of full batches, which the first and last rounds are not.
-        round_time: None of peers.
+        contender: Name of the method; `PLAIN` is Foredraft's plain decoding.
+        peer: Another program.
+        lossless: The output has exactly the target's distribution.
+        note: Why the row has no figures; all figures are then None.
+        policy: Name of the policy of a contender that drafts; a method may have a row for each of several.
+        tokens_per_second: Throughput of the decoding phase, all sequences together.
+        speedup: Over plain decoding.
+        over_peers: Over each other program, by its name.
+        over_single: Median tokens/s over that of the same contender and workload at batch size 1.
+        speedup_all: Over plain decoding, on all prompts.
+        prefill_seconds: Duration of reading the prompt, or all prompts of a batch.
+        drafting: Figures of the drafts; None for plain decoding and other programs.
+        ceiling: The best speed-up that c and v allow at the row's own alpha; None if nothing was drafted, or
+            if the method mixes drafters.
+        perfect: The same at alpha 1: no draft of this cost can gain more.
+        predicted: tau over the mean of c_1 + ... + c_s + v(k + 1) per round, with each prompt's own rounds of
+            k drafted tokens and s drafter steps.
+        measured_over_predicted: `speedup` over `predicted`, prompt by prompt.
+        overhead: o, the time of a round less its forwards, in plain steps. With several sequences it is too
+            low, because c and v are of full batches, and the first and last rounds are not full.
+        round_time: Parts of a round; None for other programs.
         repeated: Share of 4-grams that occurred before in the same output.
         counted: Prompts that count.
         prompts: All prompts.
         exactness: Over all prompts.
-        bandwidth_share: Bytes of the target's weights that its passes read in a second, by the machine's read
-            bandwidth; None where the passes are not known.
-        peak_memory: Added by loading and by a run.
+        bandwidth_share: Bytes of the target's weights that its passes read per second, over the machine's
+            read bandwidth; None if the number of passes is unknown.
+        peak_memory: Memory that loading and a run added, in bytes.
     """
 
     workload: str
@@ -250,9 +295,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A benchmark. options, machine: names and plain values. costs: of each workload and batch size. notes:
-    what was left out, and why. finished: False where it was interrupted; `rows` and `costs` are those that
-    were done by then."""
+    """The report of a benchmark.
+
+    Attributes:
+        options: The options in effect, as plain values.
+        machine: The machine and the software versions, as plain values.
+        models: The target and the draft model.
+        bandwidth: The memory bandwidth, if it could be measured.
+        costs: Costs of bare forwards for each workload and batch size.
+        rows: One for each workload, batch size, method and policy.
+        notes: What was left out, and why.
+        finished: False if the benchmark was interrupted; `rows` and `costs` are then incomplete.
+    """
 
     options: dict[str, Any]
     machine: dict[str, Any]
@@ -265,7 +319,7 @@ class Report:
 
     @property
     def typical_costs(self) -> tuple[Costs, ...]:
-        """Of each batch size, those whose plain step is the median one's."""
+        """For each batch size, the costs of the workload with the median plain step."""
         found: dict[int, list[Costs]] = {}
         for costs in self.costs:
             found.setdefault(costs.batch, []).append(costs)
@@ -274,54 +328,58 @@ class Report:
 
     @property
     def methods(self) -> tuple[Row, ...]:
-        """The rows of each method under the policy that it has by itself, which come first."""
-        return tuple({_method(row): row for row in reversed(self.rows)}.values())[::-1]
+        """The rows of each method under its own policy, which is the first one listed."""
+        return tuple({_key(row): row for row in reversed(self.rows)}.values())[::-1]
 
     @property
     def policies(self) -> tuple[Row, ...]:
-        """The rows of whoever drafts, where a comparison of policies was asked for."""
+        """The rows of the contenders that draft, if a comparison of policies was asked for."""
         asked = self.options.get("policies")
         return tuple(row for row in self.rows if row.policy is not None) if asked else ()
 
     @property
     def lossy(self) -> tuple[str, ...]:
-        """The methods whose output has not the model's own law."""
+        """The methods that are not lossless."""
         return tuple(dict.fromkeys(row.contender for row in self.rows if not row.lossless))
 
     def name(self, row: Row) -> str:
-        """Its method, with the policy where that is another than the method's own."""
+        """Return the row's method, with the policy where the method has several rows."""
         return row.contender if row in self.methods else f"{row.contender} under {row.policy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; holds no NaN."""
+        """Return plain values for JSON; no value is NaN."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Report:
-        """What `as_dict` gave, also by way of JSON. Raises TypeError on anything else."""
-        report = _rebuilt(cls, document)
+        """Return the report that `as_dict`, or its JSON, describes.
+
+        Raises:
+            TypeError: A key is missing or unknown.
+        """
+        report = _from_plain(cls, document)
         assert isinstance(report, cls)
         return report
 
 
-def _method(row: Row) -> tuple[str, int, str]:
+def _key(row: Row) -> tuple[str, int, str]:
     return row.workload, row.batch, row.contender
 
 
-def _rebuilt(kind: Any, value: Any) -> Any:
-    """`value` of plain JSON as a `kind`: a record, tuple, dict or optional one of them, or itself."""
+def _from_plain(kind: Any, value: Any) -> Any:
+    """Convert plain JSON into the annotated type: a record, tuple, dict or optional one, or as it is."""
     if get_origin(kind) in (Union, types.UnionType):
         if value is None:
             return None
         (kind,) = (option for option in get_args(kind) if option is not types.NoneType)
-        return _rebuilt(kind, value)
+        return _from_plain(kind, value)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         if unknown := value.keys() - {field.name for field in fields(kind)}:
             raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})
+        return kind(**{name: _from_plain(hints[name], item) for name, item in value.items()})
     if get_origin(kind) is tuple:
-        return tuple(_rebuilt(get_args(kind)[0], item) for item in value)
+        return tuple(_from_plain(get_args(kind)[0], item) for item in value)
     if get_origin(kind) is dict:
-        return {key: _rebuilt(get_args(kind)[1], item) for key, item in value.items()}
+        return {key: _from_plain(get_args(kind)[1], item) for key, item in value.items()}
     return value

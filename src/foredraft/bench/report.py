@@ -1,9 +1,9 @@
-"""A benchmark's records -> one HTML file that needs no network and no scripts.
+"""Turn a benchmark's records into one HTML file that needs no network and no scripts.
 
-Contract: every figure on the page is one of the records', rounded. The verdict stands first, and no speed
-stands without its exactness. What the records do not have is a dash.
+Contract: every figure on the page is a rounded figure of the records. The verdict comes first, and no speed
+appears without its exactness. A figure that the records lack is a dash.
 
-Raises ConfigError, when it is imported, where matplotlib is not installed.
+Importing this module raises ConfigError if matplotlib is not installed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from foredraft.bench.page import DASH, Verdict, plain, render
 from foredraft.bench.plots import plots
 from foredraft.bench.records import PLAIN, Ceiling, Report, Row, Spread
 
-__all__ = ["page"]
+__all__ = ["Cell", "page"]
 
 
 def page(report: Report) -> str:
-    """The whole document."""
+    """Return the whole HTML document."""
     return render(
         "foredraft.bench",
         title="Foredraft benchmark",
-        verdicts=[_speed(report), _exactness(report), *_lossy(report)],
+        verdicts=[_speed_verdict(report), _exactness_verdict(report), *_lossy_verdicts(report)],
         finished=report.finished,
         facts=_facts(report),
         tables=[
             table
             for batch in sorted({row.batch for row in report.rows})
-            for table in (_by_method(report, batch), _by_policy(report, batch))
+            for table in (_methods_table(report, batch), _policies_table(report, batch))
             if table.groups
         ],
         plots=plots(report),
@@ -40,56 +40,74 @@ def page(report: Report) -> str:
     )
 
 
-def _speed(report: Report) -> Verdict:
-    """Of the lossless drafter that gains most in the median workload, at the smallest batch."""
-    ours = [row for row in _drafted(report) if row.lossless]
-    drafter = _drafter(report)
-    gains = _gains(ours)
+# --- verdicts ---------------------------------------------------------------------------------------
+
+
+def _speed_verdict(report: Report) -> Verdict:
+    """Name the lossless drafter with the largest median speed-up, at the smallest batch size."""
+    rows = [row for row in _drafter_rows(report) if row.lossless]
+    gains = _gains(rows)
     if not gains:
-        return Verdict("none", f"No {drafter} has a figure that counts.")
+        return Verdict("none", f"No {_drafter(report)} has figures on counted prompts.")
     best = max(gains, key=lambda name: median(gains[name]))
-    over = _over_plain(report, gains[best])
     if median(gains[best]) <= 1:
-        return Verdict("bad", f"No {drafter} pays here: the best, {best}, reaches {', '.join(over)}.")
-    peers: dict[str, list[float]] = {}
-    for row in ours:
-        for peer, ratio in (row.over_peers or {}).items() if row.contender == best else ():
-            peers.setdefault(peer, []).append(ratio.median)
-    also = [f"{median(ratios):.2f} × {peer}" for peer, ratios in peers.items()]
-    said = ", ".join([over[0], *also, over[1]])
-    return Verdict("good", f"The {drafter} that gains most is {best}: {said}.")
-
-
-def _lossy(report: Report) -> list[Verdict]:
-    """Of each drafter that is not lossless, apart from those that are."""
-    gains = _gains([row for row in _drafted(report) if not row.lossless])
-    return [
-        Verdict(
-            "none",
-            f"{name} is lossy: its text is not the model's own."
-            + (f" It reaches {', '.join(_over_plain(report, gains[name]))}." if name in gains else ""),
+        return Verdict(
+            "bad", f"No {_drafter(report)} pays here: the best, {best}, reaches {_gain(report, gains[best])}."
         )
-        for name in report.lossy
-    ]
+    over_peers: dict[str, list[float]] = {}
+    for row in rows:
+        for peer, ratio in (row.over_peers or {}).items() if row.contender == best else ():
+            over_peers.setdefault(peer, []).append(ratio.median)
+    peers = [f"{median(ratios):.2f} × {peer}" for peer, ratios in over_peers.items()]
+    return Verdict("good", f"The fastest {_drafter(report)} is {best}: {_gain(report, gains[best], *peers)}.")
+
+
+def _exactness_verdict(report: Report) -> Verdict:
+    """Say whether the tokens of Foredraft's lossless drafters equal plain decoding's."""
+    rows = [row for row in report.rows if not row.peer and row.exactness and row.contender != PLAIN]
+    lossless = [row for row in rows if row.lossless]
+    compared = [row for row in lossless if row.exactness and row.exactness.comparable]
+    differ = [row for row in compared if row.exactness and not row.exactness.holds]
+    if not lossless:
+        return Verdict("none", f"No tokens were compared: no {_drafter(report)} took part.")
+    if not compared:
+        return Verdict("none", "No tokens were compared: independent samples of one distribution may differ.")
+    if differ:
+        where = ", ".join(f"{report.name(row)} on {row.workload} at batch {row.batch}" for row in differ)
+        return Verdict("bad", f"Tokens differ from plain decoding's: {where}.")
+    return Verdict(
+        "good", f"All tokens are identical to plain decoding's, in every run of every {_drafter(report)}."
+    )
+
+
+def _lossy_verdicts(report: Report) -> list[Verdict]:
+    """Return a verdict for each method that is not lossless."""
+    gains = _gains([row for row in _drafter_rows(report) if not row.lossless])
+    verdicts = []
+    for name in report.lossy:
+        text = f"{name} is lossy: its output does not have the model's own distribution."
+        if name in gains:
+            text += f" It reaches {_gain(report, gains[name])}."
+        verdicts.append(Verdict("none", text))
+    return verdicts
 
 
 def _drafter(report: Report) -> str:
-    """What to call those that count."""
     return "lossless drafter" if report.lossy else "drafter"
 
 
-def _drafted(report: Report) -> list[Row]:
-    """By ours that draft, at the smallest batch."""
-    batch = _smallest(report)
+def _drafter_rows(report: Report) -> list[Row]:
+    """Return the rows of Foredraft's contenders that draft, at the smallest batch size."""
+    batch = _smallest_batch(report)
     return [row for row in report.methods if row.batch == batch and not row.peer and row.contender != PLAIN]
 
 
-def _smallest(report: Report) -> int:
+def _smallest_batch(report: Report) -> int:
     return min((row.batch for row in report.rows), default=1)
 
 
 def _gains(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Of each contender, by workload."""
+    """Return each contender's speed-ups, one per workload."""
     gains: dict[str, list[float]] = {}
     for row in rows:
         if row.speedup is not None:
@@ -97,33 +115,21 @@ def _gains(rows: Sequence[Row]) -> dict[str, list[float]]:
     return gains
 
 
-def _over_plain(report: Report, gains: Sequence[float]) -> tuple[str, str]:
-    """The gain, and what it is the median of."""
-    return (
-        f"{median(gains):.2f} × own plain decoding",
-        f"the median of {len(gains)} workload{'s'[: len(gains) > 1]} at batch {_smallest(report)}",
-    )
+def _gain(report: Report, gains: Sequence[float], *peers: str) -> str:
+    """Return the median speed-up, as in "1.77 × plain decoding (median of 2 workloads, batch 1)"."""
+    ratios = ", ".join([f"{median(gains):.2f} × plain decoding", *peers])
+    workloads = f"{len(gains)} workload{'s'[: len(gains) > 1]}"
+    return f"{ratios} (median of {workloads}, batch {_smallest_batch(report)})"
 
 
-def _exactness(report: Report) -> Verdict:
-    ours = [row for row in report.rows if not row.peer and row.exactness and row.contender != PLAIN]
-    lossless = [row for row in ours if row.lossless]
-    compared = [row for row in lossless if row.exactness and row.exactness.comparable]
-    differ = [row for row in compared if row.exactness and not row.exactness.holds]
-    if not lossless:
-        return Verdict("none", f"No tokens were compared: no {_drafter(report)} took part.")
-    if not compared:
-        return Verdict("none", "No tokens were compared: draws of one law need not be the same ones.")
-    if differ:
-        where = ", ".join(f"{report.name(row)} on {row.workload} at batch {row.batch}" for row in differ)
-        return Verdict("bad", f"Tokens differ from plain decoding's: {where}.")
-    return Verdict("good", f"Every token was plain decoding's, in every run of every {_drafter(report)}.")
+# --- facts ------------------------------------------------------------------------------------------
 
 
 def _facts(report: Report) -> dict[str, str]:
+    """Return the models, the memory bandwidth and the costs of a plain step in words, by label."""
     facts = {
         model.role: f"{model.name}, {model.parameters / 1e6:,.1f} M parameters, {model.dtype},"
-        f" {model.step_bytes / 1e6:,.1f} MB a step"
+        f" {model.step_bytes / 1e6:,.1f} MB per step"
         for model in report.models
     }
     if report.bandwidth is not None:
@@ -131,7 +137,8 @@ def _facts(report: Report) -> dict[str, str]:
     for costs in report.typical_costs:
         share = "" if costs.bandwidth_share is None else f", {costs.bandwidth_share:.0%} of that bandwidth"
         drafting = "".join(
-            f"; a draft of {name} costs {cost.first:.2f}, and {cost.further:.2f} a token after its first"
+            f"; a draft of {name} costs {cost.first:.2f} plain steps, plus {cost.further:.2f} for each"
+            " further token"
             for name, cost in costs.drafting.items()
         )
         facts[f"plain step, batch {costs.batch}"] = (
@@ -140,12 +147,18 @@ def _facts(report: Report) -> dict[str, str]:
     return facts
 
 
-# --- the tables -------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """more: what stands small beside it; kind: as of a verdict."""
+    """A cell of a table.
+
+    Attributes:
+        text: The figure.
+        more: Small print below it.
+        kind: Style class: "good", "bad" or none.
+    """
 
     text: str
     more: str = ""
@@ -153,56 +166,63 @@ class Cell:
 
 
 Columns = dict[str, Callable[[Row], Cell]]
+Line = tuple[str, Row, list[Cell]]  # the line's heading, its record, and a cell for each column
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """first: what the lines' headings are. groups: by heading, a line of cells for each row: its own heading,
-    and a cell a column or the row's note."""
+    """A table of rows in groups.
+
+    Attributes:
+        title: The title.
+        first: Heading of the first column, which holds the lines' headings.
+        columns: Headings of the other columns.
+        groups: The lines by the group's heading. A record with a note shows the note instead of its cells.
+    """
 
     title: str
     first: str
     columns: tuple[str, ...]
-    groups: dict[str, list[tuple[str, Row, list[Cell]]]]
+    groups: dict[str, list[Line]]
 
 
-def _by_method(report: Report, batch: int) -> Table:
+def _methods_table(report: Report, batch: int) -> Table:
     rows = [row for row in report.methods if row.batch == batch]
     peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers or {}))
     columns: Columns = {
         "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
         "over plain": lambda row: _spread(row.speedup, ".2f"),
-        "tokens": _same,
+        "identical": _identical,
         "counted prompts": lambda row: Cell(f"{row.counted} of {row.prompts}"),
-        "repeated": lambda row: _spread(row.repeated, ".0%"),
+        "repeated 4-grams": lambda row: _spread(row.repeated, ".0%"),
         **{f"over {peer}": _over(peer) for peer in peers},
         "over batch 1": lambda row: Cell(_number(row.over_single, ".2f")),
         "over plain, all prompts": lambda row: _spread(row.speedup_all, ".2f"),
         "predicted": lambda row: _spread(row.predicted, ".2f"),
         "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
-        "overhead o": lambda row: _spread(row.overhead, ".2f"),
-        "α": lambda row: _drafts(row, "alpha"),
-        "τ": lambda row: _drafts(row, "mean_accepted_length"),
-        "draft length": lambda row: _drafts(row, "mean_draft_length"),
+        "host overhead o": lambda row: _spread(row.overhead, ".2f"),
+        "α": lambda row: _drafting(row, "alpha"),
+        "τ": lambda row: _drafting(row, "mean_accepted_length"),
+        "draft length": lambda row: _drafting(row, "mean_draft_length"),
         "ceiling": lambda row: _ceiling(row.ceiling),
         "ceiling at α = 1": lambda row: _ceiling(row.perfect),
-        "prompt read in, s": lambda row: _spread(row.prefill_seconds, ".3f"),
-        "of read bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
-        "memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
+        "prefill, s": lambda row: _spread(row.prefill_seconds, ".3f"),
+        "share of bandwidth": lambda row: Cell(_number(row.bandwidth_share, ".0%")),
+        "peak memory, MiB": lambda row: Cell(_number(row.peak_memory and row.peak_memory / 2**20, ",.0f")),
     }
     lines = [(row.workload, row.contender, row) for row in rows]
     return _table(f"Every method on every workload, batch {batch}", "method", columns, lines)
 
 
-def _by_policy(report: Report, batch: int) -> Table:
+def _policies_table(report: Report, batch: int) -> Table:
     columns: Columns = {
         "over plain": lambda row: _spread(row.speedup, ".2f"),
-        "tokens": _same,
+        "identical": _identical,
         "predicted": lambda row: _spread(row.predicted, ".2f"),
         "measured ÷ predicted": lambda row: _spread(row.measured_over_predicted, ".2f"),
-        "α": lambda row: _drafts(row, "alpha"),
-        "τ": lambda row: _drafts(row, "mean_accepted_length"),
-        "draft length": lambda row: _drafts(row, "mean_draft_length"),
+        "α": lambda row: _drafting(row, "alpha"),
+        "τ": lambda row: _drafting(row, "mean_accepted_length"),
+        "draft length": lambda row: _drafting(row, "mean_draft_length"),
         "ceiling": lambda row: _ceiling(row.ceiling),
         "tokens/s": lambda row: _spread(row.tokens_per_second, ".1f"),
     }
@@ -212,23 +232,29 @@ def _by_policy(report: Report, batch: int) -> Table:
 
 
 def _table(title: str, first: str, columns: Columns, lines: Sequence[tuple[str, str, Row]]) -> Table:
-    """lines: headings of a group and of a line in it, and its row. A column without figures is left out."""
-    made = [(group, own, row, [make(row) for make in columns.values()]) for group, own, row in lines]
+    """Return the table, without the columns that have no figures.
+
+    Args:
+        title: The title.
+        first: Heading of the first column.
+        columns: For each further column, how to make its cell from a row.
+        lines: For each line, the headings of its group and of the line, and its row.
+    """
+    made = [(group, heading, row, [cell(row) for cell in columns.values()]) for group, heading, row in lines]
     filled = [
-        any(cells[place].text != DASH for _, _, row, cells in made if row.note is None)
-        for place in range(len(columns))
+        any(cells[index].text != DASH for _, _, row, cells in made if row.note is None)
+        for index in range(len(columns))
     ]
-    groups: dict[str, list[tuple[str, Row, list[Cell]]]] = {}
-    for group, own, row, cells in made:
-        kept = [cell for cell, some in zip(cells, filled, strict=True) if some]
-        groups.setdefault(group, []).append((own, row, kept))
-    return Table(
-        title, first, tuple(name for name, some in zip(columns, filled, strict=True) if some), groups
-    )
+    groups: dict[str, list[Line]] = {}
+    for group, heading, row, cells in made:
+        kept = [cell for cell, has_figures in zip(cells, filled, strict=True) if has_figures]
+        groups.setdefault(group, []).append((heading, row, kept))
+    headings = [name for name, has_figures in zip(columns, filled, strict=True) if has_figures]
+    return Table(title, first, tuple(headings), groups)
 
 
-def _same(row: Row) -> Cell:
-    """Whether the tokens were plain decoding's."""
+def _identical(row: Row) -> Cell:
+    """Say for how many prompts the tokens equal plain decoding's, and where the first difference is."""
     exact = row.exactness
     if row.contender == PLAIN:
         return Cell("the reference")
@@ -240,21 +266,20 @@ def _same(row: Row) -> Cell:
         return Cell("not comparable")
     first = exact.first
     where = "" if first is None else f"first at prompt {first.prompt + 1}, token {first.position + 1}"
-    kind = "" if row.peer else "good" if exact.holds else "bad"
+    kind = "" if row.peer else "good" if exact.holds else "bad"  # another program may round differently
     mark = {"good": "✓ ", "bad": "✗ "}.get(kind, "")
-    return Cell(f"{mark}{exact.identical} of {exact.prompts} same", where, kind)
+    return Cell(f"{mark}{exact.identical} of {exact.prompts}", where, kind)
 
 
 def _over(peer: str) -> Callable[[Row], Cell]:
     return lambda row: _spread((row.over_peers or {}).get(peer), ".2f")
 
 
-def _drafts(row: Row, field: str) -> Cell:
+def _drafting(row: Row, field: str) -> Cell:
     return Cell(DASH if row.drafting is None else _number(getattr(row.drafting, field), ".2f"))
 
 
 def _ceiling(ceiling: Ceiling | None) -> Cell:
-    """With the draft length that it takes."""
     return Cell(DASH) if ceiling is None else Cell(f"{ceiling.speedup:.2f}", f"γ = {ceiling.draft_length}")
 
 

@@ -1,8 +1,8 @@
-"""The whole benchmark: what is loaded, what is measured, and the record of it."""
+"""The whole benchmark: load the contenders, measure them, and return the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -12,19 +12,18 @@ import torch
 import foredraft
 from foredraft import demo
 from foredraft.bench.contender import BenchContext
-from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, chosen, deciding
+from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory, bandwidth, machine
 from foredraft.bench.measurement import Measurement, Progress
 from foredraft.bench.options import MAX_REPEATED, Options
-from foredraft.bench.records import Costs, Model, Report, Row
-from foredraft.bench.weights import weigh
+from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
+from foredraft.bench.weights import model_record
 from foredraft.bench.workload import Workload
 from foredraft.decode.draft_pass import ModelDrafter
-from foredraft.decode.policy import Policy
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.loading.policies import check_settings
@@ -33,7 +32,7 @@ from foredraft.model.runner import Runner
 
 __all__ = ["bench"]
 
-Prompts = Mapping[str, list[list[int]]]  # the ids of each workload's
+Prompts = Mapping[str, list[list[int]]]  # token ids of each prompt, by workload
 
 
 def bench(
@@ -41,61 +40,77 @@ def bench(
     options: Options,
     *,
     model: str | None = None,
-    draft: str | None = None,
     truncate: Literal["left"] | None = None,
     progress: Progress = lambda stage, done, total: None,
+    spelling: Callable[[Option], str] = python_spelling,
     **loading: Any,
 ) -> Report:
     """Time every contender on every workload.
 
-    model, draft, loading: as `foredraft.load` takes them. truncate: "left" drops the oldest tokens of a
-    prompt that is too long. progress: (stage, done, total). Raises what `load` and `LLM.encode` raise, and
-    ConfigError of a contender that was asked for by name and cannot run. A KeyboardInterrupt ends it early,
-    with the rows that are done, or is raised where there are none.
+    Args:
+        workloads: The prompts.
+        options: What to measure.
+        model: Folder or hub id of the target; None for the demo pair.
+        truncate: "left" drops the oldest tokens of a prompt that is too long.
+        progress: Called with (stage, done, total).
+        spelling: How the report's notes spell an option.
+        **loading: Further options of `foredraft.load`.
+
+    Returns:
+        The report. After a KeyboardInterrupt it holds the finished rows and is marked as unfinished.
+
+    Raises:
+        ConfigError: An option cannot be honoured, or a method that the user named cannot run.
+        RequestError: A prompt is too long.
+        CheckpointError: A model cannot be loaded.
+        KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
     """
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
-    before = Memory(torch.device("cpu")).settled()
-    llm = _load(workloads, options, {"path": model, "draft": draft, **loading}, progress)
-    memory = Memory(llm.engine.device)
-    ours = memory.settled() - (before if memory.device.type == "cpu" else 0)
+    llm, loaded_bytes = _load(workloads, options, {"path": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
-    folders = _folders(model, draft, loading)
-    setting = _setting(llm, folders, prompts, options, loading)
+    folders = _folders(model, loading)
+    context = _context(llm, folders, prompts, options, loading)
     models = _models(llm, folders)
-    field = LineUp()
+    lineup = LineUp(spelling)
     try:
-        field.enter(setting, chosen(options.methods), memory, ours, wanted=options.methods or ())
-        field.under(setting, deciding(options.policies))
-        field.notes += _unheeding(field, loading.get("policy"))
-        speed = bandwidth(setting.device)
-        longest = max(map(_longest, [llm.engine.policy, *_followed(field)]))
-        read_seconds = None if speed is None else models[0].step_bytes / speed.bytes_per_second
-        race = Measurement(setting, field, options, memory, longest, read_seconds, progress)
-        costs, rows, finished = _run(race, prompts)
-        programs = {CONTENDERS[contender.method].program for contender in field.contenders}
-        versions = {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
+        memory = Memory(context.device)
+        methods = resolve_methods(options.methods)
+        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or ())
+        lineup.add_policies(context, resolve_policies(options.policies))
+        lineup.notes += _fixed_policy_notes(lineup, loading.get("policy"))
+        speed = bandwidth(context.device)
+        measurement = Measurement(
+            context=context,
+            lineup=lineup,
+            options=options,
+            memory=memory,
+            longest_draft=_longest_draft(llm.engine.policy, lineup),
+            weight_read_seconds=_weight_read_seconds(models[0], speed),
+            progress=progress,
+        )
+        costs, rows, finished = _measure(measurement, prompts)
         return Report(
-            options=_asked(llm, prompts, options, model, draft, loading),
-            machine=machine(setting.device) | versions,
+            options=_effective_options(llm, prompts, options, model, loading),
+            machine=machine(context.device) | _versions(lineup),
             models=models,
             bandwidth=speed,
             costs=tuple(costs),
             rows=tuple(rows),
-            notes=tuple(field.notes),
+            notes=tuple(lineup.notes),
             finished=finished,
         )
     finally:
-        field.close()
+        lineup.close()
 
 
-def _run(race: Measurement, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
-    """The costs and the rows, and whether they are all."""
+def _measure(measurement: Measurement, prompts: Prompts) -> tuple[list[Costs], list[Row], bool]:
+    """Return the costs, the rows, and whether the measurement finished."""
     costs: list[Costs] = []
     rows: list[Row] = []
     try:
-        for name, own in prompts.items():
-            for met, more in race.rows(name, own):
-                costs.append(met)
+        for workload, ids in prompts.items():
+            for found, more in measurement.measure(workload, ids):
+                costs.append(found)
                 rows += more
     except KeyboardInterrupt:
         if not rows:
@@ -104,47 +119,58 @@ def _run(race: Measurement, prompts: Prompts) -> tuple[list[Costs], list[Row], b
     return costs, rows, True
 
 
-def _unheeding(field: LineUp, policy: str | None) -> list[str]:
-    """What to say of those who draft by a policy of their own, whichever was asked for."""
+def _fixed_policy_notes(lineup: LineUp, policy: str | None) -> list[str]:
+    """Return a note for each method that keeps its own policy although another one was asked for."""
     if policy is None:
         return []
-    own = {one.method: one.policy for one in reversed(field.contenders) if one.policy is not None}
+    own = {one.method: one.policy_name for one in reversed(lineup.contenders) if one.policy_name is not None}
     return [f"{method} keeps to policy {name}" for method, name in own.items() if name != policy]
 
 
-def _followed(field: LineUp) -> list[Policy]:
-    """The policies of those whose drafts are foretold from costs."""
-    return [
-        one.decides
-        for one in field.contenders
-        if isinstance(one, ForedraftContender) and one.method in DRAFTERS
-    ]
+def _longest_draft(loaded: Any, lineup: LineUp) -> int:
+    """Return the longest draft, in tokens, of the loaded policy and of the contenders' policies.
+
+    Contenders without predictions from costs, such as `bild`, do not count.
+    """
+    policies = [loaded]
+    for contender in lineup.contenders:
+        if isinstance(contender, ForedraftContender) and contender.method in DRAFTERS:
+            policies.append(contender.policy)
+    return max(int(policy.max_draft) for policy in policies)
 
 
-def _longest(policy: Any) -> int:
-    """Of its drafts: every policy is made from it."""
-    return int(policy.max_draft)
+def _weight_read_seconds(target: Model, speed: Bandwidth | None) -> float | None:
+    return None if speed is None else target.step_bytes / speed.bytes_per_second
 
 
-def _asked(
-    llm: LLM,
-    prompts: Prompts,
-    options: Options,
-    model: str | None,
-    draft: str | None,
-    loading: dict[str, Any],
+def _versions(lineup: LineUp) -> dict[str, str | None]:
+    """Return the versions of the other programs that take part."""
+    programs = {CONTENDERS[contender.method].program for contender in lineup.contenders}
+    return {name: PROGRAMS[name].version for name in sorted(programs - {"foredraft"})}
+
+
+def _effective_options(
+    llm: LLM, prompts: Prompts, options: Options, model: str | None, loading: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All that was asked for, and the values that hold where nothing was; for JSON."""
-    asked = {"model": model or "demo", "draft": draft or (None if model else "demo"), **loading}
-    asked |= asdict(options) | {"policy": llm.engine.policy.name, "max_draft": _longest(llm.engine.policy)}
-    asked |= {"deterministic": llm.deterministic, "max_repeated": MAX_REPEATED}
-    plans = [str(each.skips) for each in llm.engine.drafters.values() if isinstance(each, LayerSkip)]
-    asked |= {"plan": next(iter(plans), None)}
-    asked |= {"workloads": {name: len(own) for name, own in prompts.items()}}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items()}
+    """Return all options with the values in effect, as plain values for JSON."""
+    policy: Any = llm.engine.policy
+    plans = [str(drafter.skips) for drafter in llm.engine.drafters.values() if isinstance(drafter, LayerSkip)]
+    names = {"model": model or "demo", "draft": loading.get("draft") or (None if model else "demo")}
+    effective = {
+        **loading,
+        **names,
+        **asdict(options),
+        "policy": policy.name,
+        "max_draft": int(policy.max_draft),
+        "deterministic": llm.deterministic,
+        "max_repeated": MAX_REPEATED,
+        "plan": next(iter(plans), None),
+        "workloads": {name: len(ids) for name, ids in prompts.items()},
+    }
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in effective.items()}
 
 
-def _setting(
+def _context(
     llm: LLM,
     folders: tuple[Path, Path | None],
     prompts: Prompts,
@@ -152,41 +178,54 @@ def _setting(
     loading: Mapping[str, Any],
 ) -> BenchContext:
     cache = llm.engine.cache
-    longest = max(len(ids) for own in prompts.values() for ids in own)
-    positions = longest + options.new_tokens
+    target, draft = folders
+    longest = max(len(ids) for several in prompts.values() for ids in several)
+    plans = [drafter.planned for drafter in llm.engine.drafters.values() if isinstance(drafter, LayerSkip)]
     return BenchContext(
-        llm,
-        *folders,
-        cache.dtype,
-        cache.device,
-        positions,
-        options.temperature,
-        options.coupled,
-        loading.get("max_draft"),
-        check_settings(llm.engine.policy.name, loading.get("policy_options") or {}),
-        next((each.planned for each in llm.engine.drafters.values() if isinstance(each, LayerSkip)), None),
+        llm=llm,
+        target=target,
+        draft=draft,
+        dtype=cache.dtype,
+        device=cache.device,
+        positions=longest + options.new_tokens,
+        temperature=options.temperature,
+        coupled=options.coupled,
+        max_draft=loading.get("max_draft"),
+        policy_options=check_settings(llm.engine.policy.name, loading.get("policy_options") or {}),
+        plan_max_draft=next(iter(plans), None),
     )
 
 
 def _load(
     workloads: Sequence[Workload], options: Options, loading: dict[str, Any], progress: Progress
-) -> LLM:
-    most = max(options.batch)
-    if (loading.get("max_batch") or most) < most:
-        raise ConfigError(f"max_batch is {loading['max_batch']}, but batch asks for {most}; leave it out")
+) -> tuple[LLM, int]:
+    """Load the models for the longest prompt and the largest batch; return also the bytes that they added."""
+    largest = max(options.batch)
+    max_batch = loading.get("max_batch") or largest  # the default on a CPU may be fewer rows, and others wait
+    if max_batch < largest:
+        raise ConfigError(
+            ("but ", Option("batch"), f" asks for {largest}"),
+            option="max_batch",
+            value=max_batch,
+            remedy="leave it out",
+        )
 
     def needs(tokenizer: Any, defaults: Any) -> tuple[int, int]:
         if tokenizer is None:
-            raise ConfigError("a workload is text, but this model's folder has no tokenizer.json; add one")
+            raise ConfigError(
+                "a workload is text, but this model's folder has no tokenizer.json", remedy="add one"
+            )
         texts = (text for workload in workloads for text in workload.prompts)
-        return most, max(len(tokenizer.encode(text)) for text in texts) + options.new_tokens
+        return largest, max(len(tokenizer.encode(text)) for text in texts) + options.new_tokens
 
-    def loading_only(stage: str, done: int, total: int) -> None:
-        if stage != "prefill":  # whoever draws in the middle of a run slows it down
+    def show(stage: str, done: int, total: int) -> None:
+        if stage != "prefill":  # drawing a progress bar within a timed run would slow that run down
             progress(stage, done, total)
 
-    rows = {"max_batch": loading.get("max_batch") or most}  # else a CPU has rows for a few, and others wait
-    return foredraft.load(needs=needs, progress=loading_only, **loading | rows)
+    before = Memory(torch.device("cpu")).held_after_release()
+    llm = foredraft.load(needs=needs, progress=show, **loading | {"max_batch": max_batch})
+    memory = Memory(llm.engine.device)
+    return llm, memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
 
 
 def _encoded(
@@ -195,21 +234,21 @@ def _encoded(
     return [llm.fitting(ids, new_tokens, truncate) for ids in llm.encode(list(workload.prompts))]
 
 
-def _folders(model: str | None, draft: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Of the target and the draft, as `load` found them."""
-    if draft is not None:
-        drafted: Path | None = resolve(draft, loading.get("draft_revision"))
-    else:
-        drafted = demo.draft_path() if model is None else None
-    return demo.target_path() if model is None else resolve(model, loading.get("revision")), drafted
+def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
+    """Return the checkpoint folders of the target and of the draft model, as `load` found them."""
+    target = demo.target_path() if model is None else resolve(model, loading.get("revision"))
+    if loading.get("draft") is not None:
+        return target, resolve(loading["draft"], loading.get("draft_revision"))
+    return target, demo.draft_path() if model is None else None
 
 
 def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
+    """Return the records of the target and of the draft model."""
     target = llm.engine.target
     assert isinstance(target, Runner)
-    models = [weigh("target", folders[0].name, target)]
+    models = [model_record("target", folders[0].name, target)]
     for drafter in llm.engine.drafters.values():
         runner = drafter.draft_pass.runner if isinstance(drafter, ModelDrafter) else target
         if runner is not target and folders[1] is not None:
-            models.append(weigh("draft", folders[1].name, runner))
+            models.append(model_record("draft", folders[1].name, runner))
     return tuple(models)

@@ -1,4 +1,4 @@
-"""Who runs when: prompts into groups, contenders into turns."""
+"""The schedule: prompts into groups, contenders into an alternating order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ T = TypeVar("T")
 
 
 def groups_of(counted: Sequence[bool], batch: int) -> list[Group]:
-    """Prompts in groups of `batch`; counted: of each prompt, whether it counts.
+    """Divide the prompts into groups of `batch`.
 
-    Those that count and those that do not never share a group. A last one that is not full is filled up from
-    the first on: a batch of another size would be another measurement.
+    A group holds only prompts that count, or only prompts that do not. The last group of each kind is filled
+    up with the kind's first prompts, because a smaller batch would be a different measurement.
+
+    Args:
+        counted: For each prompt of the workload, whether it counts.
+        batch: Prompts per group.
     """
     groups: list[Group] = []
     for kind in (True, False):
@@ -28,6 +32,8 @@ def groups_of(counted: Sequence[bool], batch: int) -> list[Group]:
 
 
 def turns(contenders: Sequence[T], repeat: int) -> Sequence[T]:
-    """The order of a repeat: forwards and backwards in turn, so that nobody always runs after the same one
-    and a machine that slows down burdens all alike."""
+    """Return the contenders in the order of a repeat: forwards in even repeats, backwards in odd ones.
+
+    No contender always follows the same other one, and a machine that slows down slows all of them alike.
+    """
     return contenders[:: -1 if repeat % 2 else 1]

@@ -1,4 +1,4 @@
-"""What a model weighs, and what one step of it reads."""
+"""The size of a loaded model: its parameters, and the weights that one step reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.device import dtype_name
 from foredraft.model.runner import Runner
 
-__all__ = ["weigh"]
+__all__ = ["model_record"]
 
 
-def weigh(role: str, name: str, runner: Runner) -> Model:
-    """The record of a loaded model. A tied head is counted once, as the head, which every step reads."""
+def model_record(role: str, name: str, runner: Runner) -> Model:
+    """Return the record of a loaded model.
+
+    A tied head counts once, as the head, because every step reads it. An untied embedding counts as
+    parameters but not as bytes per step, because a step only looks up rows of it.
+
+    Args:
+        role: "target" or "draft".
+        name: The model's name.
+        runner: The model's runner.
+    """
     decoder = runner.decoder
     read = sum(_sizes(decoder))
     looked_up = 0 if decoder.spec.tied else decoder.embedding.numel()
@@ -31,7 +40,7 @@ def weigh(role: str, name: str, runner: Runner) -> Model:
 
 
 def _sizes(decoder: Decoder) -> Iterator[int]:
-    """Elements of each weight that a step reads."""
+    """Yield the number of elements of each weight that a step reads."""
     yield from _elements(decoder.layers)
     yield from _elements(decoder.norm)
     yield from _elements(decoder.output)
@@ -43,7 +52,7 @@ def _elements(part: Any) -> Iterator[int]:
     elif isinstance(part, tuple):
         for item in part:
             yield from _elements(item)
-    elif hasattr(part, "shape"):  # a product: packed, its tensor may be padded
+    elif hasattr(part, "shape"):  # a linear layer; the tensor of a packed one may be padded
         yield part.shape[0] * part.shape[1]
         yield from _elements(part.bias)
     elif is_dataclass(part):

@@ -1,1 +1,1 @@
-"""Pages: self-contained HTML made of the library's records. Each loads nothing from anywhere."""
+"""Self-contained HTML pages made from the library's records; a page loads nothing from anywhere."""

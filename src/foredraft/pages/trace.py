@@ -1,8 +1,8 @@
-"""The trace: one self-contained HTML page that shows who wrote each token, and what every round did.
+"""The trace: a self-contained HTML page that shows the origin of each token and the steps of every round.
 
-Contract: the page loads nothing from anywhere, tells the kinds of tokens apart without colour, and holds the
-model's text as data, never as markup. It is written beside its place and then renamed, so a file that was
-there before is whole or replaced, never half-written.
+Contract: the page loads nothing from anywhere, distinguishes the kinds of tokens without colour, and holds
+the model's text as data, never as markup. It is written to a temporary file and then renamed, so that the
+file is never half-written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.files import write_whole
 
 if TYPE_CHECKING:
@@ -28,21 +28,21 @@ __all__ = ["write_trace"]
 def write_trace(
     file: str | Path, outputs: Sequence[Output], *, prompt: str, tokenizer: Tokenizer, about: str = ""
 ) -> None:
-    """Write a page that shows who wrote each token, and what every round did.
+    """Write a page that shows the origin of each token and the steps of every round.
 
     Args:
-        file: Where to; a file that is there is replaced.
-        outputs: Generated with `trace=True`.
-        prompt: What they go on from.
-        tokenizer: The model's.
-        about: A line on how they were made.
+        file: Where to write; an existing file is replaced.
+        outputs: Outputs that were generated with `trace=True`.
+        prompt: The prompt of the outputs.
+        tokenizer: The model's tokenizer.
+        about: A line on how the outputs were made.
 
     Raises:
         ConfigError: An output has no trace, or the file cannot be written.
     """
     file = Path(file)
     if any(output.trace is None for output in outputs):
-        raise ConfigError("an output has no trace; generate it with trace=True")
+        raise ConfigError("an output has no trace", remedy=("generate it with ", Option("trace", True)))
     samples = [
         {"number": number, "prompt": prompt} | _sample(output, tokenizer)
         for number, output in enumerate(outputs, start=1)
@@ -53,41 +53,43 @@ def write_trace(
 
 
 def _embedded(data: object) -> str:
-    """JSON that no text in it can end the script element of."""
+    """Return JSON in which no text can end the script element that holds it."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
 def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return one output as the page's script reads it."""
     assert output.trace is not None and output.pieces is not None
 
     def named(token: int) -> dict[str, Any]:
         return {"id": token, "text": tokenizer.text([token], skip_special=False)}
 
-    def round_of(one: RoundTrace) -> dict[str, Any]:
+    def round_of(trace: RoundTrace) -> dict[str, Any]:
         return {
-            "start": one.start,
-            "drafter": one.drafter,
-            "budget": one.budget,
-            "draft": [named(token) for token in one.draft],
-            "p": one.p,
-            "q": one.q,
-            "accepted": one.accepted,
-            "next": named(one.next_token),
-            "next_p": one.next_p,
-            "emitted": one.emitted,
-            "discarded": one.discarded,
-            "least": None if one.rollback is None else math.exp(-one.rollback),
+            "start": trace.start,
+            "drafter": trace.drafter,
+            "budget": trace.budget,
+            "draft": [named(token) for token in trace.draft],
+            "p": trace.p,
+            "q": trace.q,
+            "accepted": trace.accepted,
+            "next": named(trace.next_token),
+            "next_p": trace.next_p,
+            "emitted": trace.emitted,
+            "discarded": trace.discarded,
+            "least": None if trace.rollback is None else math.exp(-trace.rollback),
         }
 
     tokens = zip(output.pieces, output.origins, strict=True)
     return {
         "figures": _figures(output),
         "tokens": [{"text": piece, "origin": origin} for piece, origin in tokens],
-        "rounds": [round_of(one) for one in output.trace],
+        "rounds": [round_of(trace) for trace in output.trace],
     }
 
 
 def _figures(output: Output) -> list[tuple[str, str]]:
+    """Return the labelled figures of one output, without those that are missing."""
     stats = output.stats
     figures = [
         ("tokens", f"{stats.tokens}"),
@@ -97,7 +99,7 @@ def _figures(output: Output) -> list[tuple[str, str]]:
         ("alpha", _rounded(stats.alpha)),
         ("tokens/s, tracing included", f"{stats.tokens_per_second:.1f}"),
         ("lossless", "" if output.lossless else "no"),
-        ("ended by", output.stopped_by or output.finish_reason),
+        ("finish reason", output.stopped_by or output.finish_reason),
         ("seed", f"{output.seed}"),
     ]
     return [(name, value) for name, value in figures if value]

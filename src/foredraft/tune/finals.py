@@ -57,7 +57,7 @@ class _Contest:
 
     def contender(self, name: str, draft_length: int) -> ForedraftContender:
         temperature = self.options.temperature
-        return ForedraftContender(name, self.llm, name, temperature=temperature, decides=Fixed(draft_length))
+        return ForedraftContender(name, self.llm, name, temperature=temperature, policy=Fixed(draft_length))
 
 
 def decode_finalists(
