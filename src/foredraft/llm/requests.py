@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from foredraft.decode.draft import as_stepper
+from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.scores import Score
@@ -102,11 +102,10 @@ class Requests:
                 seed,
                 sample,
                 eos,
-                drafters[0] if len(drafters) == 1 else None,
+                drafters,
                 group=group,
                 text_buffer=self._text_buffer(prompt, params, show_special),
                 traced=trace,
-                drafters=drafters,
                 prompt_scores=scores,
             )
             for sample, i in enumerate(ids)
@@ -164,8 +163,8 @@ class Requests:
     def drafters(self, drafter: str | None) -> tuple[str, ...]:
         """Return the drafters of a request that names `drafter`; the policy chooses among several."""
         engine = self.engine
-        policy = PolicyTraits(engine.policy.name, engine.policy.weighs, engine.policy.looks)
-        has_probs = {name: as_stepper(each) is not None for name, each in engine.drafters.items()}
+        policy = PolicyTraits(engine.policy.name, engine.policy.uses_costs, engine.policy.stops_by_content)
+        has_probs = {name: isinstance(each, Stepper) for name, each in engine.drafters.items()}
         return select_drafters(drafter or self.default_drafter or "none", has_probs, policy)
 
 

@@ -14,15 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+import foredraft
 from foredraft import user_cache
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import CostTable
+from foredraft.decode.policy import Auto, CostTable
+from foredraft.kernels.machine import describe_cpu
 from foredraft.profiling.forwards import ForwardMeter, reading
 from foredraft.profiling.host import host_ms
 from foredraft.profiling.timing import Turns
 
-__all__ = ["Profile", "load_profile", "measure_profile", "steady"]
+__all__ = ["Profile", "load_profile", "measure_profile", "steady", "use_profile"]
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 CONTEXT = 256  # tokens of each timed sequence
@@ -49,17 +53,33 @@ class Profile:
     seconds: float = 0.0
 
 
-def load_profile(
-    engine: Engine, longest: int, key: dict[str, Any], progress: Callable[[int, int], None]
-) -> Profile:
-    """Return the profile that is kept under the key, or measure it, and keep it if it is believed.
+def use_profile(engine: Engine, progress: Callable[[int, int], None] = lambda done, total: None) -> float:
+    """Give the engine's policy the costs of this machine, if it decides by costs and has none yet.
+
+    Args:
+        engine: No sequence has a row.
+        progress: Called as (done, total) while measuring.
+
+    Returns:
+        Seconds that measuring took; 0 where a kept profile serves.
+    """
+    policy = engine.policy
+    if not isinstance(policy, Auto) or policy.measured:
+        return 0.0
+    profile = load_profile(engine, policy.max_draft, progress)
+    policy.use(profile.greedy, profile.sampled)
+    return profile.seconds
+
+
+def load_profile(engine: Engine, longest: int, progress: Callable[[int, int], None]) -> Profile:
+    """Return the profile that is kept for this engine and machine; else measure it and keep it.
 
     Args:
         engine: No sequence has a row.
         longest: Longest draft.
-        key: Everything that costs depend on.
         progress: Called as (done, total) while measuring.
     """
+    key = _key(engine, longest)
     kept = user_cache.read("profiles", key)
     try:
         if kept is not None:
@@ -71,6 +91,28 @@ def load_profile(
         tables = {"greedy": profile.greedy.as_dict(), "sampled": profile.sampled.as_dict()}
         user_cache.write("profiles", key, tables)
     return profile
+
+
+def _key(engine: Engine, longest: int) -> dict[str, Any]:
+    """Return everything that costs depend on: machine, threads, models, drafters, rows and draft length."""
+    device = engine.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else [*describe_cpu()]
+    return {
+        "foredraft": foredraft.__version__,
+        "torch": torch.__version__,
+        "machine": [device.type, where, torch.get_num_threads()],
+        "target": _runner(engine.target),
+        "drafters": {
+            name: None if (draft := drafter.draft_pass) is None else [_runner(draft.runner), repr(draft.plan)]
+            for name, drafter in engine.drafters.items()
+        },
+        "rows": engine.cache.rows,
+        "longest": longest,
+    }
+
+
+def _runner(runner: Any) -> list[str]:
+    return [repr(runner.decoder.spec), runner.choices]
 
 
 def measure_profile(
