@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from foredraft.bench.bare import draft_seconds
+from foredraft.bench.timing import parted, wrapped
 from foredraft.decode.calibration import Measured
 
 import foredraft
@@ -26,7 +27,6 @@ from foredraft.bench.foredraft_contender import BigLittle, ForedraftContender
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.records import DraftCost
-from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import model_record
 from foredraft.decode.policy import Alone
 from foredraft.kinds import DRAFTERS, POLICIES, suits

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foredraft.bench.timing import wrapped
 
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine
@@ -19,7 +20,6 @@ from foredraft.bench.options import Options
 from foredraft.bench.prediction import ceiling
 from foredraft.bench.records import Cost, Costs, Report, Spread
 from foredraft.bench.run import bench
-from foredraft.bench.timing import wrapped
 from foredraft.bench.workload import Workload
 from foredraft.decode.stats import Stats
 from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan

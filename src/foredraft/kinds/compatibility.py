@@ -94,7 +94,8 @@ def default_drafter(
 ) -> str:
     """Return the drafter of requests that name none, where `load` is given none either.
 
-    It is "auto", every drafter at hand, under a policy that can choose. Other policies decide about one drafter.
+    It is "auto", every drafter at hand, under a policy that can choose. Other policies decide about one
+    drafter.
 
     Args:
         policy: Name of the policy.

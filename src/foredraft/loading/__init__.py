@@ -19,8 +19,8 @@ from foredraft.loading.device import find_device
 from foredraft.loading.drafting import Drafting, choose_drafting
 from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, checked
 from foredraft.loading.policies import make_policy
-from foredraft.profiling.profile import use_profile
 from foredraft.loading.runners import Runners, check_compile, make_runners
+from foredraft.profiling.profile import use_profile
 
 __all__ = ["load"]
 
@@ -52,8 +52,9 @@ def load(
     Args:
         path: A folder or a hub id; None loads the demo models, a target and a draft model.
         drafter: The drafter of requests that name none: "none", "lookup", "draft-model", "retokenize",
-            "layer-skip", or "auto", in every round the loaded drafter that pays most. By default "auto". Under
-            another policy than "auto" by default "layer-skip" with a plan, else the draft model, else "lookup".
+            "layer-skip", or "auto", in every round the loaded drafter that pays most. By default "auto".
+            Under another policy than "auto" by default "layer-skip" with a plan, else the draft model, else
+            "lookup".
         draft: The draft model's folder or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: Branch, tag or commit of the draft model.
