@@ -187,7 +187,9 @@ def refuse_lossy(drafting: DraftingOptions) -> None:
 def named(drafting: DraftOptions, model: ModelOptions) -> str:
     """The drafter, named or by default."""
     draft_given = drafting.draft is not None or model.model is None
-    return drafting.drafter or default_drafter(draft_given, plan_given=drafting.plan is not None)
+    return drafting.drafter or default_drafter(
+        drafting.policy or "auto", draft_given, plan_given=drafting.plan is not None
+    )
 
 
 def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None) -> int:

@@ -134,7 +134,7 @@ def _assemble(options: LoadOptions) -> LLM:
 
 def _profile(engine: Engine, options: LoadOptions) -> float:
     """Measure what rounds cost here, unless that is known, and return the seconds that it took."""
-    return use_profile(engine, lambda done, total: options.progress("profile", done, total))
+    return use_profile(engine, lambda done, total: options.report("profile", done, total))
 
 
 def _cache_size(
