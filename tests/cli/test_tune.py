@@ -295,7 +295,7 @@ BEGUN = tuple(STAGES.values())
             "--storage is 'sqlite:////no/such/file.db', which cannot",
         ),
         (["--storage", "what"], "--storage is 'what', which is no URL"),
-        (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
+        (["--prompts", "/no/such/file"], "--prompts is '/no/such/file', which cannot be read (No such file"),
         (["--tokens", "99999"], "--tokens is 99999, but these prompts give 1024 new ones"),
         (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
         (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
@@ -324,7 +324,7 @@ def test_mistakes_are_one_line_and_code_2(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("\n \n", "holds no prompts; give one a line"),
+        ("\n \n", "which has no prompts; give one per line"),
         ("only one\n", "a single prompt is given; give --prompts"),
         ("the same\n" * 4, "all 4 prompts are the same; give --prompts of two or more that differ"),
     ],
