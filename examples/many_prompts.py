@@ -1,8 +1,8 @@
 """Generate from many prompts at once, each with its own parameters.
 
 Requests of every kind share a batch: greedy and sampled, plain and drafted, short and long. Requests that do
-not fit into the batch wait for a free row. Prints each request's finish reason, its mean
-accepted length and its text.
+not fit into the batch wait for a free row. Prints each request's finish reason, its mean accepted length and
+its text.
 
 python examples/many_prompts.py
 """
