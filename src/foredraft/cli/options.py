@@ -140,8 +140,9 @@ class DraftOptions(DraftingOptions):
     drafter: Annotated[
         DrafterName | None,
         Parameter(
-            help=f"Proposes tokens. {DRAFTER_HELP}. Default: {default_drafter('auto', True)}; under a policy that"
-            f" decides about one drafter, {default_drafter('fixed', False, plan_given=True)} with --plan, else"
+            help=f"Proposes tokens. {DRAFTER_HELP}. Default: {default_drafter('auto', True)}; under a policy"
+            " that decides about one drafter,"
+            f" {default_drafter('fixed', False, plan_given=True)} with --plan, else"
             f" {default_drafter('fixed', True)} if there is a draft model, else"
             f" {default_drafter('fixed', False)}."
         ),
