@@ -29,7 +29,7 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
-from foredraft.model.runner.native import arrange
+from foredraft.model.runner.native import pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -111,7 +111,7 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Dec
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
         weight = tensors.lend(weights) if copies else tensors.take(weights)
         offset = tensors.take(biases) if bias else None
-        return arrange(weight, offset, arena) if native and not weight.is_meta else pack(weight, offset)
+        return pack_native(weight, offset, arena) if native and not weight.is_meta else pack(weight, offset)
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"

@@ -1,7 +1,7 @@
-"""A stretch of a forward by the kernels.
+"""A range of layers of one forward, run by the C kernels.
 
-Contract: as the runner's own of the same job, but that only the real columns are computed, whatever their
-number.
+Contract: the results are those of `Runner._run_layers` for the same job. The kernels compute the real columns
+of a ragged batch only, however few they are.
 """
 
 from __future__ import annotations
@@ -14,22 +14,30 @@ from foredraft.model.runner.body import Forward
 from foredraft.model.runner.job import Job
 from foredraft.model.runner.native.passes import NativePasses
 
-__all__ = ["stretch"]
+__all__ = ["run_layers"]
 
 
-def stretch(native: NativePasses, job: Job, hidden: Tensor | None, start: int, at: Tensor | None) -> Forward:
-    """The job's pass from layer `start` on, which `hidden` [B, T, D] enters; without it, the tokens enter."""
+def run_layers(
+    native: NativePasses, job: Job, hidden: Tensor | None, start: int, at: Tensor | None
+) -> Forward:
+    """Run layers [start, job.stop) of a job.
+
+    Args:
+        native: The kernels' passes of the decoder.
+        job: The forward.
+        hidden: States entering layer `start`, [B, T, D]; None embeds the job's tokens.
+        start: The first layer.
+        at: The column of each row whose logits are wanted, [B]; None wants all columns.
+    """
     batch, width = job.tokens.shape
     job.check(width)
     rows = enumerate(zip(job.starts, job.real, strict=True), start=job.first_row)
-    columns = [(row, start + some.start, len(some)) for row, (start, some) in rows if some]
-    count = sum(own for _, _, own in columns)
-    real = None
-    if count < batch * width:
-        indices = [b * width + t for b, some in enumerate(job.real) for t in some]
-        real = upload(indices, job.tokens.device)
+    groups = [(row, start_ + real.start, len(real)) for row, (start_, real) in rows if real]
+    count = sum(columns for _, _, columns in groups)
+    indices = None if count == batch * width else job.real_columns(width)
+    real = None if indices is None else upload(indices, job.tokens.device)
 
-    def spread(computed: Tensor) -> Tensor:
+    def scatter(computed: Tensor) -> Tensor:
         """[N, ...] -> [B, T, ...]"""
         if real is None:
             return computed.view(batch, width, -1)
@@ -40,21 +48,21 @@ def stretch(native: NativePasses, job: Job, hidden: Tensor | None, start: int, a
     if hidden is None:
         flat = job.tokens.flatten().contiguous()
         tokens = flat if real is None else flat[real]
-        x = native.states(count)
+        x = native.new_states(count)
     else:
         x = hidden.reshape(batch * width, -1)  # [B * T, D]
         x = x.clone() if real is None else x[real]
-    kept: dict[int, Tensor] = {}
+    taps: dict[int, Tensor] = {}
     logits: Tensor | None = None
     for depth in sorted({*job.taps, job.stop}):
         head = job.head and at is None and depth == job.stop
-        logits = native.forward(tokens, x, job.cache, columns, job.plan, start, depth, head=head)
+        logits = native.forward(tokens, x, job.cache, groups, job.plan, start, depth, head=head)
         start, tokens = depth, None
         if depth in job.taps:
-            kept[depth] = spread(x.clone())
-    out = spread(x)
+            taps[depth] = scatter(x.clone())
+    out = scatter(x)
     if logits is not None:
-        logits = spread(logits)
+        logits = scatter(logits)
     elif job.head:
         logits = native.head(out[torch.arange(batch), at])[:, None]
-    return Forward(logits, out, kept)
+    return Forward(logits, out, taps)
