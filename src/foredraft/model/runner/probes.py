@@ -94,9 +94,8 @@ class AttentionProbe:
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
         positions = context + queries
         order = torch.randperm(dim, generator=random)
-        amplitude = (
-            AMPLITUDE / spec.attention_scale**0.5
-        )  # the scale is split over both, because float16 ends at 65504
+        # queries and keys share the inverse of the scale, because float16 ends at 65504
+        amplitude = AMPLITUDE / spec.attention_scale**0.5
         q = _normal((1, heads, queries * spec.groups, half), random) * amplitude
         k = _normal((1, heads, positions, half), random) * amplitude
         v = _normal((1, heads, positions, dim), random)
