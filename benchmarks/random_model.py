@@ -100,7 +100,7 @@ class RandomWeights:
             self.tensors[name] = part
         return joined
 
-    lend = take  # `tensors` keeps every weight, so a loan is never overwritten
+    lend = take  # a packed copy lies beside what is kept here
 
     def end_loans(self) -> None:
         return None

@@ -51,21 +51,25 @@ class Shape:
 
 
 class Synthetic:
-    """The synthetic objective. Losses are log-normal: most sub-layers matter little, a few very much."""
+    """The synthetic objective.
+
+    Skipping a sub-layer has a loss (`alone`), and skipping two neighbours has one more (`together`). Losses
+    are log-normal: most sub-layers matter little, a few very much.
+    """
 
     def __init__(self, layers: int) -> None:
         self.runner, self.layers = Shape(layers), layers
         random = np.random.default_rng(layers)
-        self.single = np.exp(random.normal(-5.5 - np.log(layers / 16), 1.5, 2 * layers))
-        self.neighbours = np.exp(random.normal(-6.5 - np.log(layers / 16), 1.5, 2 * layers))
+        self.alone = np.exp(random.normal(-5.5 - np.log(layers / 16), 1.5, 2 * layers))
+        self.together = np.exp(random.normal(-6.5 - np.log(layers / 16), 1.5, 2 * layers))
 
     def rounds(self, plan: Plan) -> Rounds:
-        skipped = ~np.array([runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair])
-        loss = (self.single * skipped).sum() + (self.neighbours * (skipped & np.roll(skipped, 1))).sum()
+        left_out = ~np.array([runs for pair in zip(plan.attention, plan.mlp, strict=True) for runs in pair])
+        loss = (self.alone * left_out).sum() + (self.together * (left_out & np.roll(left_out, 1))).sum()
         return Rounds.of(np.full((1, 4 * LONGEST, LONGEST), np.exp(-loss)), np.array([4 * LONGEST]))
 
     def warm_starts(self) -> dict[str, str]:
-        ranked = [int(number) for number in self.single.argsort()]
+        ranked = [int(number) for number in self.alone.argsort()]
         sizes = [round(len(ranked) * eighth / SIZES) for eighth in range(SIZES)]
         return {f"greedy {size}": str(skips_of(ranked[:size])) for size in sizes}
 
@@ -82,12 +86,12 @@ class Demo:
     def __init__(self, tokens: int) -> None:
         self.teacher = teacher_again(None, prompts_of(None, None), Options(tokens=tokens, max_draft=LONGEST))
         self.runner = self.teacher.runner
-        self.tried: dict[Plan, Rounds] = {}
+        self.seen: dict[Plan, Rounds] = {}
 
     def rounds(self, plan: Plan) -> Rounds:
-        if plan not in self.tried:
-            self.tried[plan] = self.teacher.rounds(plan)
-        return self.tried[plan]
+        if plan not in self.seen:
+            self.seen[plan] = self.teacher.rounds(plan)
+        return self.seen[plan]
 
     def warm_starts(self) -> dict[str, str]:
         return {origin: str(skips) for origin, skips in warm_starts(self.teacher).items()}
@@ -99,29 +103,29 @@ class Demo:
 
 def run(objective: Any, sampler: str, trials: int, seed: int, plans: dict[str, str]) -> dict[str, Any]:
     """Run a search; return the best speed-ups by number of trials, and the sampler's seconds per trial."""
-    in_trials = 0.0  # seconds
+    clock = 0.0
     rounds = objective.rounds
 
-    def timed_rounds(plan: Plan) -> Rounds:
-        nonlocal in_trials
+    def watched(plan: Plan) -> Rounds:
+        nonlocal clock
         seconds, found = timed(lambda: rounds(plan), DEVICE)
-        in_trials += seconds
+        clock += seconds
         return found
 
-    class Timed:
+    class Watched:
         runner = objective.runner
-        rounds = staticmethod(timed_rounds)
+        rounds = staticmethod(watched)
 
     options = Options(trials=trials, sampler=sampler, seed=seed)
     name = f"{id(objective)} {sampler} {seed}"
-    search = Search(StudyPlace(None), name, options, Timed(), lambda: objective.costs, Deadline(None))
+    search = Search(StudyPlace(None), name, options, Watched(), lambda: objective.costs, Deadline(None))
     search.study.set_user_attr("begin with", json.dumps(plans))
     search.begin()
     seconds, _ = timed(lambda: search.run(silent), DEVICE)
     best = list(accumulate((trial.predicted for trial in search.trials()), max))
     return {
         "best": {mark: best[mark - 1] for mark in MARKS if mark <= trials},
-        "sampler_seconds": (seconds - in_trials) / trials,
+        "sampler_seconds": (seconds - clock) / trials,
     }
 
 

@@ -42,13 +42,13 @@ VOCABULARY = 2048
 DEVICE = torch.device("cpu")
 
 
-class Timed(TeacherForced):
+class Watched(TeacherForced):
     """Sums up the seconds that trials take for their forwards and for the arithmetic of rounds."""
 
     seconds = 0.0
 
     def rounds(self, plan: Plan, *, every_start: bool = False) -> Rounds:
-        seconds, found = timed(lambda: super(Timed, self).rounds(plan, every_start=every_start), DEVICE)
+        seconds, found = timed(lambda: super(Watched, self).rounds(plan, every_start=every_start), DEVICE)
         self.seconds += seconds
         return found
 
@@ -92,21 +92,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runner = llm.engine.target
         assert isinstance(runner, Runner)
         calibration = calibrate(llm, prompts, given.tokens, options.temperature, silent)
-        teacher = Timed(runner, calibration, options.max_draft)
+        teacher = Watched(runner, calibration, options.max_draft)
         costs = measure_plan_costs(llm, CONTEXT, options.max_draft, options.temperature, repeats=5)
         place = StudyPlace(f"sqlite:///{folder}/study.db")
         search = Search(place, "a study", options, teacher, lambda: costs, Deadline(None))
         forwards: list[float] = []
 
-        def time_forward(stage: str, done: int, total: int, note: str = "", /) -> None:
+        def between(stage: str, done: int, total: int, note: str = "", /) -> None:
             if done % given.every == 0:
                 forwards.append(timed(lambda: bare(teacher), DEVICE)[0])
 
         bare(teacher)  # warm-up
         start = time.perf_counter()
         search.begin()
-        search.run(time_forward)
-        search_seconds = time.perf_counter() - start - sum(forwards)
+        search.run(between)
+        whole = time.perf_counter() - start - sum(forwards)
         in_trials = teacher.seconds
         full = Plan.full(LAYERS)
         full_over_forward = [
@@ -114,15 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for _ in range(given.repeats)
         ]
     unit, trials = median(forwards), len(search.trials())
-    around = (search_seconds - in_trials) / trials / unit
+    around = (whole - in_trials) / trials / unit
     result = {
         "what": vars(given) | {"shape": shape},
         "machine": machine(),
         "tokens": calibration.tokens,
         "trials": trials,
         "forward_seconds": spread(forwards),
-        "search_seconds": search_seconds,
-        "search_over_forwards": search_seconds / trials / unit,
+        "search_seconds": whole,
+        "search_over_forwards": whole / trials / unit,
         "around_a_trial_over_forward": around,
         "nothing_left_out_over_forward": spread(full_over_forward),
         "dearest_over_forward": median(full_over_forward) + around,

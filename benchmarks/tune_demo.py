@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         forwards.append(timed(lambda: bare(teacher), device)[0])
         trials.append(timed(lambda: teacher.rounds(full), device)[0])
     best = Skips.spelled(report.best.skips).plan(report.layers)
-    best_seconds = [timed(lambda: teacher.rounds(best), device)[0] for _ in range(given.repeats)]
+    own = [timed(lambda: teacher.rounds(best), device)[0] for _ in range(given.repeats)]
     result: dict[str, Any] = {
         "what": vars(given),
         "machine": machine(),
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "trial": {
             "forward_seconds": spread(forwards),
             "nothing_left_out_over_forward": median(trials) / median(forwards),
-            "best_plan_over_forward": median(best_seconds) / median(forwards),
+            "best_plan_over_forward": median(own) / median(forwards),
             "search_over_forwards": report.seconds["search"] / len(report.trials) / median(forwards),
         },
         "plans": without_search(report, teacher, given.random, given.neighbours),
