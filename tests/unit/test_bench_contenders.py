@@ -425,10 +425,10 @@ def test_contenders_with_the_same_policy_share_its_measured_costs(
 ) -> None:
     target: Any = context.llm.engine.target
     policy = make_policy("auto", {}, 3, target)
-    told: list[int] = []
+    longest_drafts: list[int] = []
 
     def take(measured: Measured, engine: Any) -> None:
-        told.append(measured.longest)
+        longest_drafts.append(measured.longest)
         trials = (None, 0), ("filler", 3), ("draft-model", 1), ("draft-model", 3)
         measured.rounds = {trial: deque([1.0]) for trial in trials}
 
@@ -436,7 +436,7 @@ def test_contenders_with_the_same_policy_share_its_measured_costs(
     monkeypatch.setattr("foredraft.decode.calibration.RARE", 1e12)
     for drafter in ("lookup", "draft-model", "lookup"):
         ForedraftContender(drafter, context.llm, drafter).with_policy(policy).run(PROMPTS[:1], TOKENS)
-    assert told == [3]
+    assert longest_drafts == [3]
     made: Any = policy
     assert made.table.drafts["draft-model"] == {1: (0.0, 0.0)}
 
