@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from foredraft.bench.bare import draft_seconds
-from foredraft.bench.timing import parted, wrapped
+from foredraft.profiling.forwards import draft_seconds
+from foredraft.profiling.timing import parted, wrapped
 from foredraft.decode.calibration import Measured
 
 import foredraft
@@ -119,7 +119,7 @@ def test_prefill_and_decoding_are_timed_separately(
 
     monkeypatch.setattr(target, "prefill", advance(prefill, 1.0))
     monkeypatch.setattr(target, "forward", advance(forward, 10.0))
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     contender = ForedraftContender("plain", context.llm, "none")
     alone = contender.run(PROMPTS[:1], TOKENS)
     assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
@@ -151,7 +151,7 @@ def test_a_drafters_late_prompt_reading_counts_as_prefill(
             return 2 if sequence.round_count == 3 else 0
 
     monkeypatch.setattr(drafter, "read", slow)
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     timing = ForedraftContender("draft-model", context.llm, "draft-model", policy=Late()).run(
         PROMPTS[:1], TOKENS
     )
@@ -173,7 +173,7 @@ def test_round_parts_separate_drafter_and_target(
 
     monkeypatch.setattr(drafter, "step", slow)
     monkeypatch.setattr(drafter, "draft", lambda *_: None)  # so that the drafter takes single steps
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     with parted(engine) as parts:
         timing = ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS[:1], TOKENS)
     assert timing.stats is not None
@@ -317,7 +317,7 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         drafter.draft_pass.runner, "draft", lambda *_, **__: None
     )  # so that the drafter takes single steps
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     made = measure_costs(context.llm, 1, 40, 3, 1.0, repeats=4)
     assert made.step_seconds == 10 and set(made.drafting) == {"lookup", "draft-model"}
     draft = made.drafting["draft-model"]

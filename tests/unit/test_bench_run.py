@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foredraft.bench.timing import wrapped
+from foredraft.profiling.timing import wrapped
 
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine

@@ -419,12 +419,12 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
     return [
         Mutant(
             "log-probabilities off by one inside an accepted run",
-            ((round_results.read, "logits[rows], p.rows(rows)", "logits[rows].roll(1, 1), p.rows(rows)"),),
+            ((round_results.fetch_results, "logits[index], p.rows(index)", "logits[index].roll(1, 1), p.rows(index)"),),
             lambda: test_log_probabilities_are_the_targets(llm, "lookup", {"temperature": 0}),
         ),
         Mutant(
             "the correction's score is the rejected token's",
-            ((round_results.read, ".scatter(1, accepted, next_token)", ""),),
+            ((round_results.fetch_results, ".scatter(1, accepted, next_token)", ""),),
             lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
         ),
         Mutant(
