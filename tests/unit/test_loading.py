@@ -452,7 +452,14 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | None) -> None:
     """Text is generated and drafted; a prompt with such a token is refused by its id."""
     options = {} if draft is None else {"draft": beyond / draft}
-    llm = foredraft.load(beyond / "model", device="cpu", max_length=256, policy="fixed", drafter=None if draft else "none", **options)  # type: ignore[arg-type]
+    llm = foredraft.load(
+        beyond / "model",
+        device="cpu",
+        max_length=256,
+        policy="fixed",
+        drafter=None if draft else "none",
+        **options,
+    )  # type: ignore[arg-type]
     plain = foredraft.load(beyond / "model", device="cpu", max_length=256)
     prompts = ["the text checks <plai", "a <imag", "the text", "<s>the target</s>"]
     params = SamplingParams(temperature=0, max_new_tokens=40)
