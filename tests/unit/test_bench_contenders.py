@@ -23,10 +23,15 @@ from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.records import DraftCost
 from foredraft.bench.weights import model_record
+from foredraft.decode.observer import SILENT
 from foredraft.decode.policy import CostTable, Policy
 from foredraft.kinds import DRAFTERS, POLICIES, suits
 from foredraft.loading.policies import make_policy
+from foredraft.profiling import profile
 from foredraft.profiling.forwards import draft_seconds
+from foredraft.profiling.phases import RoundClock, observed
+from foredraft.profiling.profile import Profile
+from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
