@@ -271,7 +271,10 @@ BEGUN = tuple(STAGES.values())
         (["--prompts", ""], "--prompts is ''; give it a value, or leave it out"),
         (["--out", ""], "--out is '' or '.'; give a file in a folder that there is"),
         (["--html", ""], "--html is '' or '.'; give a file in a folder that there is"),
-        (["--max-draft", "100000"], "--max-draft is 100000, but this model's verifying pass takes 63 at most"),
+        (
+            ["--max-draft", "100000"],
+            "--max-draft is 100000, but this model's verifying pass takes 63 at most",
+        ),
         (
             ["--new-tokens", "3000"],
             "a prompt of 15 tokens and the 3000 new ones that the search needs after it exceed the 2048"

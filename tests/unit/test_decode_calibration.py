@@ -637,7 +637,8 @@ def test_the_trace_tells_who_drafted(folders: tuple[Path, Path]) -> None:
 
 def test_auto_is_refused_where_nothing_chooses(folders: tuple[Path, Path]) -> None:
     with pytest.raises(
-        ConfigError, match="drafter is 'auto', but policy='fixed' cannot choose among drafters; give policy='auto'"
+        ConfigError,
+        match="drafter is 'auto', but policy='fixed' cannot choose among drafters; give policy='auto'",
     ):
         loaded(folders, drafter="auto", policy="fixed")
     llm = loaded(folders, policy="fixed")
