@@ -97,7 +97,7 @@ def test_a_trace_page_is_written_and_replaced(
     draft = ["--draft", str(models / "small")]
     assert main([*generate, *draft, "--trace", str(file)]) == 0
     page = file.read_text(encoding="utf-8")
-    assert "drafter draft-model" in page
+    assert "drafter auto" in page
     capsys.readouterr()
     document(capsys, [*generate, "--n", "2", "--trace", str(file)])
     assert "drafter none" in file.read_text(encoding="utf-8"), "an older page is replaced"

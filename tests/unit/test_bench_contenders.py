@@ -275,7 +275,7 @@ def test_transformers_samples_without_truncation(context: BenchContext, models: 
 
 
 def test_costs_cover_every_row_count_and_drafter(context: BenchContext) -> None:
-    made = measure_costs(context.llm, 1, 40, 3, 1e-3, repeats=2)
+    made = measure_costs(context.llm, 1, 40, 3, read_seconds=1e-3, repeats=2)
     assert [cost.rows for cost in made.verifying] == [1, 2, 3, 4, 8, 16, 32]
     assert made.verifying[0].v == 1 and all(cost.seconds.count == 2 for cost in made.verifying)
     assert made.step_seconds == made.verifying[0].seconds.median
@@ -318,7 +318,7 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
         drafter.draft_pass.runner, "draft", lambda *_, **__: None
     )  # so that the drafter takes single steps
     monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
-    made = measure_costs(context.llm, 1, 40, 3, 1.0, repeats=4)
+    made = measure_costs(context.llm, 1, 40, 3, read_seconds=1.0, repeats=4)
     assert made.step_seconds == 10 and set(made.drafting) == {"lookup", "draft-model"}
     draft = made.drafting["draft-model"]
     assert (draft.first, draft.further) == pytest.approx((0.7, 0.1))

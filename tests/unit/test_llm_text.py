@@ -218,7 +218,7 @@ class TestDefaults:
             ({"top_k": -1}, {}, "top_k is -1; give a whole number from 0 on"),
             ({"top_k": 20.5}, {}, "top_k is 20.5; give a whole number"),
             ({"temperature": "hot"}, {}, "temperature is 'hot'; give 0 (greedy) or more"),
-            ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9 but"),
+            ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9, but"),
             ({"top_k": 20.0, "max_new_tokens": 9.0}, {"top_k": 20, "max_new_tokens": 9}, None),
             ({"eos_token_id": [2, 384]}, {}, "asks for eos_token_id = 384, but the model's vocabulary ends at 383"),
             ({"bos_token_id": 2**40}, {}, "asks for bos_token_id = 1099511627776, but the model's vocabulary"),
