@@ -30,9 +30,9 @@ from foredraft.bench.contender import BenchContext
 from foredraft.bench.figures import divergence
 from foredraft.bench.hugging_face import Checkpoints, plain
 from foredraft.bench.llama_cpp import LlamaCpp
-from foredraft.bench.timing import parted, watched
 from foredraft.bench.weights import model_record
 from foredraft.errors import ForedraftError
+from foredraft.profiling.phases import DecodingClock, RoundClock, observed
 
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXT, POSITIONS = 128, 512  # tokens in the KV cache before a bare forward, and its room
@@ -146,11 +146,13 @@ class Bench:
                 params = SamplingParams(
                     max_new_tokens=self.new_tokens, ignore_eos=True, drafter="draft-model", **options
                 )
-                with watched(llm.engine) as clock, parted(llm.engine) as parts:
+                clock, parts = DecodingClock(llm.engine), RoundClock(llm.engine)
+                with observed(llm.engine, parts), observed(llm.engine, clock):
                     llm.generate([[100 + i for i in range(32)]], params)
                 if turn:  # the first one warms up
                     seconds = clock.ended - clock.began - clock.reading_since
-                    milliseconds.append((seconds - parts.draft - parts.verify) / clock.rounds * 1e3)
+                    forwards = parts.seconds["draft"] + parts.seconds["verify"]
+                    milliseconds.append((seconds - forwards) / clock.rounds * 1e3)
             results[name] = {"milliseconds_a_round": spread(milliseconds), "rounds": clock.rounds}
         return results
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from foredraft.bench.records import Spread
-from foredraft.bench.timing import interleaved, timed
+from foredraft.profiling.timing import interleaved, timed
 
 __all__ = ["interleaved", "spread", "timed"]
 

@@ -1,8 +1,8 @@
-"""A conversation: every reply is part of what the next one goes on from.
+"""Hold a conversation in which every prompt contains the earlier turns.
 
-One sees questions and streamed replies. A model that was trained to chat has a template, which turns
-messages into its prompt; the demo models have none, so they go on from a transcript, and a stop string ends
-their turn.
+Prints questions and streamed replies. A model that was trained to chat has a chat template, which turns
+messages into a prompt. The demo models have none, so they continue a transcript, and a stop string ends their
+turn.
 
 python examples/chat.py [MODEL [DRAFT]]
 """
@@ -18,7 +18,9 @@ for question in ("What does a list hold?", "And a dictionary?"):
     if llm.tokenizer.chat is not None:
         prompt = llm.tokenizer.encode_chat(messages)
     else:
-        prompt = "".join(f"# {each['role']}: {each['content']}\n" for each in messages) + "# assistant:"
+        prompt = (
+            "".join(f"# {message['role']}: {message['content']}\n" for message in messages) + "# assistant:"
+        )
     print(f"> {question}")
     for piece in llm.stream(prompt, llm.params(max_new_tokens=48, stop="\n# user:", seed=1)):
         print(piece.text, end="", flush=True)

@@ -1,7 +1,7 @@
-"""Which drafter suits this prompt? The same greedy text from each.
+"""Compare drafters on one prompt: all of them give the same greedy text.
 
-One sees how many tokens a pass of the target yielded. `foredraft generate --compare` tells what that is
-worth in time.
+Prints the mean accepted length, the tokens per forward pass of the target. `foredraft generate --compare`
+measures the speed-up.
 
 python examples/compare_drafters.py [MODEL [DRAFT [PROMPT]]]
 """
@@ -15,4 +15,4 @@ llm = foredraft.load(model, draft=draft)
 for drafter in dict.fromkeys(("none", "lookup", llm.default_drafter or "none")):
     params = foredraft.SamplingParams(temperature=0, max_new_tokens=64, drafter=drafter)
     [output] = llm.generate(prompt or "def read_config(path):", params)
-    print(f"{drafter:12} {output.stats.mean_accepted_length or 1:.2f} tokens a pass: {output.text!r}")
+    print(f"{drafter:12} {output.stats.mean_accepted_length or 1:.2f} tokens per pass: {output.text!r}")

@@ -1,7 +1,8 @@
-"""Many prompts at once, each with parameters of its own.
+"""Generate from many prompts at once, each with its own parameters.
 
-One sees that requests of every kind share a batch: greedy and sampled, plain and drafted, short and long.
-There may be more of them than fit side by side; the rest wait for a free row.
+Requests of every kind share a batch: greedy and sampled, plain and drafted, short and long. Requests that do
+not fit into the batch wait for a free row. Prints each request's finish reason, its mean accepted length and
+its text.
 
 python examples/many_prompts.py
 """
@@ -20,4 +21,4 @@ requests = {
 outputs = llm.generate(list(requests), list(requests.values()))
 for prompt, output in zip(requests, outputs, strict=True):
     length = output.stats.mean_accepted_length
-    print(f"{output.finish_reason:6} {length:.2f} tokens a pass  {prompt!r} -> {output.text!r}")
+    print(f"{output.finish_reason:6} {length:.2f} tokens per pass  {prompt!r} -> {output.text!r}")

@@ -1,6 +1,6 @@
-"""Rank continuations by their log-probability: nothing is generated, the prompt is only read.
+"""Rank continuations by their log-probability, with prefill only: no token is generated.
 
-One sees the likeliest continuation first, with what the model gives it in nats.
+Prints the log-probability of each continuation in nats, the most likely first.
 
 python examples/score.py [PROMPT CONTINUATION ...]
 """
@@ -11,11 +11,11 @@ import foredraft
 
 llm = foredraft.load()
 prompt, *continuations = sys.argv[1:] or ["import numpy as", " np", " numpy", " banana"]
-only_read = foredraft.SamplingParams(max_new_tokens=0, prompt_logprobs=0)
+prefill_only = foredraft.SamplingParams(max_new_tokens=0, prompt_logprobs=0)
 
-outputs = llm.generate([prompt + end for end in continuations], only_read)
+outputs = llm.generate([prompt + end for end in continuations], prefill_only)
 scores = [sum(score.logprob for score in output.prompt_logprobs[1:]) for output in outputs]
-[start] = llm.generate(prompt, only_read)
+[start] = llm.generate(prompt, prefill_only)
 shared = sum(score.logprob for score in start.prompt_logprobs[1:])
 for score, end in sorted(zip(scores, continuations, strict=True), reverse=True):
     print(f"{score - shared:8.2f}  {prompt}{end}")

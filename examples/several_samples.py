@@ -1,7 +1,7 @@
-"""Several samples of one prompt, the same with speculation and without.
+"""Draw several samples of one prompt, with and without the drafter: the texts are the same.
 
-One sees each sample, and how many tokens a pass of the target yielded with the drafter and without. The
-text does not depend on who drafts: that is `acceptance="coupled"`, which a seed switches on.
+A request with a seed uses `acceptance="coupled"`, under which the text does not depend on the drafter. Prints
+each sample, and the mean accepted lengths with the drafter and without.
 
 python examples/several_samples.py [PROMPT]
 """
@@ -16,7 +16,9 @@ params = foredraft.SamplingParams(temperature=0.8, seed=11, max_new_tokens=32)
 
 drafted = llm.generate(prompt, params, n=3)
 plain = llm.generate(prompt, params.replace(drafter="none"), n=3)
-for one, other in zip(drafted, plain, strict=True):
-    assert one.token_ids == other.token_ids
-    lengths = f"{one.stats.mean_accepted_length:.2f} and {other.stats.mean_accepted_length:.2f} tokens a pass"
-    print(f"[{one.sample}] {lengths}: {one.text!r}")
+for sample, same in zip(drafted, plain, strict=True):
+    assert sample.token_ids == same.token_ids
+    lengths = (
+        f"{sample.stats.mean_accepted_length:.2f} and {same.stats.mean_accepted_length:.2f} tokens per pass"
+    )
+    print(f"[{sample.sample}] {lengths}: {sample.text!r}")

@@ -1,7 +1,7 @@
-"""End a text at a string, wherever it lies in the tokens.
+"""End a text at a stop string, even if the string starts or ends within a token.
 
-One sees what each setting leaves of the same text, why it ended, and that nothing of the stop string is shown
-while it streams.
+Prints the finish reason, the stop string and the streamed pieces for several settings. No piece contains a
+part of the stop string, unless it is included.
 
 python examples/stop_strings.py
 """

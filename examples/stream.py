@@ -1,7 +1,7 @@
-"""Watch the rounds of speculative decoding.
+"""Stream the rounds of speculative decoding.
 
-One sees a line for each round: who wrote its tokens (the drafter, the target, or the bonus that follows a
-draft accepted whole), and the text that became certain with it.
+Prints one line per round: the origin of each token (the drafter, the target, or the bonus token after a fully
+accepted draft), and the text that the round completed.
 
 python examples/stream.py [PROMPT]
 """

@@ -1,6 +1,6 @@
-"""One loaded model, several threads: their requests share a batch.
+"""Generate from several threads with one loaded model: their requests share a batch.
 
-One sees each thread's text. It is what the prompt gives alone: who shares the batch changes nothing.
+Prints each thread's text, which equals the text of the same prompt alone.
 
 python examples/thread_pool.py
 """

@@ -83,7 +83,7 @@ def write(kind: str, key: Any, document: Any) -> None:
         with replacing(path) as new:
             new.write_text(text, encoding="utf-8")
     except OSError as error:
-        logger.debug("%s is not kept: %s", path, error)
+        logger.debug("the cache cannot hold %s (%s)", path, error)
 
 
 @contextmanager

@@ -80,11 +80,11 @@ def test_a_terminal_shows_a_table_before_the_json_line(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(words.command(prompts="2", repeats="2")) == 0
-    *told, last = capsys.readouterr().out.splitlines()
+    *captured, last = capsys.readouterr().out.splitlines()
     report = Report.from_dict(document(last))
-    assert "temperature 0, 4 tokens, 2 repeats" in told[0] and "a bare step takes" in told[0]
-    assert told[2].split()[:3] == ["workload", "batch", "method"]
-    for line, row in zip(told[3:6], report.rows, strict=True):
+    assert "temperature 0, 4 tokens, 2 repeats" in captured[0] and "a bare step takes" in captured[0]
+    assert captured[2].split()[:3] == ["workload", "batch", "method"]
+    for line, row in zip(captured[3:6], report.rows, strict=True):
         cells = line.split()
         assert row.tokens_per_second is not None and row.speedup is not None
         assert cells[:3] == ["words", "1", row.contender]
@@ -93,7 +93,7 @@ def test_a_terminal_shows_a_table_before_the_json_line(
         if row.measured_over_predicted is not None and row.predicted is not None:
             ratios = [row.predicted.median, row.measured_over_predicted.median]
             assert cells[6:8] == [f"{ratio:.2f}" for ratio in ratios]
-    assert any("repeats under 30% of its 4-grams" in line for line in told)
+    assert any("repeats under 30% of its 4-grams" in line for line in captured)
 
 
 def test_a_table_by_policy_follows_the_table_by_method(
@@ -101,8 +101,8 @@ def test_a_table_by_policy_follows_the_table_by_method(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(words.command(prompts="2", policy="fixed", policies="all")) == 0
-    told = capsys.readouterr()
-    *lines, last = told.out.splitlines()
+    captured = capsys.readouterr()
+    *lines, last = captured.out.splitlines()
     report = Report.from_dict(document(last))
     assert [line.split()[2] for line in lines[3:6]] == ["plain", "lookup", "draft-model"]
     assert lines[6] == "" and lines[7].split()[:4] == ["workload", "batch", "method", "policy"]
@@ -114,7 +114,7 @@ def test_a_table_by_policy_follows_the_table_by_method(
         assert cells[5] == f"{row.speedup.median:.2f}"
         assert f"{row.drafting.mean_draft_length:.2f}" in cells and "2 of 2" in line
     assert len(report.policies) == 4 + 7  # lookup has no draft probabilities for the other three
-    assert told.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
+    assert captured.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
 
 
 def test_a_table_by_policy_is_shown_for_a_single_policy(
@@ -137,8 +137,8 @@ def test_a_lossy_method_is_labelled(
     html = tmp_path / "x.html"
     options = {"methods": "draft-model,bild", "prompts": "1", "policy": "fixed", "max-draft": "2"}
     assert main(words.command(html=str(html), **options)) == 0
-    told = capsys.readouterr()
-    *lines, last = told.out.splitlines()
+    captured = capsys.readouterr()
+    *lines, last = captured.out.splitlines()
     assert ["lossy" in line for line in lines[3:6]] == [False, False, True]
     assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
     assert (
@@ -148,7 +148,7 @@ def test_a_lossy_method_is_labelled(
     row = Report.from_dict(document(last)).rows[2]
     assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
     assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
-    assert told.err == "foredraft: bild keeps to policy fallback\n"
+    assert captured.err == "foredraft: bild keeps to policy fallback\n"
 
 
 def test_policy_options_of_fallback_apply_to_bild(words: Words) -> None:
@@ -255,10 +255,10 @@ def test_a_wrong_option_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words.command(**changes)) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("foredraft: error: ") and len(told.err.splitlines()) == 1
-    assert message in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("foredraft: error: ") and len(captured.err.splitlines()) == 1
+    assert message in captured.err
 
 
 def test_a_broken_line_of_a_workload_is_named(
@@ -267,8 +267,10 @@ def test_a_broken_line_of_a_workload_is_named(
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "x"}\n{"prompt"}\n')
     assert main(words.command(workload=str(file))) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"foredraft: error: line 2 of {file} is not JSON (") and told.count("\n") == 1
+    captured = capsys.readouterr().err
+    assert (
+        captured.startswith(f"foredraft: error: line 2 of {file} is not JSON (") and captured.count("\n") == 1
+    )
 
 
 def test_notes_are_written_to_stderr(
@@ -277,9 +279,9 @@ def test_notes_are_written_to_stderr(
     made = Report({"deterministic": True}, {}, (), None, (), (), ("left out: lookup",))
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main(words.command()) == 0
-    told = capsys.readouterr()
-    assert told.err == "foredraft: left out: lookup\n"
-    assert Report.from_dict(document(told.out)) == made
+    captured = capsys.readouterr()
+    assert captured.err == "foredraft: left out: lookup\n"
+    assert Report.from_dict(document(captured.out)) == made
 
 
 def test_an_interrupt_shows_the_finished_rows(
@@ -288,10 +290,12 @@ def test_an_interrupt_shows_the_finished_rows(
     made = Report({"deterministic": True}, {}, (), None, (), (), finished=False)
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main(words.command(json=str(tmp_path / "part.json"))) == 130
-    told = capsys.readouterr()
-    assert told.err == "foredraft: interrupted; the rows above were done\n"
+    captured = capsys.readouterr()
+    assert captured.err == "foredraft: interrupted; the rows above were done\n"
     assert (
-        document(told.out)["finished"] is document((tmp_path / "part.json").read_text())["finished"] is False
+        document(captured.out)["finished"]
+        is document((tmp_path / "part.json").read_text())["finished"]
+        is False
     )
 
 
@@ -324,6 +328,6 @@ def test_an_interrupt_before_the_first_row_writes_nothing(
         assert main(words.command(json=str(tmp_path / "x.json"))) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "foredraft: interrupted\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "foredraft: interrupted\n")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The alternation: warmed up, interleaved in flipping order, medians of pairs, and the exactness flag."""
+"""Alternating timed runs: warm-up, flipping order, medians of the pairs, and the exactness flag."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ import pytest
 from foredraft.cli.compare import Comparison, Generate, alternate
 
 
-class World:
-    """A clock that only generation moves, and a diary of what ran."""
+class FakeDecoders:
+    """Decoders that advance a fake clock, and a record of the runs.
+
+    Attributes:
+        now: The clock, in seconds.
+        ran: Names of the decoders in the order of their runs.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.ran: list[str] = []
 
-    def decoder(self, name: str, seconds: Callable[[int], float], tokens: list[list[int]]) -> Generate:
+    def make(self, name: str, seconds: Callable[[int], float], tokens: list[list[int]]) -> Generate:
+        """Return a decoder whose i-th run takes `seconds(i)`."""
+
         def generate() -> list[list[int]]:
             self.now += seconds(self.ran.count(name))
             self.ran.append(name)
@@ -25,25 +32,25 @@ class World:
         return generate
 
 
-def compare(world: World, plain: Generate, speculative: Generate, **options: object) -> Comparison:
-    return alternate(plain, speculative, clock=lambda: world.now, **{"comparable": True} | options)
+def compare(decoders: FakeDecoders, plain: Generate, speculative: Generate, **options: object) -> Comparison:
+    return alternate(plain, speculative, clock=lambda: decoders.now, **{"comparable": True} | options)
 
 
 def test_runs_alternate_in_flipping_order_after_a_warm_up() -> None:
-    world = World()
+    decoders = FakeDecoders()
     tokens = [[1, 2]]
-    compare(world, world.decoder("p", lambda i: 1, tokens), world.decoder("s", lambda i: 1, tokens))
-    assert "".join(world.ran) == "ps" + "ps" + "sp" + "ps" + "sp" + "ps"
+    compare(decoders, decoders.make("p", lambda i: 1, tokens), decoders.make("s", lambda i: 1, tokens))
+    assert "".join(decoders.ran) == "ps" + "ps" + "sp" + "ps" + "sp" + "ps"
 
 
 def test_speedup_is_the_median_of_the_ratios_within_pairs() -> None:
-    world = World()
+    decoders = FakeDecoders()
     tokens = [[1, 2, 3, 4]]
-    # The machine runs at half speed in pairs 2 and 4: the ratios within the pairs do not care, whereas the
-    # medians of either kind of run, apart, would say that nothing was gained.
-    plain = world.decoder("p", lambda i: [9, 4, 8, 4, 8, 4][i], tokens)
-    speculative = world.decoder("s", lambda i: [9, 2, 4, 4, 4, 1][i], tokens)
-    comparison = compare(world, plain, speculative)
+    # The machine runs at half speed in pairs 2 and 4. That leaves the ratios within the pairs unchanged, but the
+    # medians of the plain and of the speculative runs, taken separately, would show no gain.
+    plain = decoders.make("p", lambda i: [9, 4, 8, 4, 8, 4][i], tokens)
+    speculative = decoders.make("s", lambda i: [9, 2, 4, 4, 4, 1][i], tokens)
+    comparison = compare(decoders, plain, speculative)
     assert comparison.speedups == pytest.approx((2, 2, 1, 2, 4))
     assert comparison.as_dict() == {
         "speedup": pytest.approx(2),
@@ -56,24 +63,24 @@ def test_speedup_is_the_median_of_the_ratios_within_pairs() -> None:
     }
 
 
-def test_one_differing_token_anywhere_shows() -> None:
-    world = World()
-    plain = world.decoder("p", lambda i: 1, [[1, 2], [3]])
-    other = world.decoder("s", lambda i: 1, [[1, 2], [4]])
-    assert compare(world, plain, other).identical is False
-    assert compare(world, plain, other, comparable=False).identical is None
+def test_one_differing_token_makes_the_outputs_not_identical() -> None:
+    decoders = FakeDecoders()
+    plain = decoders.make("p", lambda i: 1, [[1, 2], [3]])
+    other = decoders.make("s", lambda i: 1, [[1, 2], [4]])
+    assert compare(decoders, plain, other).identical is False
+    assert compare(decoders, plain, other, comparable=False).identical is None
 
 
-def test_rates_count_tokens_so_that_unequal_outputs_compare_fairly() -> None:
-    world = World()
-    plain = world.decoder("p", lambda i: 2, [[1] * 10])
-    other = world.decoder("s", lambda i: 1, [[1] * 5])
-    assert compare(world, plain, other, comparable=False).speedup == pytest.approx(1)
+def test_the_speedup_is_the_ratio_of_tokens_per_second() -> None:
+    decoders = FakeDecoders()
+    plain = decoders.make("p", lambda i: 2, [[1] * 10])
+    other = decoders.make("s", lambda i: 1, [[1] * 5])
+    assert compare(decoders, plain, other, comparable=False).speedup == pytest.approx(1)
 
 
 def test_progress_reaches_the_end() -> None:
-    world = World()
+    decoders = FakeDecoders()
     seen: list[tuple[int, int]] = []
-    run = world.decoder("p", lambda i: 1, [[1]])
-    compare(world, run, run, alternations=6, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(i, 14) for i in range(1, 15)]
+    run = decoders.make("p", lambda i: 1, [[1]])
+    compare(decoders, run, run, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(i, 12) for i in range(1, 13)]

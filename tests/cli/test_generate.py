@@ -1,4 +1,4 @@
-"""`foredraft generate` on tiny random checkpoints: what comes out where, and how it fails."""
+"""`foredraft generate` on tiny random checkpoints: output, errors, Ctrl-C, terminals and help."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def pair(models: Path) -> list[str]:
     return ["generate", "--model", str(models / "big"), "--draft", str(models / "small")]
 
 
-def complaints(stderr: str) -> list[str]:
-    """All but what the library may say of a machine on which no shapes agree."""
+def stderr_lines(stderr: str) -> list[str]:
+    """Return the lines of stderr without the warning of a machine that has no bit-identical shapes."""
     return [line for line in stderr.splitlines() if "using one fixed shape" not in line]
 
 
@@ -38,17 +38,16 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1]
 
 
-def test_text_then_one_line_of_figures_and_nothing_on_stderr(pair: list[str]) -> None:
+def test_stdout_is_the_text_and_a_line_of_figures_and_stderr_is_empty(pair: list[str]) -> None:
     done = foredraft(*pair, "def accept", *GREEDY)
-    assert (done.returncode, complaints(done.stderr)) == (0, [])
+    assert (done.returncode, stderr_lines(done.stderr)) == (0, [])
     assert re.fullmatch(f"12 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}", last_line(done.stdout))
     assert "\x1b" not in done.stdout
 
 
-def test_the_last_line_holds_every_figure(pair: list[str]) -> None:
-    done = foredraft(
-        *pair, "x", "--compare", "--policy", "fixed", "--max-new-tokens", "4"
-    )  # temperature 0 by default
+def test_the_last_line_has_every_figure_of_a_comparison(pair: list[str]) -> None:
+    # The temperature defaults to 0 under --compare.
+    done = foredraft(*pair, "x", "--compare", "--policy", "fixed", "--max-new-tokens", "4")
     assert re.fullmatch(
         f"4 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}, median speed-up over plain decoding {FIGURE} x"
         rf" \(spread {FIGURE}-{FIGURE} over 5 alternations; outputs identical: yes\)",
@@ -59,9 +58,9 @@ def test_the_last_line_holds_every_figure(pair: list[str]) -> None:
     assert "; outputs not comparable token by token)" in last_line(sampled.stdout)
 
 
-def test_json_document(pair: list[str]) -> None:
+def test_the_json_document_has_every_field(pair: list[str]) -> None:
     done = foredraft(*pair, "def accept", *GREEDY, "--json", "--n", "2", "--compare", "--policy", "fixed")
-    assert (done.returncode, complaints(done.stderr)) == (0, [])
+    assert (done.returncode, stderr_lines(done.stderr)) == (0, [])
     document = json.loads(last_line(done.stdout))
     assert set(document) == {"outputs", "usage", "stats", "lossless", "compare"}
     for output in document["outputs"]:
@@ -96,7 +95,7 @@ def test_the_drafter_does_not_change_the_text(pair: list[str], models: Path) -> 
     assert len(texts) == 1
 
 
-def test_a_seed_gives_the_text_again_with_and_without_a_drafter(pair: list[str]) -> None:
+def test_a_seed_reproduces_the_text_with_and_without_a_drafter(pair: list[str]) -> None:
     texts = [
         json.loads(foredraft(*arguments, "x", "--seed", "7", "--max-new-tokens", "8", "--json").stdout)
         for arguments in (pair, pair, pair[:3])
@@ -106,7 +105,7 @@ def test_a_seed_gives_the_text_again_with_and_without_a_drafter(pair: list[str])
     assert texts[0]["outputs"][0]["seed"] == 7
 
 
-def test_compare_times_plain_decoding_against_the_request(
+def test_compare_alternates_plain_and_speculative_runs(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from foredraft import LLM, Output, SamplingParams
@@ -114,18 +113,18 @@ def test_compare_times_plain_decoding_against_the_request(
     ran: list[tuple[str | None, bool]] = []
     generate = LLM.generate
 
-    def noted(self: LLM, prompts: str, params: SamplingParams, **options: Any) -> list[Output]:
+    def recorded(self: LLM, prompts: str, params: SamplingParams, **options: Any) -> list[Output]:
         outputs = generate(self, prompts, params, **options)
         ran.append((params.drafter, sum(o.stats.drafted for o in outputs) > 0))
         return outputs
 
-    monkeypatch.setattr(LLM, "generate", noted)
+    monkeypatch.setattr(LLM, "generate", recorded)
     assert main([*pair, "x", "--compare", "--max-new-tokens", "8", "--policy", "fixed"]) == 0
     plain, fast = ("none", False), (None, True)
     assert ran == [plain, fast, *[plain, fast, fast, plain] * 2, plain, fast]
 
 
-def test_a_prompt_from_stdin_loses_one_closing_newline(pair: list[str]) -> None:
+def test_a_prompt_from_stdin_loses_one_trailing_newline(pair: list[str]) -> None:
     given = foredraft(*pair, "def accept\n", *GREEDY, "--json")
     read = foredraft(*pair, "-", *GREEDY, "--json", input="def accept\n\n")
     assert json.loads(read.stdout)["outputs"] != []
@@ -161,7 +160,10 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "--top-p is 0.0"),
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),
-        (["--compare", "--drafter", "lookup", "--max-new-tokens", "0"], "--compare has nothing to time with"),
+        (
+            ["--compare", "--drafter", "lookup", "--max-new-tokens", "0"],
+            "--compare has nothing to time with --max-new-tokens 0; generate more tokens",
+        ),
         (["--seed", "-3"], "seed is -3"),
         (["--n", "0"], "n is 0"),
         (
@@ -172,10 +174,13 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
         (["--max-batch", "0"], "--max-batch is 0"),
         (["--device", "abacus"], "--device is 'abacus'"),
         (["--device", "cpu:3"], "--device is 'cpu:3'"),
-        (["--draft", "nowhere", "--drafter", "lookup"], "--draft has no use"),
+        (
+            ["--draft", "nowhere", "--drafter", "lookup"],
+            "--draft has no effect with drafter lookup; leave it out",
+        ),
         (["--drafter", "draft-model"], "--drafter is 'draft-model', which needs a draft model; give --draft"),
-        (["--policy", "fixed"], "--policy has no use with drafter none"),
-        (["--policy-option", "threshold=1"], "--policy-option has no use with drafter none"),
+        (["--drafter", "none", "--policy", "fixed"], "--policy has no effect with drafter none"),
+        (["--policy-option", "threshold=1"], "--policy-option names 'threshold'"),
         (["--drafter", "lookup", "--policy-option", "threshold=1"], "--policy-option names 'threshold'"),
         (
             ["--policy", "target-confidence", "--drafter", "lookup", "--policy-option", "threshold=2"],
@@ -185,38 +190,41 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
             ["--drafter", "lookup", "--policy", "target-confidence", "--policy-option", "by=mood"],
             "--policy-option has by 'mood'; give one of probability, entropy, margin",
         ),
-        (["--drafter", "lookup", "--policy-option", "threshold"], "--policy-option is 'threshold'"),
+        (
+            ["--drafter", "lookup", "--policy-option", "threshold"],
+            "--policy-option is 'threshold'; give NAME=VALUE",
+        ),
         (["--drafter", "auto", "--policy", "fixed"], "cannot choose among drafters; give --policy auto"),
-        (["--drafter", "none", "--max-draft", "5"], "--max-draft has no use with drafter none"),
+        (["--drafter", "none", "--max-draft", "5"], "--max-draft has no effect with drafter none"),
         (
             ["--drafter", "none", "--draft-sampling", "sampled"],
-            "--draft-sampling has no use with drafter none",
+            "--draft-sampling has no effect with drafter none",
         ),
         (
             ["--drafter", "lookup", "--draft-sampling", "greedy"],
-            "--draft-sampling has no use with drafter lookup",
+            "--draft-sampling has no effect with drafter lookup",
         ),
-        (["--compare"], "--compare"),
-        (["--drafter", "none", "--compare"], "--compare"),
+        (["--compare"], "--compare needs a drafter; give --draft or --drafter lookup"),
+        (["--drafter", "none", "--compare"], "--compare needs a drafter"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_a_wrong_option_prints_one_line_and_exits_with_code_2(
     models: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     code = main(["generate", "x", "--model", str(models / "big"), *arguments])
-    told = capsys.readouterr()
-    assert (code, told.out) == (2, "")
-    assert told.err.startswith("foredraft: error: ")
-    assert told.err.count("\n") == 1
-    assert message in told.err
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.startswith("foredraft: error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "no-such-folder", "x"], "no-such-folder"),
-        (["--model", "big"], "no prompt"),
+        (["--model", "big"], "no prompt; give one, or - to read it from stdin"),
         (["--model", "big", ""], "the prompt is empty"),
         (["--model", "mute", "x"], "no tokenizer.json"),
         (["--model", "big", "x", "y"], "y"),
@@ -228,7 +236,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistaken_model_or_prompt(
+def test_a_wrong_model_or_prompt_prints_one_line_and_exits_with_code_2(
     models: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -237,21 +245,21 @@ def test_a_mistaken_model_or_prompt(
 ) -> None:
     monkeypatch.chdir(models)
     code = main(["generate", *arguments])
-    told = capsys.readouterr()
-    assert (code, told.out) == (2, "")
-    assert told.err.startswith("foredraft: error: ")
-    assert told.err.count("\n") == 1
-    assert message in told.err
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.startswith("foredraft: error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
 
 
-def test_a_mistake_in_a_process_of_its_own(models: Path) -> None:
+def test_errors_of_a_process_go_to_stderr_only(models: Path) -> None:
     done = foredraft("generate", "x", "--model", str(models / "nowhere"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("foredraft: error: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_generation_that_fails_is_exit_code_1(
+def test_a_failed_generation_exits_with_code_1(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -261,61 +269,61 @@ def test_a_generation_that_fails_is_exit_code_1(
     weights["model.norm.weight"][:] = float("nan")
     save_file(weights, tmp_path / "broken/model.safetensors", metadata={"format": "pt"})
     assert main(["generate", "x", "--model", str(tmp_path / "broken"), "--json"]) == 1
-    told = capsys.readouterr()
-    [complaint] = complaints(told.err)
-    assert re.fullmatch(r"foredraft: error: .* not finite.*", complaint)
-    [output] = json.loads(last_line(told.out))["outputs"]
+    printed = capsys.readouterr()
+    [line] = stderr_lines(printed.err)
+    assert re.fullmatch(r"foredraft: error: .* not finite.*", line)
+    [output] = json.loads(last_line(printed.out))["outputs"]
     assert output["finish_reason"] == "error"
     assert "not finite" in output["error"]
 
 
-BREAKING = """
+FAILING = """
 import sys
 from foredraft.cli import main
 from foredraft.decode.engine import Engine
-def broken(self):
+def failing(self):
     raise MemoryError("no room")
-Engine.round = broken
+Engine.round = failing
 sys.exit(main())
 """
 
 
-def test_a_pass_that_breaks_off_is_told_without_a_traceback(pair: list[str]) -> None:
-    done = foredraft(*pair, "x", *GREEDY, command=[sys.executable, "-c", BREAKING])
+def test_a_failed_forward_is_reported_without_a_traceback(pair: list[str]) -> None:
+    done = foredraft(*pair, "x", *GREEDY, command=[sys.executable, "-c", FAILING])
     assert done.returncode == 1
-    assert all(line.startswith("foredraft: ") for line in complaints(done.stderr))
+    assert all(line.startswith("foredraft: ") for line in stderr_lines(done.stderr))
     assert last_line(done.stderr) == "foredraft: error: MemoryError: no room"
 
 
-def test_stdin_that_is_not_text(pair: list[str]) -> None:
+def test_stdin_that_is_not_utf8_is_refused(pair: list[str]) -> None:
     done = subprocess.run([*COMMAND, *pair, "-"], input=b"ab\xff", capture_output=True, env=environment())
     assert done.returncode == 2
     assert done.stderr == b"foredraft: error: stdin is not UTF-8 text (byte 2); convert it first\n"
 
 
-def test_an_unknown_command() -> None:
+def test_an_unknown_command_is_refused() -> None:
     done = foredraft("genrate")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("foredraft: error: ")
 
 
-def test_stdin_that_is_closed(pair: list[str]) -> None:
+def test_a_closed_stdin_is_refused(pair: list[str]) -> None:
     arguments = shlex.join([*COMMAND, *pair, "-"])
     done = subprocess.run(f"{arguments} <&-", shell=True, capture_output=True, env=environment())
     assert done.returncode == 2
     assert done.stderr == (
-        b"foredraft: error: stdin is closed; give the prompt as an argument, or something to read it from\n"
+        b"foredraft: error: stdin is closed; give the prompt as an argument, or open stdin\n"
     )
 
 
-def test_streams_that_are_closed(pair: list[str]) -> None:
+def test_closed_output_streams_are_no_error(pair: list[str]) -> None:
     arguments = shlex.join([*COMMAND, *pair, "x", *GREEDY])
     done = subprocess.run(f"{arguments} >&- 2>&-", shell=True, capture_output=True, env=environment())
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_stdin_is_read_for_a_dash_alone(pair: list[str]) -> None:
-    read, write = os.pipe()  # nothing ever comes, and it stays open
+def test_stdin_is_not_read_without_a_dash(pair: list[str]) -> None:
+    read, write = os.pipe()  # stays open and empty
     try:
         done = foredraft(*pair, "x", *GREEDY, stdin=read, timeout=60)
     finally:
@@ -330,29 +338,29 @@ from foredraft.decode.sequence import Sequence
 extend = Sequence.extend
 def extend_and_wait(self, *new):
     if self.params.max_new_tokens == 1900 and len(self.new_ids) > 40:
-        os.read(0, 1)  # at once from then on, since nobody writes any more
+        os.read(0, 1)  # blocks until the parent closes stdin
     return extend(self, *new)
 Sequence.extend = extend_and_wait
 sys.exit(main())
 """
 
 
-def test_ctrl_c_keeps_the_text(pair: list[str]) -> None:
+def test_ctrl_c_keeps_the_text_and_exits_with_code_130(pair: list[str]) -> None:
     arguments = [sys.executable, "-c", WAITING, *pair, "x"]
     arguments += ["--max-new-tokens", "1900", "--temperature", "0"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(arguments, **pipes, env=environment()) as process:
         assert process.stdout is not None
-        first = process.stdout.read(1)  # there is text
+        first = process.stdout.read(1)  # generation has started
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, complaints(err.decode())) == (130, [])
+    assert (process.returncode, stderr_lines(err.decode())) == (130, [])
     tokens, rest = last_line((first + out).decode(errors="replace")).split(" ", 1)
     assert 0 < int(tokens) < 1900
     assert rest.startswith("tokens in ")
 
 
-INTERRUPTED_SOON = """
+SELF_INTERRUPTING = """
 import os, signal, sys
 from foredraft.cli import main
 from foredraft.decode.sequence import Sequence
@@ -368,18 +376,18 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_ctrl_c_leaves_a_whole_document(pair: list[str], n: int) -> None:
+def test_ctrl_c_keeps_the_document_whole(pair: list[str], n: int) -> None:
     options = ["--max-new-tokens", "1900", "--temperature", "0", "--json", "--n", str(n), "--max-batch", "2"]
-    done = foredraft(*pair, "x", *options, "--compare", command=[sys.executable, "-c", INTERRUPTED_SOON])
-    assert (done.returncode, complaints(done.stderr)) == (130, [])
+    done = foredraft(*pair, "x", *options, "--compare", command=[sys.executable, "-c", SELF_INTERRUPTING])
+    assert (done.returncode, stderr_lines(done.stderr)) == (130, [])
     document = json.loads(last_line(done.stdout))
     assert [output["finish_reason"] for output in document["outputs"]] == ["cancelled"] * n
     assert 0 < document["usage"]["completion_tokens"] < 1900 * n
     assert "compare" not in document
 
 
-class Terminal:
-    """What a person sees: stdout is a terminal, stderr a pipe."""
+class TerminalOutput:
+    """The output of a process whose stdout is a pseudo-terminal and whose stderr is a pipe."""
 
     def __init__(self, *arguments: str, **changes: str) -> None:
         shown, terminal = pty.openpty()
@@ -390,7 +398,7 @@ class Terminal:
         while True:
             try:
                 chunk = os.read(shown, 4096)
-            except OSError:  # Linux's way to say that the other end is closed
+            except OSError:  # Linux raises EIO when the other end is closed
                 break
             if not chunk:
                 break
@@ -404,30 +412,30 @@ class Terminal:
         )
 
 
-def test_a_terminal_shows_who_wrote_what(pair: list[str], models: Path) -> None:
-    # The target drafts for itself, so that there are accepted tokens and bonus tokens.
-    itself = [*pair[:3], "--draft", str(models / "big")]
-    seen = Terminal(*itself, "x", *GREEDY)
+def test_a_terminal_shows_origins_in_colours(pair: list[str], models: Path) -> None:
+    # The draft model is the target itself, so there are accepted tokens and bonus tokens.
+    same_model = [*pair[:3], "--draft", str(models / "big")]
+    seen = TerminalOutput(*same_model, "x", *GREEDY)
     assert seen.returncode == 0
     assert "\x1b[32m" in seen.stdout
     assert "\x1b[36m" in seen.stdout
-    [legend] = complaints(seen.stderr)
+    [legend] = stderr_lines(seen.stderr)
     assert "drafted, and accepted by the target" in legend
-    assert "\x1b" not in legend  # stderr is none
+    assert "\x1b" not in legend  # stderr is not a terminal
 
 
 @pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])
 def test_colours_can_be_turned_off(pair: list[str], how: str) -> None:
     off = (
-        Terminal(*pair, "x", *GREEDY, "--no-color")
+        TerminalOutput(*pair, "x", *GREEDY, "--no-color")
         if how == "--no-color"
-        else Terminal(*pair, "x", *GREEDY, NO_COLOR="1")
+        else TerminalOutput(*pair, "x", *GREEDY, NO_COLOR="1")
     )
-    assert (off.returncode, complaints(off.stderr)) == (0, [])
+    assert (off.returncode, stderr_lines(off.stderr)) == (0, [])
     assert "\x1b" not in off.stdout
 
 
-def test_the_models_control_characters_do_not_reach_the_terminal(pair: list[str]) -> None:
+def test_control_characters_are_made_visible(pair: list[str]) -> None:
     from foredraft.cli.render import visible
 
     assert "".join(map(visible, "a\x1b[2J\x07\x9b\n\tß🙂")) == "a␛[2J␇\N{REPLACEMENT CHARACTER}\n\tß🙂"
@@ -443,24 +451,24 @@ def test_help_lists_every_option() -> None:
         assert f"{option} " in text, option
 
 
-def test_defaults_are_those_of_the_library() -> None:
+def test_options_and_defaults_match_the_library() -> None:
     import inspect
     from dataclasses import asdict
 
     import foredraft as package
-    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions, requested
+    from foredraft.cli.options import DraftOptions, ModelOptions, SamplingOptions, request_options
 
     loading = inspect.signature(package.load).parameters
     for name, value in (asdict(ModelOptions()) | asdict(DraftOptions())).items():
         if name not in ("model", "truncate", "acceptance", "rollback", "policy_option"):
             assert value is None or loading[name].default == value, name
-    assert requested(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
+    assert request_options(SamplingOptions(), DraftOptions()) == {"ignore_eos": False, "include_stop": False}
     own = set(asdict(package.SamplingParams())) - {"acceptance", "rollback", "drafter"}
-    assert set(asdict(SamplingOptions())) == own | {"n"}, "every option of a request can be given here"
+    assert set(asdict(SamplingOptions())) == own | {"n"}, "the command line has every option of a request"
 
 
-def test_help_and_choices_come_from_the_tables(models: Path) -> None:
-    """A drafter that is not lossless and a policy: one line each, and the command line has them."""
+def test_a_new_drafter_and_policy_need_one_table_line_each(models: Path) -> None:
+    """Help, choices and checks of the command line come from the tables of `kinds`."""
     script = """
 import sys
 from foredraft import kinds
@@ -474,19 +482,19 @@ from foredraft.cli import main
 sys.exit(main())
 """
     command = [sys.executable, "-c", script]
-    told = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
-    assert "oracle: the future drafts (not lossless)" in told
-    assert "[choices: none, lookup, draft-model, retokenize, layer-skip, auto, oracle]" in told
-    assert "bold: as long as can be" in told
-    assert ", 3 with bold;" in told
-    ways = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]
-    done = foredraft("generate", "--model", str(models / "big"), "a b a b a b", *ways, command=command)
+    text = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
+    assert "oracle: the future drafts (not lossless)" in text
+    assert "[choices: none, lookup, draft-model, retokenize, layer-skip, auto, oracle]" in text
+    assert "bold: as long as can be" in text
+    assert ", 3 with bold;" in text
+    options = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]
+    done = foredraft("generate", "--model", str(models / "big"), "a b a b a b", *options, command=command)
     document = json.loads(done.stdout)
     assert 0 < len(document["stats"]["acceptance_by_position"]) <= 3
     assert document["lossless"] is False
 
 
-def test_a_reader_who_leaves_is_no_error(pair: list[str]) -> None:
+def test_a_reader_that_closes_the_pipe_is_no_error(pair: list[str]) -> None:
     with subprocess.Popen(
         [*COMMAND, *pair, "x", "--temperature", "0"],
         stdout=subprocess.PIPE,
@@ -496,5 +504,5 @@ def test_a_reader_who_leaves_is_no_error(pair: list[str]) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert complaints(process.stderr.read().decode()) == []
+        assert stderr_lines(process.stderr.read().decode()) == []
         assert process.wait(timeout=60) == 0

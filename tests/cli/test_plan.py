@@ -62,8 +62,14 @@ def test_every_plan_gives_the_same_text(
         (["--plan", "skip:heads=1"], "--plan is 'skip:heads=1'; give exit:LAYER, or skip:attn=LAYERS/mlp"),
         (["--plan", "exit:3"], "plan exits before layer 3; give 1 to 2: the model has 3 layers"),
         (["--plan", "other.json"], "--plan is for 'big', which is another model than"),
-        (["--plan", "exit:1", "--drafter", "lookup"], "--plan has no use with drafter lookup; leave it out"),
-        (["--plan", "exit:1", "--draft", "nowhere"], "--draft has no use with --drafter layer-skip"),
+        (
+            ["--plan", "exit:1", "--drafter", "lookup"],
+            "--plan has no effect with drafter lookup; leave it out",
+        ),
+        (
+            ["--plan", "exit:1", "--draft", "nowhere", "--drafter", "layer-skip"],
+            "--draft has no effect with drafter layer-skip",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -1,4 +1,4 @@
-"""What `foredraft generate` does around its runs: figures, failures, Ctrl-C, and a screen that keeps still."""
+"""The runs of `foredraft generate`: figures, failures, Ctrl-C, no screen output while a run is timed, errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ import torch
 
 from foredraft import LLM, Output, SamplingParams, loading
 from foredraft.cli import interrupt, main
-from foredraft.cli.error_text import spelled_as_options
+from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.progress import ProgressBars
+from foredraft.cli.stdin import STDIN
+from foredraft.errors import ConfigError, Option
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 
@@ -35,7 +37,7 @@ def pair(models: Path) -> list[str]:
 
 @pytest.fixture
 def at_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, str | None, Request], Any]], None]:
-    """Puts something around every `LLM.generate`: it gets the number of the call, and who drafts in it."""
+    """Wrap every `LLM.generate` call: the wrapper gets the call's number, its drafter and the call itself."""
 
     def wrap(around: Callable[[int, str | None, Request], Any]) -> None:
         generate, count = LLM.generate, iter(range(1000))
@@ -49,7 +51,7 @@ def at_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, str | No
     return wrap
 
 
-def signalled() -> None:
+def send_sigint() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -58,7 +60,7 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def test_outputs_that_differ_are_not_lossless(
+def test_different_outputs_are_reported_as_not_lossless(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
@@ -71,7 +73,7 @@ def test_outputs_that_differ_are_not_lossless(
     assert (found["compare"]["identical"], found["lossless"]) == (False, False)
 
 
-def test_the_text_shown_is_compared_too(
+def test_the_comparison_includes_the_printed_run(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
@@ -84,7 +86,7 @@ def test_the_text_shown_is_compared_too(
 
 
 @pytest.mark.parametrize("options", [[], ["--no-deterministic"]], ids=" ".join)
-def test_the_document_says_when_bits_may_differ(
+def test_the_document_says_that_a_run_is_not_deterministic(
     pair: list[str], capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     assert main([*pair, *GREEDY, "--json", *options]) == 0
@@ -94,32 +96,32 @@ def test_the_document_says_when_bits_may_differ(
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_pass_that_breaks_off_keeps_what_there_is(
+def test_a_failed_forward_keeps_the_text_so_far(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], streams: bool
 ) -> None:
     from foredraft.decode.engine import Engine
 
     rounds, count = Engine.round, iter(range(1000))
 
-    def breaking(self: Engine) -> Any:
+    def failing(self: Engine) -> Any:
         if next(count) == 2:
             raise MemoryError("no room")
         return rounds(self)
 
-    monkeypatch.setattr(Engine, "round", breaking)
+    monkeypatch.setattr(Engine, "round", failing)
     assert main([*pair, *GREEDY, *([] if streams else ["--json"])]) == 1
-    told = capsys.readouterr()
-    assert told.err.splitlines()[-1] == "foredraft: error: MemoryError: no room"
-    assert "Traceback" not in told.err
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1] == "foredraft: error: MemoryError: no room"
+    assert "Traceback" not in printed.err
     if streams:
-        assert int(told.out.splitlines()[-1].split(" tokens in ")[0]) > 0
+        assert int(printed.out.splitlines()[-1].split(" tokens in ")[0]) > 0
     else:
-        [output] = json.loads(told.out)["outputs"]
+        [output] = json.loads(printed.out)["outputs"]
         assert (output["finish_reason"], output["error"]) == ("error", "MemoryError: no room")
         assert output["token_ids"]
 
 
-def test_a_comparison_that_breaks_off_keeps_the_first_run(
+def test_a_failed_comparison_keeps_the_first_run(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
@@ -128,37 +130,37 @@ def test_a_comparison_that_breaks_off_keeps_the_first_run(
 
     at_run(around)
     assert main([*pair, *GREEDY, "--json", "--compare"]) == 1
-    told = capsys.readouterr()
-    found = json.loads(told.out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert "compare" not in found and len(found["outputs"][0]["token_ids"]) == 6
-    assert told.err.splitlines()[-1] == "foredraft: error: no room"
+    assert printed.err.splitlines()[-1] == "foredraft: error: no room"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=" ".join)
-def test_ctrl_c_before_the_request_begins(
+def test_ctrl_c_before_the_request_starts_prints_no_output(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     enter = interrupt.Interrupt.__enter__
 
     def entered(self: interrupt.Interrupt) -> interrupt.Interrupt:
         enter(self)
-        signalled()
+        send_sigint()
         return self
 
     monkeypatch.setattr(interrupt.Interrupt, "__enter__", entered)
     assert main([*pair, *GREEDY, *options]) == 130
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.splitlines()[-1] == "foredraft: interrupted"
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1] == "foredraft: interrupted"
 
 
-def test_ctrl_c_between_the_prompts_encoding_and_its_request(
+def test_ctrl_c_between_encoding_and_submitting_a_prompt_cancels_the_request(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = LLM.stream
 
     def streamed(self: LLM, *arguments: Any, **options: Any) -> Any:
-        signalled()
+        send_sigint()
         return stream(self, *arguments, **options)
 
     monkeypatch.setattr(LLM, "stream", streamed)
@@ -166,7 +168,7 @@ def test_ctrl_c_between_the_prompts_encoding_and_its_request(
     assert int(capsys.readouterr().out.splitlines()[-1].split(" tokens in ")[0]) < 500
 
 
-def test_ctrl_c_between_two_runs_of_a_comparison(
+def test_ctrl_c_between_two_runs_ends_the_comparison(
     pair: list[str], at_run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[int] = []
@@ -177,7 +179,7 @@ def test_ctrl_c_between_two_runs_of_a_comparison(
 
     def show(self: ProgressBars, stage: str, done: int, total: int) -> None:
         if stage == "compare" and done == 2:
-            signalled()  # when no request is there to be ended
+            send_sigint()  # between two requests
 
     at_run(around)
     monkeypatch.setattr(ProgressBars, "show", show)
@@ -186,14 +188,14 @@ def test_ctrl_c_between_two_runs_of_a_comparison(
     assert "compare" not in document(capsys)
 
 
-def test_ctrl_c_in_the_last_run_of_a_comparison(
+def test_ctrl_c_in_the_last_run_discards_the_comparison(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rate and its text are not a whole run's."""
+    """The interrupted run's speed and text are incomplete."""
 
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         if number == 12:
-            signalled()
+            send_sigint()
         return request()
 
     at_run(around)
@@ -202,15 +204,15 @@ def test_ctrl_c_in_the_last_run_of_a_comparison(
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=" ".join)
-def test_a_second_ctrl_c_does_not_lose_the_first_run(
+def test_a_second_ctrl_c_keeps_the_first_run(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    runs = len(options)  # text is streamed, by no call of `generate`
+    runs = len(options)  # streamed text does not call `generate`
 
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         if number == runs:
-            signalled()
-            signalled()
+            send_sigint()
+            send_sigint()
         return request()
 
     at_run(around)
@@ -224,15 +226,15 @@ def test_a_second_ctrl_c_does_not_lose_the_first_run(
         assert out.splitlines()[-1].endswith(", comparison not finished")
 
 
-class Screen(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def test_the_screen_keeps_still_during_timed_runs(
+def test_nothing_is_drawn_during_a_timed_run(
     pair: list[str], at_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen = Screen()
+    screen = FakeTerminal()
     monkeypatch.setattr(sys, "stderr", screen)
     threads = threading.active_count()
     disturbed: list[int] = []
@@ -240,25 +242,25 @@ def test_the_screen_keeps_still_during_timed_runs(
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         before = screen.tell()
         outputs = request()
-        time.sleep(0.15)  # more than one period of a display that refreshes itself
+        time.sleep(0.15)  # longer than the period of a refresh thread
         if screen.tell() != before or threading.active_count() != threads:
             disturbed.append(number)
         return outputs
 
     at_run(around)
-    # a prompt of two chunks reports its prefill
+    # A prompt of two chunks reports the progress of its prefill.
     assert main([*pair[:-1], "a b c " * 100, *GREEDY, "--compare"]) == 0
     assert disturbed == []
     assert "Comparing" in screen.getvalue()
-    assert "Reading the prompt" in screen.getvalue()  # of the first run, which is not timed
+    assert "Reading the prompt" in screen.getvalue()  # from the first run, which is not timed
 
 
-def test_the_last_line_tells_the_warm_runs(
+def test_the_figures_of_a_comparison_are_those_of_warm_runs(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
         outputs = request()
-        time.sleep(2 if number in (0, 2) else 0)  # the run that is shown, and the warm-up
+        time.sleep(2 if number in (0, 2) else 0)  # the printed run and the warm-up
         return outputs
 
     at_run(around)
@@ -270,7 +272,7 @@ def test_the_last_line_tells_the_warm_runs(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_seconds_are_the_whole_requests(
+def test_seconds_cover_the_whole_request(
     pair: list[str], at_run: Any, capsys: pytest.CaptureFixture[str], n: int
 ) -> None:
     def around(number: int, drafter: str | None, request: Request) -> list[Output]:
@@ -282,7 +284,7 @@ def test_seconds_are_the_whole_requests(
     assert document(capsys)["stats"]["seconds"] > 1
 
 
-def test_the_demo_shows_what_it_goes_on_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_prints_its_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     from foredraft import demo
 
     short = ["--temperature", "0", "--max-new-tokens", "2"]
@@ -298,7 +300,7 @@ def test_the_demo_shows_what_it_goes_on_from(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "rows"), [([], 1), (["--n", "3"], 3), (["--max-batch", "2"], 2)], ids=str
 )
-def test_room_is_made_for_what_is_asked(
+def test_the_cache_has_the_rows_and_positions_of_the_request(
     pair: list[str], loaded: list[LLM], options: list[str], rows: int
 ) -> None:
     assert main([*pair, *GREEDY, "--json", *options]) == 0
@@ -309,30 +311,42 @@ def test_room_is_made_for_what_is_asked(
 
 
 @pytest.mark.parametrize(
-    ("message", "spelled"),
+    ("option", "flag"),
     [
-        (
-            "max_batch is 0; lower max_batch or max_length",
-            "--max-batch is 0; lower --max-batch or --max-length",
-        ),
-        ("give dtype='bfloat16' or 'float32'", "give --dtype bfloat16 or float32"),
-        ("needs draft=, the draft's folder", "needs --draft, the draft's folder"),
-        ("seed is -1; a seed is whole", "--seed is -1; a seed is whole"),
-        ("shorten it, or truncate='left'", "shorten it, or --truncate left"),
-        ("top_p-1 in /models/top_k has no file", "top_p-1 in /models/top_k has no file"),
-        ("two\nlines", "two lines"),
+        (Option("max_batch"), "--max-batch"),
+        (Option("dtype", "bfloat16"), "--dtype bfloat16"),
+        (Option("max_draft", 3), "--max-draft 3"),
+        (Option("stop", "two words"), "--stop 'two words'"),
+        (Option("json", True), "--json"),
+        (Option("deterministic", False), "--no-deterministic"),
+        (Option("path"), "--model"),
+        (Option("path", "big"), "--model big"),
+        (Option("policy_options"), "--policy-option"),
     ],
 )
-def test_messages_are_spelled_as_options(message: str, spelled: str) -> None:
-    assert spelled_as_options(message) == spelled
+def test_options_are_spelled_as_flags(option: Option, flag: str) -> None:
+    assert as_flag(option) == flag
 
 
-def test_a_model_larger_than_memory_is_one_line(
+def test_an_error_is_printed_on_one_line_with_flags() -> None:
+    error = ConfigError(
+        ("and the prompt is", "\ntoo long for ", Option("max_length")),
+        option="path",
+        value=STDIN,
+        remedy=("shorten it, or give ", Option("truncate", "left")),
+    )
+    assert one_line(error) == (
+        "--model is '-', and the prompt is too long for --max-length; shorten it, or give --truncate left"
+    )
+    assert one_line(f"text with max_length\n and {STDIN}") == "text with max_length and -"
+
+
+def test_a_model_larger_than_memory_is_refused_in_one_line(
     pair: list[str], models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need = weight_bytes(ModelSpec.from_folder(models / "big"), torch.device("cpu"), torch.float32)
     monkeypatch.setattr(loading.capacity, "free_memory", lambda device: need)
     code = main([*pair, "--device", "cpu"])
-    told = capsys.readouterr()
-    assert (code, told.out, told.err.count("\n")) == (2, "", 1)
-    assert "; give --dtype bfloat16, or leave the draft model out" in told.err
+    printed = capsys.readouterr()
+    assert (code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert "; give --dtype bfloat16, or leave the draft model out" in printed.err

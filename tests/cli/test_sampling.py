@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
-from foredraft.cli.error_text import STDIN, with_stdin
+from foredraft.cli.stdin import STDIN, mark_stdin
 from foredraft.model.tokenizer import Tokenizer
 
 GREEDY = ["--temperature", "0", "--max-new-tokens", "24"]
@@ -20,29 +20,31 @@ def generate(models: Path) -> list[str]:
     return ["generate", "def accept(draft, p, q):", "--model", str(models / "big"), *GREEDY]
 
 
-def told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+def document(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
     assert main([*arguments, "--json"]) == 0
-    document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return document
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
 
-def test_stop_strings(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    [whole] = told(capsys, generate)["outputs"]
+def test_stop_strings_end_the_text(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    [whole] = document(capsys, generate)["outputs"]
     text = whole["text"]
     stop = next(text[i : i + 2] for i in range(5, len(text)) if "\ufffd" not in text[i : i + 2])
-    [found] = told(capsys, [*generate, "--stop", "no such text", "--stop", stop])["outputs"]
+    [found] = document(capsys, [*generate, "--stop", "no such text", "--stop", stop])["outputs"]
     assert found["text"] == text[: text.index(stop)]
     assert (found["finish_reason"], found["stopped_by"]) == ("stop", stop)
-    [found] = told(capsys, [*generate, "--stop", stop, "--include-stop"])["outputs"]
+    [found] = document(capsys, [*generate, "--stop", stop, "--include-stop"])["outputs"]
     assert found["text"] == text[: text.index(stop)] + stop
     main([*generate, "--stop", stop])
     shown = capsys.readouterr().out
     assert shown.startswith(text[: text.index(stop)])
-    assert len(shown.split(" tokens in ")[0]) < len(text) + 5, "what follows the stop string is not shown"
+    assert len(shown.split(" tokens in ")[0]) < len(text) + 5, "text after the stop string is not shown"
 
 
-def test_every_option_reaches_the_request(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    base = told(capsys, generate)["outputs"][0]["token_ids"]
+def test_every_sampling_option_changes_the_output(
+    generate: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = document(capsys, generate)["outputs"][0]["token_ids"]
     first = base[0]
     for options in (
         ["--logit-bias", f"{first}=-100"],
@@ -50,27 +52,29 @@ def test_every_option_reaches_the_request(generate: list[str], capsys: pytest.Ca
         ["--presence-penalty", "2"],
         ["--frequency-penalty", "-2"],
     ):
-        ids = told(capsys, [*generate, *options])["outputs"][0]["token_ids"]
+        ids = document(capsys, [*generate, *options])["outputs"][0]["token_ids"]
         assert ids != base, options
     sampled = [*generate[:4], "--seed", "1", "--temperature", "1.3", "--max-new-tokens", "24"]
-    base = told(capsys, sampled)["outputs"][0]["token_ids"]
+    base = document(capsys, sampled)["outputs"][0]["token_ids"]
     for options in (["--top-k", "2"], ["--top-p", "0.3"], ["--min-p", "0.5"], ["--typical-p", "0.2"]):
-        ids = told(capsys, [*sampled, *options])["outputs"][0]["token_ids"]
+        ids = document(capsys, [*sampled, *options])["outputs"][0]["token_ids"]
         assert ids != base, options
 
 
-def test_log_probabilities(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_probabilities_are_reported(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*generate, "--logprobs", "2", "--prompt-logprobs", "0", "--top-k", "5"]
-    document = told(capsys, arguments)
-    [output] = document["outputs"]
+    found = document(capsys, arguments)
+    [output] = found["outputs"]
     assert [score["token_id"] for score in output["logprobs"]] == output["token_ids"]
     assert all(len(score["top"]) == 2 for score in output["logprobs"])
-    assert len(output["prompt_logprobs"]) == document["usage"]["prompt_tokens"]
+    assert len(output["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
     assert output["prompt_logprobs"][0] is None
-    assert any(score["processed"] is None for score in output["prompt_logprobs"][1:]), "out of the greedy law"
+    assert any(score["processed"] is None for score in output["prompt_logprobs"][1:]), (
+        "the greedy distribution has one token"
+    )
 
 
-def test_a_models_own_defaults_hold_and_an_explicit_option_wins(
+def test_the_models_defaults_apply_unless_an_option_is_given(
     generate: list[str], models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -79,14 +83,14 @@ def test_a_models_own_defaults_hold_and_an_explicit_option_wins(
         (folder / file.name).write_bytes(file.read_bytes())
     config = {"do_sample": True, "temperature": 0.9, "top_k": 1, "max_new_tokens": 7}
     (folder / "generation_config.json").write_text(json.dumps(config))
-    bare = [*generate[:3], str(folder)]
-    [found] = told(capsys, bare)["outputs"]
-    [greedy] = told(capsys, generate)["outputs"]
-    assert found["token_ids"] == greedy["token_ids"][:7], "top_k = 1 and 7 tokens are the file's"
-    assert len(told(capsys, [*bare, "--max-new-tokens", "9"])["outputs"][0]["token_ids"]) == 9
+    without_options = [*generate[:3], str(folder)]
+    [found] = document(capsys, without_options)["outputs"]
+    [greedy] = document(capsys, generate)["outputs"]
+    assert found["token_ids"] == greedy["token_ids"][:7], "the file has top_k = 1 and 7 tokens"
+    assert len(document(capsys, [*without_options, "--max-new-tokens", "9"])["outputs"][0]["token_ids"]) == 9
 
 
-def test_a_trace(
+def test_a_trace_page_is_written_and_replaced(
     generate: list[str], models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "trace.html"
@@ -95,7 +99,7 @@ def test_a_trace(
     page = file.read_text(encoding="utf-8")
     assert "drafter draft-model" in page
     capsys.readouterr()
-    told(capsys, [*generate, "--n", "2", "--trace", str(file)])
+    document(capsys, [*generate, "--n", "2", "--trace", str(file)])
     assert "drafter none" in file.read_text(encoding="utf-8"), "an older page is replaced"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
 
@@ -112,16 +116,16 @@ def test_a_trace(
         (["--presence-penalty", "3"], "--presence-penalty is 3.0; give from -2 to 2"),
         (["--min-new-tokens", "30"], "--min-new-tokens is 30 but --max-new-tokens is 24"),
         (["--stop", ""], "none of them empty"),
-        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "give each token once"),
-        (["--logprobs", "2"], "--logprobs has no use without --json"),
-        (["--prompt-logprobs", "2"], "--prompt-logprobs has no use without --json"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias is '5=1 5=2'; give each token once"),
+        (["--logprobs", "2"], "--logprobs has no effect without --json; add --json, or leave it out"),
+        (["--prompt-logprobs", "2"], "--prompt-logprobs has no effect without --json"),
         (["--json", "--logprobs", "-1"], "--logprobs is -1"),
         (["--trace", "no/such/folder.html"], "--trace is 'no/such/folder.html'; give a file in a folder"),
         (["--trace", "."], "--trace is '.'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_gets_one_line(
+def test_a_wrong_sampling_option_prints_one_line(
     generate: list[str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert main([*generate, *options]) == 2
@@ -132,14 +136,14 @@ def test_a_mistake_gets_one_line(
     assert message in line
 
 
-def test_a_dash_as_an_options_value_is_a_dash(
+def test_a_dash_as_the_value_of_an_option_is_not_stdin(
     generate: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["generate", "-", "--json", "-", "--stop", "-", "--stop=-"]
-    assert with_stdin(words) == ["generate", STDIN, "--json", STDIN, "--stop=-", "--stop=-"]
+    assert mark_stdin(words) == ["generate", STDIN, "--json", STDIN, "--stop=-", "--stop=-"]
     dash = tokenizer_of(generate).encode("-", add_special_tokens=False)[-1]
     for spelled in (["--stop", "-"], ["--stop=-"]):
-        [found] = told(capsys, [*generate, *spelled, "--logit-bias", f"{dash}=100"])["outputs"]
+        [found] = document(capsys, [*generate, *spelled, "--logit-bias", f"{dash}=100"])["outputs"]
         assert (found["stopped_by"], found["text"]) == ("-", "")
 
 

@@ -300,9 +300,9 @@ STAGE_LINES = tuple(STAGES.values())
             "--storage is 'sqlite:////no/such/file.db', which cannot",
         ),
         (["--storage", "what"], "--storage is 'what', which is not a URL"),
-        (["--prompts", "/no/such/file"], "No such file"),
+        (["--prompts", "/no/such/file"], "--prompts is '/no/such/file', which cannot be read (No such file"),
         (["--tokens", "99999"], "--tokens is 99999, but the prompts give 1024 new tokens without repetition"),
-        (["--out", "/no/such/folder/plan.json"], "out is '/no/such/folder/plan.json'"),
+        (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
         (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
         (["--max-draft", "0"], "--max-draft is 0; give 1 or more"),
         (["--sampler", "grid"], "grid"),
@@ -329,9 +329,9 @@ def test_mistakes_are_one_line_and_code_2(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n \n", "no prompts; give one"),
-        ("only one\n", "prompts holds a single prompt; give two or more"),
-        ("the same\n" * 4, "prompts holds 4 equal prompts; give two or more different prompts"),
+        ("\n \n", "which has no prompts; give one per line"),
+        ("only one\n", "--prompts holds a single prompt; give two or more"),
+        ("the same\n" * 4, "--prompts holds 4 equal prompts; give two or more different prompts"),
     ],
 )
 def test_too_few_prompts_are_refused(

@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "columns counted without their padding",
-        ((Runner._gathered, "b * shape.queries + t", "b * job.tokens.shape[1] + t"),),
+        ((Job.real_columns, "b * queries + t", "b * self.tokens.shape[1] + t"),),
         gathered,
     ),
     Mutant(
@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         "a recording's outputs overwritten in a caller's hands",
-        ((graphs._Entry.run, "self.recording.output.copied()", "self.recording.output"),),
+        ((graphs._Entry.run, "self.graph.output.copied()", "self.graph.output"),),
         recorded,
     ),
     Mutant(

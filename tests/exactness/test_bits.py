@@ -113,7 +113,7 @@ def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
         runner.gathers = request.param == "gathered"
         runner.graphs = Graphs(Rerun()) if request.param == "recorded" else None
     yield
-    assert target.graphs is None or target.graphs.recorder.replays > 0
+    assert target.graphs is None or target.graphs.capturer.replays > 0
     for runner in (target, drafter.draft_pass.runner):
         runner.gathers, runner.graphs = None, None
 

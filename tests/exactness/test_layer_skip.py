@@ -129,7 +129,7 @@ def test_greedy_ids_whatever_way_passes_run(llm: LLM, plain: list[list[int]], wa
     try:
         for shift in range(3):
             assert_plain(llm, list(islice(cycle(PLANS), shift, shift + len(PROMPTS))), plain)
-        assert runner.graphs is None or runner.graphs.recorder.replays > 0
+        assert runner.graphs is None or runner.graphs.capturer.replays > 0
     finally:
         runner.gathers, runner.graphs = None, None
 

@@ -1,4 +1,4 @@
-"""Kernels compiled with a defect or with other flags, loaded in place of the real ones."""
+"""Replace the C kernels by ones compiled from changed sources or with other flags."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from foredraft.model.runner.native import check, linear, passes
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
-    """Have the kernels run with `old` replaced. Where the source has changed under a defect, this fails: plant it
-    anew, do not drop it."""
+    """Run the kernels with one occurrence of `old` in their sources replaced by `new`.
+
+    The function fails where the sources no longer hold `old` exactly once. Adapt the defect then; do not drop it.
+    """
     for name in compilation.SOURCES:
         shutil.copy(compilation.HERE / name, folder / name)
     holding = [folder / name for name in compilation.SOURCES if old in (folder / name).read_text()]
@@ -23,15 +25,15 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     assert source.count(old) == 1, f"the kernels hold {old!r} more than once"
     holding[0].write_text(source.replace(old, new))
     monkeypatch.setattr(compilation, "HERE", folder)
-    stand_in(monkeypatch, folder)
+    compile_anew(monkeypatch, folder)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> None:
-    """Have kernels run that are compiled with further flags, too."""
+def compile_anew(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> None:
+    """Compile the kernels with further flags, and run them in place of the loaded ones."""
     command = compilation.compiler()
     assert command is not None
     monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, *flags))
-    built: ctypes.CDLL = compilation._built(command, folder / "kernels.so")
+    built: ctypes.CDLL = compilation._build(command, folder / "kernels.so")
     for module in (check, linear, passes):
         monkeypatch.setattr(module, "library", lambda: built)
     monkeypatch.setattr("foredraft.kernels.vocab.library", lambda: built)

@@ -1,22 +1,29 @@
-"""A recorder for CPUs: a replay runs the recorded body again, on the very buffers that it was recorded with,
-and its results overwrite those of the recording, as a CUDA graph's do."""
+"""A graph capturer for CPUs: a replay runs the captured pass again, on the buffers of the capture.
+
+As with a CUDA graph, each replay overwrites the results of the one before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from foredraft.model.runner import Forward
-from foredraft.model.runner.graphs import Recording
+from foredraft.model.runner.graphs import CapturedGraph
 
 
 class Rerun:
-    """`records` and `replays` count; `fails` makes recording fail as CUDA does."""
+    """A `GraphCapturer` that counts its captures and replays.
+
+    Args:
+        fails: Captures fail with an error of CUDA.
+    """
 
     def __init__(self, fails: bool = False) -> None:
-        self.fails, self.records, self.replays = fails, 0, 0
+        self.fails, self.captures, self.replays = fails, 0, 0
 
-    def record(self, body: Callable[[], Forward]) -> Recording:
-        self.records += 1
+    def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
+        """Run a pass, and return a graph that runs it again."""
+        self.captures += 1
         if self.fails:
             raise RuntimeError("CUDA error: operation not permitted\nCompile with ...")
         output = body()
@@ -30,4 +37,4 @@ class Rerun:
             for depth, tap in output.taps.items():
                 tap.copy_(again.taps[depth])
 
-        return Recording(replay, output)
+        return CapturedGraph(replay, output)

@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own, on this tree's source."""
+"""Run Python in a process of its own, on this tree's source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, which must be a good one."""
+    """Run Python with these arguments, and assert that it exits with code 0."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

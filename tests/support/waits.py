@@ -1,8 +1,8 @@
-"""Counts where the host would wait for a GPU, on a CPU: every read of a tensor's values, and every tensor that
-is made of values and was not uploaded without waiting.
+"""Count host-device synchronisations on a CPU: places where the host would wait for a GPU.
 
-It sees what PyTorch's own check on a GPU sees (`torch.cuda.set_sync_debug_mode`), and what that does not:
-`tolist` of something small waits as well. A copy to the device itself cannot be told from one that is none.
+The host waits where it reads a tensor's values, and where it makes a tensor from values without `upload`. The
+count covers what PyTorch's check on a GPU reports (`torch.cuda.set_sync_debug_mode`), and also `tolist` of small
+tensors, which that check misses. It cannot see copies to the device, which are no copies on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foredraft.model.device import upload
 
 SOURCE = str(Path(upload.__code__.co_filename).parents[1])
 aten = torch.ops.aten
-# operators whose result, or its shape, the host must know
+# operators whose result or shape the host must read
 WAITING = {
     aten._local_scalar_dense,
     aten.equal,
@@ -35,25 +35,29 @@ WAITING = {
     aten.unique_consecutive,
     aten.repeat_interleave,
 }
-MASKED = {aten.index, aten.index_put, aten.index_put_}  # by booleans they look for what is true first
+MASKED = {aten.index, aten.index_put, aten.index_put_}  # with a boolean index, they run nonzero first
 READS = {Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 MAKES = {torch.tensor, torch.as_tensor, torch.from_numpy}
-# reads its input for a check that it leaves to the kernel on a GPU
+# on a CPU, one_hot reads its input for a check; on a GPU, the kernel checks
 # (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/Onehot.cpp)
 EXCUSED = {torch.nn.functional.one_hot}
 
 
 class Waits:
-    """Within the block, `found` grows: what waits, and the line of the library that asked for it.
+    """A context that collects synchronisations.
 
-    Inference mode hides reads of single values from whoever looks at operators, so it is `no_grad` here.
+    Within the block, inference mode is replaced by `no_grad`, because it hides reads of single values from
+    dispatch modes.
+
+    Attributes:
+        found: Each synchronisation, with the line of the library that caused it.
     """
 
     def __init__(self) -> None:
         self.found: list[str] = []
         self._modes = (_Functions(self), _Operators(self))
         self._patch = pytest.MonkeyPatch()
-        self._host: list[Tensor] = []  # what a read gave, and is made of it: reading that is free
+        self._host: list[Tensor] = []  # tensors on the host and those made of them: reading these is free
         self._excused = 0
 
     def __enter__(self) -> Waits:
@@ -69,12 +73,13 @@ class Waits:
         self._patch.undo()
 
     def note(self, what: str) -> None:
+        """Record a synchronisation."""
         if not self._excused:
             self.found.append(f"{what} at {_line()}")
 
 
 class _NoGrad:
-    """What `torch.inference_mode` does within the block."""
+    """The replacement of `torch.inference_mode`."""
 
     def __enter__(self) -> None:
         self._inside = torch.no_grad()
@@ -139,7 +144,7 @@ def _line() -> str:
 
 
 def counted(function: Callable[..., Any], counts: list[list[str]]) -> Callable[..., Any]:
-    """The function; each call's waits are appended to `counts`."""
+    """Return the function with its synchronisations counted: each call appends its list to `counts`."""
 
     def calls(*args: Any, **kwargs: Any) -> Any:
         with Waits() as waits:

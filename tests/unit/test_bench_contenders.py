@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from foredraft.bench.bare import draft_seconds
+from foredraft.bench.timing import parted, wrapped
 from foredraft.decode.calibration import Measured
 
 import foredraft
@@ -26,7 +27,6 @@ from foredraft.bench.foredraft_contender import BigLittle, ForedraftContender
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.records import DraftCost
-from foredraft.bench.timing import parted, wrapped
 from foredraft.bench.weights import model_record
 from foredraft.decode.policy import Alone
 from foredraft.kinds import DRAFTERS, POLICIES, suits
@@ -425,10 +425,10 @@ def test_contenders_with_the_same_policy_share_its_measured_costs(
 ) -> None:
     target: Any = context.llm.engine.target
     policy = make_policy("auto", {}, 3, target)
-    told: list[int] = []
+    longest_drafts: list[int] = []
 
     def take(measured: Measured, engine: Any) -> None:
-        told.append(measured.longest)
+        longest_drafts.append(measured.longest)
         trials = (None, 0), ("filler", 3), ("draft-model", 1), ("draft-model", 3)
         measured.rounds = {trial: deque([1.0]) for trial in trials}
 
@@ -436,7 +436,7 @@ def test_contenders_with_the_same_policy_share_its_measured_costs(
     monkeypatch.setattr("foredraft.decode.calibration.RARE", 1e12)
     for drafter in ("lookup", "draft-model", "lookup"):
         ForedraftContender(drafter, context.llm, drafter).with_policy(policy).run(PROMPTS[:1], TOKENS)
-    assert told == [3]
+    assert longest_drafts == [3]
     made: Any = policy
     assert made.table.drafts["draft-model"] == {1: (0.0, 0.0)}
 

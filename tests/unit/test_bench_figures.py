@@ -111,8 +111,8 @@ def test_tokens_of_a_peers_prefill_pass_are_not_counted_as_decoding() -> None:
     assert row.speedup is not None and row.speedup.median == pytest.approx(0.5)
     assert row.prefill_seconds == Spread(0.2, 0.2, 0.2, 1)
     assert row.drafting is row.predicted is row.overhead is row.bandwidth_share is None
-    ours = make_row(runs, Named("plain"), ["other"], comparable=True)
-    assert ours.over_peers is not None and ours.over_peers["other"].median == pytest.approx(2.0)
+    own = make_row(runs, Named("plain"), ["other"], comparable=True)
+    assert own.over_peers is not None and own.over_peers["other"].median == pytest.approx(2.0)
 
 
 def test_predicted_speedup_sums_the_costs_of_the_actual_rounds() -> None:
@@ -120,8 +120,8 @@ def test_predicted_speedup_sums_the_costs_of_the_actual_rounds() -> None:
     known = costs()
 
     def of(*rounds: Round, drafter: str | None = None) -> Stats:
-        told = [one if drafter is None else replace(one, drafter=drafter) for one in rounds]
-        return Stats.merge([Stats.of(told[:1]), Stats.of(told[1:])])
+        named = [each if drafter is None else replace(each, drafter=drafter) for each in rounds]
+        return Stats.merge([Stats.of(named[:1]), Stats.of(named[1:])])
 
     even, uneven = (Round(2, 1, 2), Round(2, 2, 3)), (Round(1, 1, 2), Round(3, 2, 3))
     assert predicted_speedup(known, of(*even, drafter="draft-model")) == pytest.approx(2.5 / (0.5 + 1.3))
@@ -272,8 +272,8 @@ def test_one_differing_run_makes_a_prompt_differ() -> None:
     found = make_row(two, Named("lookup"), [], comparable=True).exactness
     assert found == Exactness(True, 0, 2, Divergence(0, 4)) and found.holds is False
     assert make_row(two, Named("plain"), [], comparable=True).exactness == Exactness(True, 2, 2)
-    told = make_row(two, Named("lookup"), [], comparable=False).exactness
-    assert told is not None and told.holds is None
+    uncompared = make_row(two, Named("lookup"), [], comparable=False).exactness
+    assert uncompared is not None and uncompared.holds is None
 
 
 def test_a_shorter_text_diverges_where_it_ends() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foredraft.bench.timing import wrapped
 
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine
@@ -19,13 +20,12 @@ from foredraft.bench.options import Options
 from foredraft.bench.prediction import ceiling
 from foredraft.bench.records import Cost, Costs, Report, Spread
 from foredraft.bench.run import bench
-from foredraft.bench.timing import wrapped
 from foredraft.bench.workload import Workload
 from foredraft.decode.stats import Stats
 from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan
 from tests.support import checkpoints
 
-OURS = ("plain", "lookup", "draft-model")
+FOREDRAFT = ("plain", "lookup", "draft-model")
 TEXTS = Workload("texts", ("def accept", "Viktor", "the target checks all"))
 
 
@@ -47,7 +47,7 @@ def test_the_demo_pairs_report_is_complete() -> None:
     seen: list[tuple[str, int, int]] = []
     report = bench(
         [Workload("code", (prompts[39], prompts[0]))],
-        Options(methods=(*OURS, "transformers"), new_tokens=8, repeats=2, batch=(2, 1)),
+        Options(methods=(*FOREDRAFT, "transformers"), new_tokens=8, repeats=2, batch=(2, 1)),
         device="cpu",
         policy="fixed",
         max_draft=3,
@@ -55,7 +55,7 @@ def test_the_demo_pairs_report_is_complete() -> None:
     )
     assert report.finished and not report.notes
     assert [(row.batch, row.contender) for row in report.rows] == [
-        (batch, name) for batch in (1, 2) for name in (*OURS, "transformers")
+        (batch, name) for batch in (1, 2) for name in (*FOREDRAFT, "transformers")
     ]
     for row in report.rows:
         assert row.exactness is not None and row.exactness.prompts == row.prompts == 2
@@ -183,7 +183,7 @@ def test_costs_are_measured_between_the_runs_they_explain(
     long = Workload("long", ("the target checks all of them, and keeps what it would have written",) * 2)
     report = bench(
         [TEXTS, long],
-        Options(methods=OURS, new_tokens=4, repeats=2),
+        Options(methods=FOREDRAFT, new_tokens=4, repeats=2),
         progress=lambda stage, *_: happened.append("repeat") if "batch" in stage else None,
         **pair,
     )
@@ -213,7 +213,7 @@ def test_costs_cover_the_longest_draft_of_any_policy(pair: dict[str, Any]) -> No
 
 def test_sampled_texts_are_compared_only_under_the_coupled_rule(pair: dict[str, Any]) -> None:
     for coupled in (True, False):
-        options = Options(methods=OURS, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
+        options = Options(methods=FOREDRAFT, new_tokens=4, repeats=2, temperature=1.0, coupled=coupled)
         report = bench([TEXTS], options, **pair)
         assert [row.exactness and row.exactness.holds for row in report.rows] == [coupled or None] * 3
 
@@ -226,7 +226,7 @@ def test_a_failing_program_is_left_out_unless_named(
 
     monkeypatch.setattr(Generate, "run", broken)
     report = bench([TEXTS], Options(methods=("all",), new_tokens=2, repeats=1), **pair)
-    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*OURS, "auto"]
+    assert [row.contender for row in report.rows if row.contender != "llama.cpp"] == [*FOREDRAFT, "auto"]
     assert "left out: transformers failed (ValueError: no such cache)" in report.notes
     with pytest.raises(ValueError, match="no such cache"):
         bench([TEXTS], Options(methods=("transformers",), new_tokens=2, repeats=1), **pair)

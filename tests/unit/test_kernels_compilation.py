@@ -1,4 +1,4 @@
-"""Where the kernels are compiled and kept, and what is said where they cannot be."""
+"""The kernels are compiled once, and kept in the user's cache; `unavailable_because` says why there are none."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing is compiled yet, and nothing kept; afterwards all is as before."""
+def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Give each test an empty cache folder and kernels that are not loaded."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compilation, "_found", compilation.functools.cache(compilation._found.__wrapped__))
+    monkeypatch.setattr(
+        compilation,
+        "_library_or_reason",
+        compilation.functools.cache(compilation._library_or_reason.__wrapped__),
+    )
     yield
     check.unserved_because.cache_clear()
 
@@ -39,19 +43,19 @@ def program(tmp_path: Path, lines: str) -> Path:
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     built: list[Path] = []
-    real = compilation._built
+    real = compilation._build
     monkeypatch.setattr(
-        compilation, "_built", lambda command, path: (built.append(path), real(command, path))[1]
+        compilation, "_build", lambda command, path: (built.append(path), real(command, path))[1]
     )
     return built
 
 
-def test_they_are_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_kernels_are_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     built, command = count_compilations(monkeypatch), compilation.compiler()
     assert command is not None
     compilation._load(command)
     [kept] = (tmp_path / "cache" / "kernels").iterdir()
-    kept.unlink()  # not overwritten: it is in use
+    kept.unlink()  # the loaded library still maps this file
     kept.write_bytes(b"broken")
     for _ in range(2):
         assert compilation._load(command).foredraft_argmax is not None
@@ -60,9 +64,7 @@ def test_they_are_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_cache_that_cannot_be_written_to_is_no_hindrance(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -70,13 +72,13 @@ def test_a_cache_that_cannot_be_written_to_is_no_hindrance(
     assert compilation.library() is not None
 
 
-def test_a_cache_that_is_a_file_is_no_hindrance(tmp_path: Path) -> None:
+def test_a_cache_folder_that_is_a_file_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     assert compilation.library() is not None
 
 
 @pytest.mark.parametrize(
-    ("lines", "why"),
+    ("script", "reason"),
     [
         ("echo one; echo 'x.c: error: no such thing' >&2; exit 1", "x.c: error: no such thing"),
         ("printf '\\377\\n'; printf '\\377 error\\n' >&2; exit 1", "\ufffd error"),
@@ -84,38 +86,40 @@ def test_a_cache_that_is_a_file_is_no_hindrance(tmp_path: Path) -> None:
         ("exit 0", "cannot be compiled"),
     ],
 )
-def test_a_compiler_that_fails(lines: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compilation, "SECONDS", 0.5)
-    monkeypatch.setenv("CC", str(program(tmp_path, lines)))
+def test_a_failing_compiler_is_the_reason(
+    script: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compilation, "TIMEOUT", 0.5)
+    monkeypatch.setenv("CC", str(program(tmp_path, script)))
     assert compilation.library() is None
-    assert why in (compilation.unavailable_because() or "")
+    assert reason in (compilation.unavailable_because() or "")
 
 
-def test_cc_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cc_may_hold_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = compilation.compiler()
     assert found is not None
-    through = program(tmp_path, 'exec "$@"')
-    monkeypatch.setenv("CC", f"{through} {found[0]}")
+    wrapper = program(tmp_path, 'exec "$@"')
+    monkeypatch.setenv("CC", f"{wrapper} {found[0]}")
     assert compilation.library() is not None
 
 
-def test_a_cc_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
-    assert compilation.unavailable_because() == "CC is 'no-such-compiler -m64', which is no program"
+    assert compilation.unavailable_because() == "CC is 'no-such-compiler -m64', which is not a program"
 
 
 @pytest.mark.parametrize("options", [{"kernels": False}, {"compile": True}])
-def test_nothing_is_compiled_for_a_model_that_does_without(
+def test_a_model_without_kernels_compiles_none(
     options: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path / "model", "llama")
     check.unserved_because.cache_clear()
     monkeypatch.setattr(loading.runners, "check_compiler", lambda device: None)
-    monkeypatch.setattr(loading.runners, "make_runner", refuse_to_read)
-    with pytest.raises(ConfigError, match="read no further"):
+    monkeypatch.setattr(loading.runners, "make_runner", stop_loading)
+    with pytest.raises(ConfigError, match="loading stopped"):
         load(folder, device="cpu", **options)  # type: ignore[arg-type]
-    assert not compilation._found.cache_info().currsize
+    assert not compilation._library_or_reason.cache_info().currsize
 
 
-def refuse_to_read(*_: Any, **__: Any) -> None:
-    raise ConfigError("read no further")
+def stop_loading(*_: Any, **__: Any) -> None:
+    raise ConfigError("loading stopped")

@@ -1,4 +1,4 @@
-"""A draft in one call: against the same a step at a time, and planted defects."""
+"""Fused drafts: equal to the same drafts a step at a time; planted defects are caught."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft import kernels
-from foredraft.decode.noise import DRAFT, NoiseKeys
-from foredraft.decode.noise import Noise as Races
+from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.kernels.vocab import KernelVocabOps
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler
 
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
-READ = [[5, 9], [11], [7, 8, 30], [2], [13]]  # what each row has to read first
+READ = [[5, 9], [11], [7, 8, 30], [2], [13]]  # the tokens that each row reads first
 STARTS = [10, 0, 3, 17, 9]
 MOST = [4, 1, 6, 0, 3]
 PARAMS = (
@@ -57,14 +56,14 @@ def noise(rows: int = len(READ)) -> NoiseKeys:
 
 
 def filled(runner: Runner) -> KVCache:
-    """Every row has read 20 tokens."""
+    """Return a cache whose rows hold 20 tokens."""
     cache = runner.new_cache(len(READ), 64)
     tokens = torch.randint(3, 97, (len(READ), 20), generator=torch.Generator().manual_seed(1))
     runner.forward(cache, tokens, [0] * len(READ))
     return cache
 
 
-def at_once(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = None) -> FusedDraft:
+def fused(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = None) -> FusedDraft:
     table = SamplingTable.of(PARAMS, CPU)
     sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
     drafted = runner.draft(cache, READ, STARTS, MOST, sampling_inputs, plan=plan)
@@ -75,50 +74,54 @@ def at_once(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = N
 def by_steps(
     runner: Runner, cache: KVCache, row: int, sampled: bool, plan: Plan | None = None
 ) -> tuple[list[int], list[Tensor]]:
-    """Of one row: its tokens and their laws."""
+    """Draft for one row a step at a time, and return its tokens and their distributions."""
     params = PARAMS[row] if sampled else SamplingParams(temperature=0)
     table, own, start = SamplingTable.of([params], CPU, vocab_ops=KernelVocabOps()), READ[row], STARTS[row]
-    tokens, laws = [], []
+    tokens, distributions = [], []
     for step in range(MOST[row]):
         logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
         assert logits is not None
-        law, finite = distribution_of(logits[:, -1:], table)
+        distribution, finite = distribution_of(logits[:, -1:], table)
         assert finite.all()
         keys = noise().column(step)
-        token = law.draw(lambda w: Races().pick(w.expand(len(READ), -1, -1), keys, DRAFT)[row : row + 1])  # noqa: B023
+        token = distribution.draw(
+            lambda w, keys=keys: Noise().pick(w.expand(len(READ), -1, -1), keys, DRAFT)[row : row + 1]  # type: ignore[misc]
+        )
         tokens.append(int(token))
-        laws.append(torch.zeros(0) if law.probs is None else law.probs[0, 0])
+        distributions.append(torch.zeros(0) if distribution.probs is None else distribution.probs[0, 0])
         start, own = start + len(own), [tokens[-1]]
-    return tokens, laws
+    return tokens, distributions
 
 
-def same(family: str, dtype: torch.dtype, sampled: bool, plan: Plan | None = None) -> None:
+def assert_equal_drafts(family: str, dtype: torch.dtype, sampled: bool, plan: Plan | None = None) -> None:
     runner = Runner(decoder(family, dtype))
     cache, other = filled(runner), filled(runner)
-    drafted = at_once(runner, cache, sampled, plan)
+    drafted = fused(runner, cache, sampled, plan)
     for row, count in enumerate(MOST):
-        tokens, laws = by_steps(runner, other, row, sampled, plan)
+        tokens, distributions = by_steps(runner, other, row, sampled, plan)
         assert drafted.tokens[row].tolist() == tokens + [0] * (max(MOST) - count)
         assert drafted.finite[row, :count].all()
-        for step, law in enumerate(laws):
-            assert not sampled or (drafted.probs is not None and torch.equal(drafted.probs[row, step], law))
-    assert torch.equal(cache.memory, other.memory)  # and nobody else's position was written
+        for step, distribution in enumerate(distributions):
+            assert not sampled or (
+                drafted.probs is not None and torch.equal(drafted.probs[row, step], distribution)
+            )
+    assert torch.equal(cache.memory, other.memory)  # no other position was written
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_same_as_by_steps(family: str, dtype: torch.dtype, sampled: bool) -> None:
-    same(family, dtype, sampled)
+def test_a_fused_draft_equals_single_steps(family: str, dtype: torch.dtype, sampled: bool) -> None:
+    assert_equal_drafts(family, dtype, sampled)
 
 
-def test_a_plan_skips() -> None:
+def test_a_plan_skips_sub_layers() -> None:
     full = Plan.full(decoder("llama", torch.float32).spec.layers)
-    same("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
+    assert_equal_drafts("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
 
 
 def stops(seed: int) -> StopThresholds:
-    """Of every row's own."""
+    """Return random thresholds, different in every row."""
     dice = torch.Generator().manual_seed(seed)
 
     def some(columns: int, low: float, high: float) -> Tensor:
@@ -130,11 +133,11 @@ def stops(seed: int) -> StopThresholds:
 
 
 def stopping(sampled: bool, seeds: int = 12) -> None:
-    """The draft of before, cut where the definition says so, by what the tensors' own softmax gives."""
+    """Compare drafts that stop with the whole draft, cut where `StopThresholds` says so."""
     runner = Runner(decoder("llama", torch.float32))
     table = SamplingTable.of(PARAMS, CPU)
     sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
-    whole, other = at_once(runner, filled(runner), sampled), filled(runner)
+    whole, other = fused(runner, filled(runner), sampled), filled(runner)
     sures = [
         [own.softmax(-1).amax() for own in by_logits(runner, other, row, whole)] for row in range(len(MOST))
     ]
@@ -161,13 +164,17 @@ def stopping(sampled: bool, seeds: int = 12) -> None:
             assert torch.equal(drafted.tokens[row, :drawn], whole.tokens[row, :drawn])
             if drafted.probs is not None and whole.probs is not None:
                 assert torch.equal(drafted.probs[row, :drawn], whole.probs[row, :drawn])
-    assert any(taken > drawn > 0 for (drawn, _), taken in zip(counts, steps, strict=True)), "a place left"
-    assert any(taken == drawn < most for (drawn, most), taken in zip(counts, steps, strict=True)), "no step"
-    assert any(drawn == most > 2 for drawn, most in counts), "nothing"
+    assert any(taken > drawn > 0 for (drawn, _), taken in zip(counts, steps, strict=True)), (
+        "no draft drops its last token"
+    )
+    assert any(taken == drawn < most for (drawn, most), taken in zip(counts, steps, strict=True)), (
+        "no draft stops after a token"
+    )
+    assert any(drawn == most > 2 for drawn, most in counts), "no draft runs to its end"
 
 
 def by_logits(runner: Runner, cache: KVCache, row: int, whole: FusedDraft) -> list[Tensor]:
-    """Of each step of a row's draft, a step at a time."""
+    """Return the logits of each step of a row's draft, a step at a time."""
     own, start, found = READ[row], STARTS[row], []
     for step in range(MOST[row]):
         logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row).logits
@@ -178,35 +185,35 @@ def by_logits(runner: Runner, cache: KVCache, row: int, whole: FusedDraft) -> li
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_it_stops_where_the_tensors_would(sampled: bool) -> None:
+def test_drafts_stop_where_the_thresholds_say(sampled: bool) -> None:
     stopping(sampled)
 
 
-def test_stops_that_never_stop_change_nothing() -> None:
+def test_thresholds_of_zero_change_nothing() -> None:
     runner = Runner(decoder("llama", torch.float32))
     none = torch.zeros(len(MOST), max(MOST))
     never = StopThresholds(torch.tensor([0.5]), torch.ones(len(MOST), 2), none, none.clone())
     drafted = runner.draft(filled(runner), READ, STARTS, MOST, None, never)
-    whole = at_once(runner, filled(runner), False)
+    whole = fused(runner, filled(runner), False)
     assert drafted is not None
     assert torch.equal(drafted.tokens, whole.tokens)
     assert drafted.counts == whole.counts == MOST
 
 
-def test_what_is_not_finite_ends_a_draft_that_may_stop() -> None:
+def test_non_finite_logits_end_a_draft_with_thresholds() -> None:
     runner = Runner(decoder("llama", torch.float32))
     cache, none = filled(runner), torch.zeros(len(MOST), max(MOST))
     cache.memory[0, 1, 2, 0, 1] = float("nan")
     never = StopThresholds(torch.tensor([0.5]), torch.ones(len(MOST), 2), none + 2, none)
     drafted = runner.draft(cache, READ, STARTS, MOST, None, never)
     assert drafted is not None and drafted.sure is not None
-    assert drafted.counts == [0, 0, 1, 0, 0], "it is drawn, so that it is seen"
+    assert drafted.counts == [0, 0, 1, 0, 0], "the token is drawn, so that the caller sees it"
     assert not drafted.finite[2, 0]
     assert drafted.sure[2, 0].isnan()
 
 
 @pytest.mark.parametrize("size", [3, 97, 5000, 40000])
-def test_how_sure_a_row_is(size: int) -> None:
+def test_top_probabilities_equal_those_of_softmax(size: int) -> None:
     x = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * torch.arange(1, 7)[:, None]
     found = KernelVocabOps().max_prob(x)
     assert found is not None
@@ -220,12 +227,12 @@ def test_how_sure_a_row_is(size: int) -> None:
     assert broken.isnan().tolist() == [False, True, True, True, False, False]
 
 
-def test_what_is_not_finite_is_seen() -> None:
+def test_non_finite_logits_are_reported() -> None:
     runner = Runner(decoder("llama", torch.float32))
     cache = filled(runner)
     cache.memory[0, 1, 2, 0, 1] = float("nan")
     for sampled in (False, True):
-        drafted = at_once(runner, cache, sampled)
+        drafted = fused(runner, cache, sampled)
         assert not drafted.finite[2].any()
         assert all(drafted.finite[row, :count].all() for row, count in enumerate(MOST) if row != 2)
 
@@ -238,25 +245,25 @@ def test_a_draft_past_the_cache_is_refused() -> None:
 
 
 def check_all() -> None:
-    test_the_same_as_by_steps("gemma2", torch.float32, True)
-    test_a_plan_skips()
+    test_a_fused_draft_equals_single_steps("gemma2", torch.float32, True)
+    test_a_plan_skips_sub_layers()
     stopping(True)
 
 
 DEFECTS = {
-    "the first column of several read": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
+    "first column of a group in place of its last": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
     "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
-    "a row draws on past its number": ("step + 1 >= most[who[g]] ||", "step + 1 >= steps ||"),
-    "cache rows mixed up": ("row[left] = row[g];", "row[left] = left;"),
-    "the parameters of the group, not the row": ("draw(how, at, logits", "draw(how, g, logits"),
-    "noise of the step before": ("keys ? keys + cell : NULL", "keys ? keys + cell - (step > 0) : NULL"),
-    "survival of the group's place, not of the group": ("*chance = survives + who[g];", "*chance = survives + g;"),
-    "the threshold of the step after": ("*chance < stops->keep[cell]", "*chance < stops->keep[cell + (step + 1 < steps)]"),
-    "one threshold for the other": ("(*chance >= stops->more[cell])", "(*chance >= stops->keep[cell])"),
-    "the curve of another row": ("survival(stops, at, stops", "survival(stops, 0, stops"),
-    "what came before forgotten": ("survival(stops, at, stops->sure[cell], *chance)", "survival(stops, at, stops->sure[cell], 1)"),
-    "a dropped place counted": ("if (*chance < stops->keep[cell]) continue;", "if (*chance < stops->keep[cell]) { counts[at] = step + 1; continue; }"),
-    "the skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
+    "limit of the longest row for all": ("step + 1 < limit &&", "step + 1 < d->steps &&"),
+    "cache row of another group": ("row[left] = row[g];", "row[left] = left;"),
+    "parameters of another row": ("draw(d->sampling, row, logits", "draw(d->sampling, 0, logits"),
+    "noise of the step before": ("d->keys ? d->keys + cell : NULL", "d->keys ? d->keys + cell - (step > 0) : NULL"),
+    "survival of another group": ("survivals + from, &more", "survivals + g, &more"),
+    "threshold of the next step": ("*group_survival < stops->keep[cell]", "*group_survival < stops->keep[cell + (step + 1 < d->steps)]"),
+    "one threshold for the other": ("*group_survival >= stops->more[cell]", "*group_survival >= stops->keep[cell]"),
+    "chances of another row": ("survival(stops, row, stops", "survival(stops, 0, stops"),
+    "survival of earlier tokens forgotten": ("stops->sure[cell], *group_survival)", "stops->sure[cell], 1)"),
+    "dropped token counted": ("if (*group_survival < stops->keep[cell]) return failed;", "if (*group_survival < stops->keep[cell]) { d->counts[row] = step + 1; return failed; }"),
+    "skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Memory in huge pages: asked for, committed when it is touched, given back; ordinary memory where there are none."""
+"""Huge pages: when memory is mapped, committed and freed, and ordinary memory where the system has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from foredraft import kernels
 from foredraft.kernels import huge_pages
-from foredraft.kernels.huge_pages import HUGE, LINE, REGION, Arena
+from foredraft.kernels.huge_pages import CACHE_LINE, HUGE_PAGE, REGION, Arena
 from foredraft.model.runner import Runner
 from foredraft.model.runner.native.linear import NativeLinear
 from foredraft.model.weights import load_decoder
@@ -24,14 +24,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def status(key: str) -> int:
-    """Bytes, of this process."""
+    """Return a figure of this process in bytes."""
     found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def flags_of(tensor: torch.Tensor) -> list[str]:
-    """What the kernel knows of the mapping that a tensor begins in."""
+    """Return the flags of the mapping that holds a tensor's first byte."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -43,7 +43,7 @@ def flags_of(tensor: torch.Tensor) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5), (7, 300_001)])
-def test_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_zeros_are_contiguous_and_writable(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     made = huge_pages.zeros(shape, dtype)
     assert (made.shape, made.dtype) == (shape, dtype)
     assert made.is_contiguous()
@@ -54,58 +54,58 @@ def test_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @linux
-def test_they_are_asked_for() -> None:
-    """Seen to fail without the advice, and without the alignment."""
+def test_large_tensors_are_huge_page_mappings() -> None:
+    """The test fails without madvise, and without the alignment."""
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("the kernel has none")
-    made = huge_pages.zeros((HUGE + 1,), torch.uint8)
-    assert made.data_ptr() % HUGE == 0
+        pytest.skip("the system has no huge pages")
+    made = huge_pages.zeros((HUGE_PAGE + 1,), torch.uint8)
+    assert made.data_ptr() % HUGE_PAGE == 0
     assert "hg" in flags_of(made)
 
 
 COMMITS = """
 import re, torch
-from foredraft.kernels import pages
+from foredraft.kernels import huge_pages
 def status(key):
     return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 small = huge_pages.zeros((2**22,), torch.uint8)
 before = status("RssAnon"), status("VmSize")
 made = huge_pages.zeros((2**20, 256), torch.float32)
-assert status("RssAnon") - before[0] < 2**20, "nothing is touched yet"
+assert status("RssAnon") - before[0] < 2**20, "no page is touched yet"
 made[2**19] = 1
-assert status("RssAnon") - before[0] < 2**20 + huge_pages.HUGE, "one page is"
+assert status("RssAnon") - before[0] < 2**20 + huge_pages.HUGE_PAGE, "one page is committed"
 del made
 assert status("RssAnon") - before[0] < 2**20
-assert status("VmSize") - before[1] < 2**26, "and all of it is given back"
+assert status("VmSize") - before[1] < 2**26, "all memory is freed"
 """
 
 
 @linux
-def test_nothing_is_committed_before_it_is_touched() -> None:
-    """In a process of its own: a gigabyte. Seen to fail on memory that is filled, and on memory that is kept."""
+def test_memory_is_committed_when_touched_and_freed_with_the_tensor() -> None:
+    """The test needs a process of its own, for a gigabyte. It fails on memory that is filled or never freed."""
     ran = subprocess.run([sys.executable, "-c", COMMITS], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("lacking", ["the kernel", "the system"])
-def test_without_them(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if lacking == "the kernel":
-        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # refused
+@pytest.mark.parametrize("missing", ["refused by the system", "another system"])
+def test_without_huge_pages_the_memory_is_ordinary(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "refused by the system":
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)
     else:
         monkeypatch.setattr(sys, "platform", "darwin")
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    made = huge_pages.zeros((HUGE,), torch.bfloat16)
+    made = huge_pages.zeros((HUGE_PAGE,), torch.bfloat16)
     assert not made.any()
     arena = Arena()
     assert (arena.empty((3, 4), torch.float32).fill_(1) == 1).all()
 
 
-def test_an_arenas_tensors_lie_apart() -> None:
+def test_tensors_of_an_arena_do_not_overlap() -> None:
     arena = Arena()
     shapes = [(3,), (7, 5), (REGION // 8 - 1, 3), (2,), (REGION,), (33, 2), (1, 1)]
     made = [arena.empty(shape, torch.bfloat16) for shape in shapes]
     for index, tensor in enumerate(made):
-        assert tensor.data_ptr() % LINE == 0
+        assert tensor.data_ptr() % CACHE_LINE == 0
         tensor.fill_(index)
     for index, (tensor, shape) in enumerate(zip(made, shapes, strict=True)):
         assert tensor.shape == shape
@@ -114,7 +114,7 @@ def test_an_arenas_tensors_lie_apart() -> None:
 
 @linux
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
-def test_a_models_weights_and_cache_lie_in_them_and_go_with_them(tmp_path: Path) -> None:
+def test_weights_and_cache_use_huge_pages_and_free_them(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "llama")
     decoder = load_decoder(folder, native=True)
     cache = Runner(decoder).new_cache(8, 4000)

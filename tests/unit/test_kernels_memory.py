@@ -1,4 +1,4 @@
-"""The kernels read and write nothing but their own: a program around their source, under the compiler's sanitisers."""
+"""The kernels stay within their buffers and free their memory: a C program around them, under sanitisers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from foredraft.kernels import compilation
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 PROGRAM = Path(__file__).parents[1] / "kernels_memory.c"
-WATCHED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITISERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FLAGS = ("-O1", "-g", "-fopenmp", "-Wno-psabi", f"-I{compilation.HERE}")
-CPUS = ("-march=native", "-march=x86-64")  # the widest tiles, and what other CPUs compile
+CPUS = ("-march=native", "-march=x86-64")  # the widest tiles of this CPU, and the portable code
 
 
 def compiled(source: Path, program: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -25,16 +25,16 @@ def compiled(source: Path, program: Path, *flags: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_memory(cpu: str, tmp_path: Path) -> None:
+def test_the_sanitisers_find_nothing(cpu: str, tmp_path: Path) -> None:
     if cpu == "-march=x86-64" and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("every CPU of this kind compiles the same")
     empty = tmp_path / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
-    if compiled(empty, tmp_path / "empty", *WATCHED).returncode:
+    if compiled(empty, tmp_path / "empty", *SANITISERS).returncode:
         pytest.skip("the compiler has no sanitisers")
-    made = compiled(PROGRAM, tmp_path / "program", *WATCHED, *FLAGS, cpu)
+    made = compiled(PROGRAM, tmp_path / "program", *SANITISERS, *FLAGS, cpu)
     assert made.returncode == 0, made.stderr
-    # what the threads' library keeps for its own is no leak of ours
+    # The OpenMP library keeps memory until the process ends; leaks of the kernels are counted by the program.
     ran = subprocess.run(
         [tmp_path / "program"], capture_output=True, text=True, env={"ASAN_OPTIONS": "detect_leaks=0"}
     )

@@ -1,4 +1,4 @@
-"""What is decided over a vocabulary: each kernel against its definition in PyTorch's operators, and planted defects."""
+"""Vocabulary operations in C: each equals its definition in PyTorch operators; planted defects are caught."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_kernels(params: Seq[SamplingParams]) -> SamplingTable:
 
 
 def nucleus(probs: Tensor, mass: Tensor) -> Tensor:
-    """The least probability kept of each row [..., V], by the kernel alone."""
+    """Return the least probability in the nucleus of each row [..., V], by the kernel alone."""
     kernels = vocab.library()
     assert kernels is not None
     mass = mass.expand(probs.shape[:-1]).contiguous()
@@ -71,21 +71,21 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_laws(width: int) -> None:
+def test_distributions_equal_their_definition(width: int) -> None:
     logits = random_logits(width)
 
     def probs(vocab_ops: VocabOps) -> Tensor:
-        law, finite = distribution_of(logits, SamplingTable.of(PARAMS, CPU, vocab_ops=vocab_ops))
+        distribution, finite = distribution_of(logits, SamplingTable.of(PARAMS, CPU, vocab_ops=vocab_ops))
         assert finite.all()
-        assert law.probs is not None
-        return law.probs
+        assert distribution.probs is not None
+        return distribution.probs
 
     got, want = probs(KernelVocabOps()), probs(TORCH_VOCAB_OPS)
     assert torch.equal(got > 0, want > 0)
     assert torch.allclose(got, want, rtol=2e-5, atol=1e-7)
 
 
-def test_whole_numbers_mean_what_they_say() -> None:
+def test_integer_parameters_equal_floats() -> None:
     """A request may give its temperature as an integer."""
     logits = random_logits(1000)
     for whole in (
@@ -111,33 +111,33 @@ def test_whole_numbers_mean_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_row_alone_has_the_same_bits(width: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(width: int) -> None:
     logits = random_logits(width)
-    law, _ = distribution_of(logits, by_kernels(PARAMS))
-    assert law.probs is not None
+    distribution, _ = distribution_of(logits, by_kernels(PARAMS))
+    assert distribution.probs is not None
     torch.set_num_threads(1)
     for row, params in enumerate(PARAMS):
         for column in (0, 1):
             alone = logits[row : row + 1, column : column + 1].contiguous()
             own, _ = distribution_of(alone, by_kernels([params]))
             assert own.probs is not None
-            assert torch.equal(own.probs[0, 0], law.probs[row, column])
+            assert torch.equal(own.probs[0, 0], distribution.probs[row, column])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scale", [0.0, 0.3, 8.0])
-def test_nuclei(width: int, scale: float) -> None:
+def test_nuclei_equal_their_definition(width: int, scale: float) -> None:
     probs = random_logits(width, scale=scale).softmax(-1)
     for mass in (1e-8, 0.05, 0.5, 0.9, 0.999):
         masses = torch.full((len(PARAMS), 1), mass)
 
         got = (probs >= nucleus(probs, masses)[..., None]).sum(-1)
         want = (probs >= least_in_nucleus(probs, masses)[..., None]).sum(-1)
-        # running sums of float32 and of double may end a token apart, where tokens are next to nothing
+        # sums in float32 and in double may end a token apart, or more among the faintest tokens
         assert ((got - want).abs() <= 1 + want // 1000).all(), (mass, got, want)
 
 
-def test_a_nucleus_ends_where_it_is_full() -> None:
+def test_a_nucleus_ends_at_the_token_that_reaches_its_mass() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.125, 0.0]])
     for mass, least in (
         (0.0, 0.5),
@@ -152,7 +152,7 @@ def test_a_nucleus_ends_where_it_is_full() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_races(width: int) -> None:
+def test_draws_equal_their_definition(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     weights = random_logits(width).softmax(-1)
     weights[1] = weights[1].where(torch.rand(2, width, generator=generator) < 0.2, 0.0)
@@ -171,21 +171,21 @@ def test_races(width: int) -> None:
         assert torch.equal(got, want)
 
 
-def test_a_race_that_nobody_runs_gives_some_id() -> None:
+def test_a_draw_without_positive_weights_gives_a_token() -> None:
     weights = torch.stack([torch.zeros(1, 9), torch.full((1, 9), float("nan"))])
     keys = torch.tensor([[7], [8]])
     assert set(KernelVocabOps().gumbel_argmax(weights, keys).flatten().tolist()) <= set(range(9))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_best(width: int) -> None:
+def test_argmax_equals_its_definition(width: int) -> None:
     logits = random_logits(width).round()  # ties
     ids, finite = KernelVocabOps().argmax(logits)
     assert torch.equal(ids, TORCH_VOCAB_OPS.argmax(logits)[0])
     assert finite.all()
 
 
-def test_matches() -> None:
+def test_common_prefixes_equal_their_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     for columns in (0, 1, 2, 5):
         drafted, own = (torch.randint(0, 2, (40, columns + more), generator=generator) for more in (0, 1))
@@ -200,9 +200,9 @@ def test_matches() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("one_hot", [False, True])
-def test_residuals(width: int, one_hot: bool) -> None:
+def test_residuals_equal_their_definition(width: int, one_hot: bool) -> None:
     p, q = random_logits(width).softmax(-1)[:, :1], random_logits(width, seed=1).softmax(-1)[:, :1]
-    q[1] = p[1]  # nothing is left: p
+    q[1] = p[1]  # the residual is zero, so the result is p
     ids = torch.randint(0, width, (len(PARAMS), 1), generator=torch.Generator().manual_seed(width))
     where = torch.arange(len(PARAMS)) != 2
 
@@ -218,7 +218,7 @@ def test_residuals(width: int, one_hot: bool) -> None:
     assert torch.equal(left(KernelVocabOps()), left(TORCH_VOCAB_OPS))
 
 
-def test_noise() -> None:
+def test_noise_equals_its_definition() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -238,7 +238,7 @@ def test_noise() -> None:
 @pytest.mark.parametrize("at", [0, 5, 40, 999])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_p=0.9)])
-def test_what_is_not_finite_is_seen(at: int, value: float, params: SamplingParams) -> None:
+def test_non_finite_logits_are_reported(at: int, value: float, params: SamplingParams) -> None:
     logits = torch.zeros(2, 1, 1000)
     logits[1, 0, at] = value
     _, finite = distribution_of(logits, by_kernels([params] * 2))
@@ -248,22 +248,24 @@ def test_what_is_not_finite_is_seen(at: int, value: float, params: SamplingParam
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(typical_p=0.8)]
 )
-def test_rows_that_lie_apart_have_the_same_bits(params: SamplingParams) -> None:
-    """What a pass computes is padded where others share it, and then cut."""
+def test_strided_rows_have_the_same_bits(params: SamplingParams) -> None:
+    """The logits of a padded pass are a strided view."""
     wide = torch.randn(2, 5, 1000, generator=torch.Generator().manual_seed(0)) * 3
     apart = wide[:, :3]
     assert not apart.is_contiguous()
     before = wide.clone()
-    law, _ = distribution_of(apart, by_kernels([params] * 2))
+    distribution, _ = distribution_of(apart, by_kernels([params] * 2))
     alone, _ = distribution_of(apart[:1], by_kernels([params]))
-    assert law.probs is not None
+    assert distribution.probs is not None
     assert alone.probs is not None
-    assert torch.equal(law.probs[:1], alone.probs)
+    assert torch.equal(distribution.probs[:1], alone.probs)
     assert torch.equal(wide, before)
 
 
-def test_without_memory_a_request_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`tests/kernels_memory.c` has every allocation fail; here, those of the softmax do."""
+def test_a_request_without_work_memory_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here the allocations of the softmax fail; `tests/kernels_memory.c` fails every allocation in turn."""
     pair, changed = checkpoints.save_pair(tmp_path), tmp_path / "changed"
     changed.mkdir()
     old = "return NO_MEMORY;\n    float *top"
@@ -274,48 +276,48 @@ def test_without_memory_a_request_ends_with_an_error(monkeypatch: pytest.MonkeyP
         sampled, greedy = (llm.generate([[5, 6, 7]], replace(own, drafter=drafts))[0] for own in params)
         assert sampled.finish_reason == "error"
         assert sampled.error is not None and sampled.error.startswith(
-            "MemoryError: the kernels get no memory"
+            "MemoryError: the kernels got no work memory"
         )
         assert len(sampled.error.splitlines()) == 1
         assert greedy.error is None
 
 
 DEFECTS = {
-    "the nucleus forgets what is above its last bin": ("i < left && above < mass[r]", "i < left && above < mass[r] / 2"),
-    "the noise of a neighbour": ("mixed(key + at + i)", "mixed(key + at + i + 1)"),
-    "a race over the support's keys of another row": ("(uint64_t)keys[p.row]", "(uint64_t)keys[0]"),
-    "a token too faint is drawn": ("pick(v < bound, (V){0}, v)", "pick(v < bound * 0.01f, (V){0}, v)"),
-    "rows that are not cut are divided too": ("if (!cut[p.row]) continue;", ""),
-    "the temperature of the first row": ("splat(temperature[p.row / each])", "splat(temperature[0])"),
+    "mass above the last bin of the nucleus forgotten": ("i < left && above < mass[r]", "i < left && above < mass[r] / 2"),
+    "noise of the next token": ("mix64(key + at + i)", "mix64(key + at + i + 1)"),
+    "noise of the first row": ("(uint64_t)keys[p.row]", "(uint64_t)keys[0]"),
+    "tokens below the bound kept": ("choose(v < bound, (V){0}, v)", "choose(v < bound * 0.01f, (V){0}, v)"),
+    "rows without a cut normalised again": ("if (!cut[p.row]) continue;", ""),
+    "temperature of the first row": ("splat(temperature[p.row / columns])", "splat(temperature[0])"),
     "NaN lost between pieces": ("i < PIECES && most == most; i++) most =", "i < PIECES; i++) most ="),
-    "a residual where nothing is left": ("if (!found) memcpy(to", "if (found > 1) memcpy(to"),
-    "a residual where nothing was rejected": ("if (where[r] && less)", "if (less)"),
-    "a certain token kept": ("larger(v - splat(1), (V){0})", "v"),
-    "a token less than the k likeliest": ("heap[child + 1] < heap[child]) child++", "heap[child + 1] > heap[child]) child++"),
-    "one too few of the likeliest": ("return DONE;\n    float *heap", "return DONE;\n    k--;\n    float *heap"),
-    "ties at the cut dropped": ("pick(v < bound, (V){0}, exponential", "pick(v <= bound, (V){0}, exponential"),
-    "the bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
-    "noise without its purpose": ("folded(base[r], purpose)", "folded(base[r], 0)"),
+    "zero residual kept": ("if (!found) memcpy(to", "if (found > 1) memcpy(to"),
+    "residual of a row without rejection": ("if (where[r] && less)", "if (less)"),
+    "one-hot token kept in the residual": ("maximum(v - splat(1), (V){0})", "v"),
+    "heap in the wrong order": ("heap[child + 1] < heap[child]) child++", "heap[child + 1] > heap[child]) child++"),
+    "one token fewer than top_k": ("return DONE;\n    float *heap", "return DONE;\n    k--;\n    float *heap"),
+    "ties at the bound dropped": ("choose(v < bound, (V){0}, exponential", "choose(v <= bound, (V){0}, exponential"),
+    "bound of the first row": ("splat(least ? least[p.row]", "splat(least ? least[0]"),
+    "noise without its purpose": ("fold(base[r], purpose)", "fold(base[r], 0)"),
     "noise without its round": ("if (round) key", "if (0) key"),
-    "padding is matched": ("at < lengths[r] && drafted", "at < k && drafted"),
-    "the draft of the first row": ("drafted[r * k + at] ==", "drafted[at] =="),
-    "the last of several that tie": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
+    "padding compared": ("at < lengths[r] && drafted", "at < k && drafted"),
+    "draft of the first row": ("drafted[r * k + at] ==", "drafted[at] =="),
+    "last of several tied tokens": ("if (!(found[r * PIECES + i].value <= best.value))", "if (!(found[r * PIECES + i].value < best.value))"),
 }  # fmt: skip
 
 
 def check_all() -> None:
     for width in (65, 1000):
-        test_laws(width)
-        test_a_row_alone_has_the_same_bits(width)
-        test_races(width)
-        test_the_best(width)
+        test_distributions_equal_their_definition(width)
+        test_a_row_has_the_same_bits_alone_and_in_a_batch(width)
+        test_draws_equal_their_definition(width)
+        test_argmax_equals_its_definition(width)
         for one_hot in (False, True):
-            test_residuals(width, one_hot)
-    test_noise()
-    test_matches()
-    test_a_nucleus_ends_where_it_is_full()
+            test_residuals_equal_their_definition(width, one_hot)
+    test_noise_equals_its_definition()
+    test_common_prefixes_equal_their_definition()
+    test_a_nucleus_ends_at_the_token_that_reaches_its_mass()
     for at in (5, 40, 999):
-        test_what_is_not_finite_is_seen(at, float("nan"), SamplingParams(top_p=0.9))
+        test_non_finite_logits_are_reported(at, float("nan"), SamplingParams(top_p=0.9))
 
 
 @pytest.mark.parametrize("name", DEFECTS)

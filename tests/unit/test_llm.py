@@ -1,4 +1,4 @@
-"""The public API on tiny random checkpoints: forms of prompts, threads, streams, waves, refusals."""
+"""The public API on tiny random checkpoints: forms of prompts, threads, streams, interrupts, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def llm(folders: tuple[Path, Path]) -> foredraft.LLM:
     )
 
 
-def test_every_form_of_prompt(llm: foredraft.LLM) -> None:
+def test_every_form_of_prompt_is_accepted(llm: foredraft.LLM) -> None:
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode("def accept")
     array = np.array(ids)
@@ -75,7 +75,9 @@ def test_every_form_of_prompt(llm: foredraft.LLM) -> None:
         (["fine", "not \ud800"], "not valid Unicode at character 4"),
     ],
 )
-def test_other_forms_are_refused_and_harm_nobody(llm: foredraft.LLM, wrong: Any, message: str) -> None:
+def test_other_forms_of_prompts_are_refused_before_anything_runs(
+    llm: foredraft.LLM, wrong: Any, message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(wrong, PLAIN)
     assert llm.engine.scheduler.idle
@@ -105,7 +107,7 @@ def test_a_fresh_seed_is_reported_and_repeats_the_text(llm: foredraft.LLM) -> No
     assert first.token_ids == again.token_ids == plain.token_ids
 
 
-def test_a_stream_is_the_output(llm: foredraft.LLM) -> None:
+def test_a_stream_adds_up_to_the_output(llm: foredraft.LLM) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=40)
     pieces = list(llm.stream("Zwölf Boxkämpfer", params))
     (output,) = llm.generate("Zwölf Boxkämpfer", params)
@@ -149,7 +151,7 @@ def test_threads_share_one_batch(llm: foredraft.LLM) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "draft-model"])
 def test_five_thousand_samples_of_a_prompt_forward_it_once(folders: tuple[Path, Path], drafter: str) -> None:
-    """Siblings come in waves of `max_batch` rows; each forwards its own rounds, none the prompt."""
+    """Samples run in waves of `max_batch` rows; their forwards cover their own rounds and not the prompt."""
     target, draft = folders
     llm = foredraft.load(
         target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512, policy="fixed"
@@ -167,13 +169,15 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(folders: tuple[Path, 
     if drafter == "none":
         assert forwarded == [300 + 5000 * 2, 0]
     else:
-        assert forwarded == [300 + columns, 300 + 5000], "one drafted token each, for one more is the last"
+        assert forwarded == [300 + columns, 300 + 5000], (
+            "each sample drafts one token, because the next one is its last"
+        )
 
 
-def test_a_stream_dropped_in_the_middle_of_a_step_waits_for_nobody(
+def test_a_stream_dropped_during_a_step_does_not_block(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A garbage collector may close an iterator anywhere, in the stepping thread too."""
+    """The garbage collector may close an iterator anywhere, also in the thread that steps the engine."""
     stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
     next(stream)
     step = llm.engine.step
@@ -192,7 +196,7 @@ def test_a_stream_dropped_in_the_middle_of_a_step_waits_for_nobody(
     assert llm.engine.scheduler.idle
 
 
-def test_a_pass_that_breaks_off_fails_its_batch_and_no_one_else(
+def test_a_forward_that_fails_ends_only_its_own_batch(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
@@ -210,11 +214,13 @@ def test_a_pass_that_breaks_off_fails_its_batch_and_no_one_else(
     for output, ids in zip(outputs, want, strict=True):
         assert output.token_ids == ids[: len(output.token_ids)]
         assert output.error == ("RuntimeError: out of memory" if output.finish_reason == "error" else None)
-    assert [len(o.token_ids) > 0 for o in outputs] == [True] * 7, "what was said before is kept"
+    assert [len(o.token_ids) > 0 for o in outputs] == [True] * 7, "earlier tokens are kept"
 
 
-def test_threads_share_a_failure_too(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever steps when a pass breaks off is not the one to pay for it."""
+def test_a_failed_forward_does_not_harm_the_stepping_thread(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the requests in the failed batch end with an error, whichever thread steps the engine."""
     forward, calls = llm.engine.target.forward, iter(range(100_000))
 
     def break_often(*args: Any, **more: Any) -> Any:
@@ -247,16 +253,16 @@ def test_threads_share_a_failure_too(llm: foredraft.LLM, monkeypatch: pytest.Mon
     assert llm.engine.scheduler.idle
 
 
-def test_cancelling_all_keeps_what_there_is(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_all_keeps_generated_tokens(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, some, go_on = llm.engine.step, threading.Event(), threading.Event()
 
-    def until_there_is_some() -> Any:
+    def until_there_are_tokens() -> Any:
         if not some.is_set() and sum(len(s.new_ids) for s in llm.engine.rows.sequences) >= 6:
             some.set()
             assert go_on.wait(60)
         return step()
 
-    monkeypatch.setattr(llm.engine, "step", until_there_is_some)
+    monkeypatch.setattr(llm.engine, "step", until_there_are_tokens)
     params = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
     found: list[foredraft.Output] = []
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], params, n=9)), daemon=True)
@@ -281,7 +287,7 @@ def test_an_interrupted_call_leaves_nothing_running(
         return step()
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in background processes
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
@@ -292,12 +298,12 @@ def test_an_interrupted_call_leaves_nothing_running(
 
 
 class Pressed:
-    """SIGINT at some of the instructions that `Interrupts` runs, and a handler that counts what it is given."""
+    """Sends SIGINT at some instructions of `Interrupts`, and counts the signals that its handler receives."""
 
     def __init__(self, at: set[int], raises: bool) -> None:
         self.at, self.raises = at, raises
         self.instructions = self.handled = 0
-        self.forgotten: list[Any] = []  # what is still held back while it waits
+        self.overdue: list[Any] = []  # signals that are still deferred during the wait
 
     def __call__(self, number: int, frame: Any) -> None:
         self.handled += 1
@@ -315,21 +321,21 @@ class Pressed:
         return self.trace
 
     def run(self) -> None:
-        """As a call of `generate` goes that waits once for another thread."""
+        """Do what a call of `generate` does that waits once for another thread."""
         before, tracing = signal.signal(signal.SIGINT, self), sys.gettrace()
         try:
             sys.settrace(self.trace)
             with Interrupts() as interrupts:
                 interrupts.deliver()
-                waiting = SimpleNamespace(wait=lambda: self.forgotten.append(interrupts.noted))
+                waiting = SimpleNamespace(wait=lambda: self.overdue.append(interrupts.deferred))
                 interrupts.wait(waiting)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             assert self.raises
         finally:
             sys.settrace(tracing)
             restored = signal.signal(signal.SIGINT, before)
-        assert restored is self, "the handler is not back"
-        assert not any(self.forgotten)
+        assert restored is self, "the previous handler must be restored"
+        assert not any(self.overdue)
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -343,8 +349,8 @@ def test_an_interrupt_is_handled_once_wherever_it_comes(raises: bool) -> None:
         assert pressed.handled == 1, instruction
 
 
-def test_of_two_interrupts_none_is_lost_for_good() -> None:
-    """What comes within the same few instructions may count as one, as it does for the system."""
+def test_two_interrupts_are_handled_once_or_twice() -> None:
+    """Signals within a few instructions of each other may count as one, as the operating system has it."""
     count = Pressed(set(), raises=False)
     count.run()
     for first in range(1, count.instructions, 3):
@@ -370,17 +376,17 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     worker.start()
     assert begun.wait(60)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    wait = llm._driver.turn.wait
+    wait = llm._driver.between_steps.wait
 
     def interrupted() -> Any:
         threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
         return wait()
 
-    monkeypatch.setattr(llm._driver.turn, "wait", interrupted)
+    monkeypatch.setattr(llm._driver.between_steps, "wait", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([7, 8], PLAIN)
-        assert not waited, "its own thread takes no step"
+        assert not waited, "the interrupted thread takes no step"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -389,7 +395,7 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     assert llm.engine.scheduler.idle
 
 
-def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
+def test_a_request_chooses_its_drafter(llm: foredraft.LLM) -> None:
     texts = {}
     for name in (None, "none", "lookup", "draft-model"):
         params = SamplingParams(temperature=0, max_new_tokens=24, drafter=name)
@@ -401,7 +407,7 @@ def test_speculation_is_chosen_by_the_request(llm: foredraft.LLM) -> None:
         llm.generate("x", SamplingParams(drafter="kangaroo"))
 
 
-def test_plain_requests_do_not_pay_for_what_a_policy_wants(
+def test_plain_requests_skip_signals_that_only_the_policy_reads(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -416,8 +422,8 @@ def test_plain_requests_do_not_pay_for_what_a_policy_wants(
     assert asked
 
 
-def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
-    with pytest.raises(RequestError, match="600 tokens and max_new_tokens 10 exceed the 512"):
+def test_errors_name_the_sizes(llm: foredraft.LLM) -> None:
+    with pytest.raises(RequestError, match="600 tokens and max_new_tokens=10 exceed the 512"):
         llm.generate([7] * 600, SamplingParams(max_new_tokens=10))
     cut = llm.generate([7] * 600, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     assert cut.prompt_tokens == 502
@@ -425,7 +431,7 @@ def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
     cut = llm.generate(long, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     want = llm.generate([long[0], *long[-501:]], SamplingParams(max_new_tokens=10, temperature=0))[0]
     assert cut.prompt_tokens == 502
-    assert cut.token_ids == want.token_ids, "BOS is no old text"
+    assert cut.token_ids == want.token_ids, "BOS is kept"
     with pytest.raises(RequestError, match="positions there is room for; lower max_new_tokens, or raise"):
         llm.generate([7], SamplingParams(max_new_tokens=512), truncate="left")
     with pytest.raises(RequestError, match="empty"):
@@ -437,7 +443,7 @@ def test_refusals_name_the_figures(llm: foredraft.LLM) -> None:
     for wrong in (0, "2", 1.5, True):
         with pytest.raises(RequestError, match=f"^n is {wrong!r}; give a whole number, 1 or more$"):
             llm.generate("x", PLAIN, n=wrong)  # type: ignore[arg-type]
-    assert not llm.engine.rows.sequences and not llm.engine.scheduler.waiting  # nothing half-submitted
+    assert not llm.engine.rows.sequences and not llm.engine.scheduler.waiting  # nothing was submitted
 
 
 def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
@@ -450,7 +456,7 @@ def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
         llm.generate("text", PLAIN)
 
 
-def test_load_refuses_what_it_cannot_honour(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_load_refuses_options_that_it_cannot_honour(folders: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = folders
     other = checkpoints.save_checkpoint(tmp_path / "other", vocab_size=400, tokenizer=True)
     with pytest.raises(ConfigError, match=r"other .*has another tokenizer than the target .*target"):
@@ -473,15 +479,15 @@ def test_load_refuses_what_it_cannot_honour(folders: tuple[Path, Path], tmp_path
         foredraft.load(target, drafter="draft-model", device="cpu")
 
 
-def test_logits_that_are_not_finite_fail_that_request_alone(folders: tuple[Path, Path]) -> None:
-    """A token whose embedding is NaN poisons its own row; its neighbours and its row's heirs are well."""
+def test_logits_that_are_not_finite_fail_only_that_request(folders: tuple[Path, Path]) -> None:
+    """A token with a NaN embedding harms neither other rows nor the next request in its row."""
     target, draft = folders
     llm = foredraft.load(
         target, draft=draft, dtype="float32", device="cpu", max_batch=2, max_length=256, policy="fixed"
     )
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-    well = [llm.generate([i, 9, 9], params)[0].token_ids for i in (10, 11, 12)]
+    expected = [llm.generate([i, 9, 9], params)[0].token_ids for i in (10, 11, 12)]
     llm.engine.target.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]
     outputs = llm.generate([[10, 9, 9], [11, 77, 9], [11, 9, 9], [12, 9, 9]], params)
     assert outputs[1].finish_reason == "error" and "not finite" in (outputs[1].error or "")
-    assert [o.token_ids for i, o in enumerate(outputs) if i != 1] == well
+    assert [o.token_ids for i, o in enumerate(outputs) if i != 1] == expected

@@ -1,4 +1,4 @@
-"""Where a text ends, what it is made of, and what it was drawn from, by the public API on tiny checkpoints."""
+"""Ends of texts, default parameters, log-probabilities and traces, through the public API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = "The drafter guesses a few tokens ahead; the target checks all of them. "
 
 @pytest.fixture(scope="module")
 def llm() -> foredraft.LLM:
-    """The demo pair: its drafts are accepted often, and its text is worth looking at."""
+    """The demo models: drafts are accepted often, and the text is realistic."""
     return foredraft.load(dtype="float32", device="cpu", max_batch=3, max_length=1024, policy="fixed")
 
 
@@ -43,8 +43,10 @@ def greedy(llm: foredraft.LLM, **options: Any) -> foredraft.Output:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("include", [False, True])
-def test_all_ends_where_a_stop_string_is_complete(llm: foredraft.LLM, drafter: str, include: bool) -> None:
-    """Text, ids, log-probabilities, usage and the cache, at every place that it can be."""
+def test_everything_ends_where_a_stop_string_is_complete(
+    llm: foredraft.LLM, drafter: str, include: bool
+) -> None:
+    """Text, ids, log-probabilities, statistics and the cache, for stop strings at every place."""
     whole = greedy(llm, drafter="none")
     assert whole.text is not None and whole.pieces is not None
     tried = 0
@@ -95,7 +97,7 @@ def test_a_stream_shows_nothing_of_a_stop_string(llm: foredraft.LLM, drafter: st
     assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
 
 
-def test_a_stop_string_within_the_budget_beats_its_end(llm: foredraft.LLM) -> None:
+def test_a_stop_string_in_the_last_token_counts_before_the_length_limit(llm: foredraft.LLM) -> None:
     whole = greedy(llm, max_new_tokens=6)
     assert whole.text is not None and whole.pieces is not None and whole.pieces[-1]
     stop = whole.text[-1]
@@ -104,7 +106,7 @@ def test_a_stop_string_within_the_budget_beats_its_end(llm: foredraft.LLM) -> No
     assert greedy(llm, max_new_tokens=6, stop="no such text").finish_reason == "length"
 
 
-def test_every_id_that_ends_a_text_does_but_not_too_early(tmp_path: Path) -> None:
+def test_every_end_token_ends_a_text_after_min_new_tokens(tmp_path: Path) -> None:
     folder = checkpoints.save_checkpoint(tmp_path / "model", tokenizer=True)
     plain = foredraft.load(folder, dtype="float32", device="cpu", max_length=256)
     ids = greedy(plain, ignore_eos=True).token_ids
@@ -124,8 +126,9 @@ def test_every_id_that_ends_a_text_does_but_not_too_early(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"show_special": True}], ids=str)
 @pytest.mark.parametrize("stop", ["<|endoftext|>", "|en", "text|>"])
-def test_an_end_token_is_no_stop_string(llm: foredraft.LLM, stop: str, options: dict[str, Any]) -> None:
-    """A text that its end token ends was not ended by what that token is called."""
+def test_a_stop_string_does_not_match_the_name_of_an_end_token(
+    llm: foredraft.LLM, stop: str, options: dict[str, Any]
+) -> None:
     biases = {llm.spec.eos_token_ids[0]: 100}
     plain = SamplingParams(temperature=0, max_new_tokens=20, min_new_tokens=7, logit_bias=biases)
     for drafter in DRAFTERS:
@@ -138,7 +141,7 @@ def test_an_end_token_is_no_stop_string(llm: foredraft.LLM, stop: str, options: 
             assert (found.finish_reason, found.stopped_by) == ("eos", None)
 
 
-def test_a_penalty_is_the_same_whoever_drafts(llm: foredraft.LLM) -> None:
+def test_penalties_do_not_depend_on_the_drafter(llm: foredraft.LLM) -> None:
     options = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {7: 2.0}}
     plain = greedy(llm, drafter="none", **options).token_ids
     assert plain != greedy(llm, drafter="none").token_ids
@@ -178,10 +181,10 @@ class TestDefaults:
         llm = self.load(tiny, tmp_path, {"do_sample": False, "temperature": 0.6, "max_new_tokens": 7})
         assert llm.default_params == SamplingParams(temperature=0, max_new_tokens=7)
 
-    def test_greedy_decoding_keeps_what_is_not_sampling(
+    def test_greedy_decoding_keeps_penalties_and_lengths(
         self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """As transformers does it: penalties and lengths count, temperature and cuts do not."""
+        """As in transformers: penalties and lengths count, temperature and truncation do not."""
         from transformers import AutoModelForCausalLM
 
         asked = {"repetition_penalty": 1.5, "min_new_tokens": 11, "max_new_tokens": 12}
@@ -197,7 +200,7 @@ class TestDefaults:
         (free,) = llm.generate(prompt.tolist(), llm.params(repetition_penalty=1.0))
         assert free.token_ids != expected
 
-    def test_what_is_not_supported_is_named(
+    def test_unsupported_settings_are_named(
         self, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         config = {"num_beams": 4, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True}
@@ -208,7 +211,7 @@ class TestDefaults:
         ]
 
     @pytest.mark.parametrize(
-        ("config", "want", "told"),
+        ("config", "want", "message"),
         [
             ({"top_p": 1.5, "top_k": 7}, {"top_k": 7}, "top_p is 1.5; give above 0 and at most 1 (off)"),
             ({"top_p": 0, "temperature": 0.5}, {"temperature": 0.5}, "top_p is 0; give above 0"),
@@ -223,27 +226,27 @@ class TestDefaults:
         ],
         ids=str,
     )  # fmt: skip
-    def test_a_wrong_value_is_left_out_and_named(
+    def test_wrong_values_are_left_out_and_named(
         self,
         tiny: Path,
         tmp_path: Path,
         caplog: pytest.LogCaptureFixture,
         config: dict[str, Any],
         want: dict[str, Any],
-        told: str | None,
+        message: str | None,
     ) -> None:
         llm = self.load(tiny, tmp_path, config)
         assert llm.default_params == SamplingParams(**want)
         assert all(0 <= id < 384 for id in llm.spec.eos_token_ids)
         lines = [record.getMessage() for record in caplog.records]
-        assert len(lines) == (told is not None)
-        if told is not None:
-            assert "generation_config.json" in lines[0] and told in lines[0]
+        assert len(lines) == (message is not None)
+        if message is not None:
+            assert "generation_config.json" in lines[0] and message in lines[0]
             assert lines[0].endswith("; it is left out")
 
 
 def reference(ids: list[int]) -> torch.Tensor:
-    """Logits after every token, by transformers in float32 -> [n, V]."""
+    """Return the logits [n, V] after every token, computed by transformers in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -273,17 +276,17 @@ def test_log_probabilities_are_the_targets(llm: foredraft.LLM, drafter: str, opt
             assert (score.processed, score.processed_top) == (0.0, [(token, 0.0)])
         else:
             cut = (want[at] / 0.7).masked_fill(want[at] < want[at].topk(5).values[-1], -math.inf)
-            law = cut.log_softmax(-1)
-            assert score.processed == pytest.approx(float(law[token]), abs=1e-3)
+            distribution = cut.log_softmax(-1)
+            assert score.processed == pytest.approx(float(distribution[token]), abs=1e-3)
             assert [value for _, value in score.processed_top] == pytest.approx(
-                law.topk(3).values.tolist(), abs=1e-3
+                distribution.topk(3).values.tolist(), abs=1e-3
             )
     plain = greedy(llm, drafter="none", logprobs=3, **options)
     assert plain.logprobs == found.logprobs, "bit for bit"
 
 
 def test_a_prompt_is_scored_without_generating(llm: foredraft.LLM) -> None:
-    """Over several chunks and slices of them; a sibling gets its donor's."""
+    """The prompt takes several chunks. Samples of one prompt share its scores."""
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(LONG)
     assert len(ids) > 256
@@ -300,9 +303,9 @@ def test_a_prompt_is_scored_without_generating(llm: foredraft.LLM) -> None:
         seen = torch.tensor(sorted(set(ids[: at + 1])))
         x = logits[at].clone()
         x[seen] = torch.where(x[seen] < 0, x[seen] * 1.2, x[seen] / 1.2)
-        law = (x / 0.5).log_softmax(-1)
-        assert score.processed == pytest.approx(float(law[token]), abs=1e-3)
-        for got, of in ((score.top, want[at]), (score.processed_top, law)):
+        distribution = (x / 0.5).log_softmax(-1)
+        assert score.processed == pytest.approx(float(distribution[token]), abs=1e-3)
+        for got, of in ((score.top, want[at]), (score.processed_top, distribution)):
             assert [value for _, value in got] == pytest.approx(of.topk(2).values.tolist(), abs=1e-3)
     several = llm.generate(LONG, SamplingParams(max_new_tokens=2, prompt_logprobs=2), n=5)
     for output in several:
@@ -314,8 +317,8 @@ def test_a_prompt_is_scored_without_generating(llm: foredraft.LLM) -> None:
     assert llm.engine.scheduler.idle
 
 
-def test_a_prompts_law_is_what_would_have_been_drawn_from(llm: foredraft.LLM) -> None:
-    """Scores of prompt tokens equal those of the same tokens as new ones, where nothing counts new ones."""
+def test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm: foredraft.LLM) -> None:
+    """The same tokens get the same scores in a prompt, as long as no penalty counts new tokens alone."""
     options: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.4, "seed": 5}
     text = greedy(llm, logprobs=4, max_new_tokens=20, ignore_eos=True, **options)
     assert llm.tokenizer is not None and text.logprobs is not None
@@ -332,7 +335,7 @@ def test_a_prompts_law_is_what_would_have_been_drawn_from(llm: foredraft.LLM) ->
             assert [i for i, _ in a] == [i for i, _ in b]
 
 
-def test_rows_that_ask_and_rows_that_do_not_share_a_batch(llm: foredraft.LLM) -> None:
+def test_rows_with_and_without_log_probabilities_share_a_batch(llm: foredraft.LLM) -> None:
     params = [
         SamplingParams(temperature=0, max_new_tokens=12, logprobs=want, drafter=drafter)
         for want, drafter in [(None, "lookup"), (0, "draft-model"), (4, "none")]
@@ -345,7 +348,7 @@ def test_rows_that_ask_and_rows_that_do_not_share_a_batch(llm: foredraft.LLM) ->
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
+def test_a_trace_records_every_round(llm: foredraft.LLM, drafter: str) -> None:
     params = SamplingParams(temperature=0.8, max_new_tokens=30, seed=2, drafter=drafter, ignore_eos=True)
     (output,) = llm.generate(LONG, params, trace=True)
     assert output.trace is not None and len(output.trace) == output.stats.rounds
@@ -365,7 +368,7 @@ def test_a_trace_tells_of_every_round(llm: foredraft.LLM, drafter: str) -> None:
     assert llm.generate(LONG, params)[0].trace is None
 
 
-def test_a_chat_takes_what_generate_takes(tiny: Path, tmp_path: Path) -> None:
+def test_chat_takes_the_options_of_generate(tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text("<s>{{ messages[0].content }}")
     llm = foredraft.load(folder, dtype="float32", device="cpu", max_length=64)
@@ -381,14 +384,14 @@ def test_a_chat_takes_what_generate_takes(tiny: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}")],
 )
-def test_what_the_vocabulary_has_not_is_refused(
+def test_ids_beyond_the_vocabulary_are_refused(
     llm: foredraft.LLM, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(PROMPT, SamplingParams(**options))
 
 
-def test_more_alternatives_than_tokens_are_refused(tiny: Path) -> None:
+def test_more_logprobs_than_tokens_are_refused(tiny: Path) -> None:
     llm = foredraft.load(tiny, dtype="float32", device="cpu", max_length=64)
     for name in ("logprobs", "prompt_logprobs"):
         with pytest.raises(
@@ -399,7 +402,7 @@ def test_more_alternatives_than_tokens_are_refused(tiny: Path) -> None:
         assert output.error is None
 
 
-def test_nothing_can_be_sampled_of_no_tokens(llm: foredraft.LLM) -> None:
+def test_several_samples_without_new_tokens_are_refused(llm: foredraft.LLM) -> None:
     with pytest.raises(RequestError, match="nothing to sample 3 times"):
         llm.generate(PROMPT, SamplingParams(max_new_tokens=0), n=3)
 
@@ -425,24 +428,24 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
             lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
         ),
         Mutant(
-            "the law's log-probabilities are the model's",
+            "the processed log-probabilities are the model's own",
             ((scores.score, "p.dense(logits.shape[-1]).log()", "own"),),
             lambda: test_log_probabilities_are_the_targets(llm, "none", sampled),
         ),
         Mutant(
-            "a prompt's scores a token late",
+            "a prompt's scores are one token late",
             ((prompt_scores.score_chunk, "tokens = sequence.prompt[start + 1 : start + 1", "tokens = sequence.prompt[start : start"),),
             lambda: test_a_prompt_is_scored_without_generating(llm),
         ),
         Mutant(
-            "a prompt's tokens do not count for those after them in a slice",
+            "penalties ignore earlier prompt tokens in a slice",
             ((prompt_scores.score_chunk, "penalty_context.along(ahead[None], first)", "penalty_context.along(ahead[None, :0])"),),
-            lambda: test_a_prompts_law_is_what_would_have_been_drawn_from(llm),
+            lambda: test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm),
         ),
         Mutant(
-            "the text ends a token after its stop string",
+            "the text ends one token after its stop string",
             ((Sequence._end, "self.text_buffer.stopped_by is not None", "self.text_buffer.stopped_by and len(self.tokens) % 2"),),
-            lambda: test_all_ends_where_a_stop_string_is_complete(llm, "lookup", False),
+            lambda: test_everything_ends_where_a_stop_string_is_complete(llm, "lookup", False),
         ),
     ]  # fmt: skip
 

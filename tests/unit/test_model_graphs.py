@@ -1,8 +1,8 @@
-"""Recorded passes: the bits of the passes themselves, whatever is replayed in which order.
+"""CUDA graphs: a replayed pass has the bits of an uncaptured one, in any order of passes.
 
-Seen to fail on: starts, tokens or chosen columns not filled in; a key without the attended length, the batch,
-the plan or the taps; outputs given out uncopied; a recording used by another cache; no bound, or the last used dropped; a
-failed recording tried again.
+These tests fail where starts, tokens or chosen columns are not copied in; where the key lacks the attended length,
+the batch, the plan or the taps; where outputs are not copied out; where another cache uses a graph; where graphs
+have no bound, or the most recently used one is dropped; and where a failed capture is tried again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, Resume, Runner
-from foredraft.model.runner.graphs import WARM_UP, CudaRecorder, Graphs, Recording, coarse_length
+from foredraft.model.runner.graphs import WARM_UP, CapturedGraph, CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_variant
 from tests.support.recorder import Rerun
@@ -33,20 +33,20 @@ ROWS, POSITIONS = 3, 1100
 def runners(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Runner, Runner]:
-    """One that records, and one that does not."""
+    """Return a runner that captures its passes, and one that does not."""
     decoder = load_decoder(save_variant(tmp_path_factory.mktemp("model"), request.param))
     return Runner(decoder), Runner(decoder)
 
 
 class Pair:
-    """The same passes, recorded and not, each over a cache of its own."""
+    """Runs the same passes captured and uncaptured, each on a cache of its own."""
 
     def __init__(
-        self, runners: tuple[Runner, Runner], recorder: Rerun | None = None, bound: int = 64
+        self, runners: tuple[Runner, Runner], capturer: Rerun | None = None, bound: int = 64
     ) -> None:
-        self.recorder = recorder or Rerun()
-        self.recording, self.plain = runners
-        self.recording.graphs = Graphs(self.recorder, bound)
+        self.capturer = capturer or Rerun()
+        self.captured, self.plain = runners
+        self.captured.graphs = Graphs(self.capturer, bound)
         self.caches = [self.filled(runner) for runner in runners]
         self.layers = self.plain.decoder.spec.layers
 
@@ -57,9 +57,9 @@ class Pair:
         return cache
 
     def both(self, batch: int, width: int, starts: list[int], seed: int, **options: Any) -> Forward:
-        """One pass; what came of it recorded, which is what comes of it otherwise."""
+        """Run a pass both ways, check that the results are equal, and return one."""
         tokens = torch.randint(3, 97, (batch, width), generator=torch.Generator().manual_seed(seed))
-        got = self.recording.forward(self.caches[0], tokens, starts, **options)
+        got = self.captured.forward(self.caches[0], tokens, starts, **options)
         want = self.plain.forward(self.caches[1], tokens, starts, **options)
         assert_equal(got, want)
         assert torch.equal(self.caches[0].data, self.caches[1].data)
@@ -76,25 +76,27 @@ def assert_equal(got: Forward, want: Forward) -> None:
         assert torch.equal(tap, want.taps[depth])
 
 
-def test_recorded_at_the_second_meeting_and_replayed_from_then_on(runners: tuple[Runner, Runner]) -> None:
+def test_a_pass_is_captured_at_its_second_run_and_replayed_from_then_on(
+    runners: tuple[Runner, Runner],
+) -> None:
     pair = Pair(runners)
-    for meeting, (records, replays) in enumerate([(0, 0), (1, 1), (1, 2), (1, 3)]):
-        pair.both(2, 3, [40 + 3 * meeting, 7 + meeting], seed=meeting)
-        assert (pair.recorder.records, pair.recorder.replays) == (records, replays)
+    for run, (captures, replays) in enumerate([(0, 0), (1, 1), (1, 2), (1, 3)]):
+        pair.both(2, 3, [40 + 3 * run, 7 + run], seed=run)
+        assert (pair.capturer.captures, pair.capturer.replays) == (captures, replays)
 
 
-def test_steps_across_lengths(runners: tuple[Runner, Runner]) -> None:
-    """A text that outgrows its attended length, more than once, and is rolled back."""
+def test_plain_steps_across_attended_lengths(runners: tuple[Runner, Runner]) -> None:
+    """A text outgrows its attended length more than once, and is rolled back."""
     pair = Pair(runners)
     quantum = pair.plain.shapes.length_quantum
     for turn in range(2):
         for start in (*range(quantum - 4, quantum + 4), *range(2 * quantum - 3, 2 * quantum)):
             pair.both(1, 1, [start], seed=turn * 1000 + start)
-    assert pair.recorder.records == 2
-    assert pair.recorder.replays > 10
+    assert pair.capturer.captures == 2
+    assert pair.capturer.replays > 10
 
 
-def test_any_passes_in_any_order(runners: tuple[Runner, Runner]) -> None:
+def test_passes_of_any_kind_in_any_order(runners: tuple[Runner, Runner]) -> None:
     pair = Pair(runners)
     dice = random.Random(0)
     layers = pair.layers
@@ -119,45 +121,45 @@ def test_any_passes_in_any_order(runners: tuple[Runner, Runner]) -> None:
         batch, width = dice.choice([(1, 1), (1, 4), (2, 1), (2, 4), (3, 4)])
         starts = [dice.choice([5, 250, 700, 1000]) + dice.randrange(20) for _ in range(batch)]
         pair.both(batch, width, starts, seed, **dice.choice(options)(batch, width))
-    assert pair.recorder.replays > 50
+    assert pair.capturer.replays > 50
 
 
-def test_inputs_of_every_kind_are_new_each_time(runners: tuple[Runner, Runner]) -> None:
+def test_inputs_of_every_kind_are_copied_at_each_replay(runners: tuple[Runner, Runner]) -> None:
     pair = Pair(runners)
     for seed in range(4):
         pair.both(2, 4, [40 + seed, 300], seed=seed, at=torch.tensor([seed, 3 - seed]))
         state = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(seed))
         pair.both(2, 4, [40, 300 + seed], seed=seed, resume=Resume(1, state, [4, seed]))
-    assert pair.recorder.records == 2
-    assert pair.recorder.replays == 3 + 3
+    assert pair.capturer.captures == 2
+    assert pair.capturer.replays == 3 + 3
 
 
-def test_what_a_caller_holds_is_never_overwritten(runners: tuple[Runner, Runner]) -> None:
+def test_results_in_a_callers_hands_are_not_overwritten(runners: tuple[Runner, Runner]) -> None:
     pair = Pair(runners)
     held: list[tuple[Forward, list[Tensor]]] = []
     for seed in range(6):
         out = pair.both(2, 3, [40 + seed, 9], seed=seed, taps=(1,))
         assert out.logits is not None
         held.append((out, [x.clone() for x in (out.logits, out.hidden, out.taps[1])]))
-    assert pair.recorder.replays == 5
+    assert pair.capturer.replays == 5
     for out, copies in held:
         assert out.logits is not None
         assert all(map(torch.equal, (out.logits, out.hidden, out.taps[1]), copies))
 
 
-def test_a_bounded_number_the_last_used_ones(runners: tuple[Runner, Runner]) -> None:
+def test_the_least_recently_used_graph_is_dropped(runners: tuple[Runner, Runner]) -> None:
     pair = Pair(runners, bound=2)
-    for seed, width in enumerate([1, 1, 4, 4, 1, 6, 1]):  # 6 takes the place of 4
+    for seed, width in enumerate([1, 1, 4, 4, 1, 6, 1]):  # 6 columns drop the graph of 4
         pair.both(1, width, [30], seed=seed)
-    assert pair.recorder.records == 2
-    replays = pair.recorder.replays
+    assert pair.capturer.captures == 2
+    replays = pair.capturer.replays
     pair.both(1, 1, [30], seed=7)
-    assert pair.recorder.replays == replays + 1
+    assert pair.capturer.replays == replays + 1
     pair.both(1, 4, [30], seed=8)
-    assert (pair.recorder.records, pair.recorder.replays) == (2, replays + 1)
+    assert (pair.capturer.captures, pair.capturer.replays) == (2, replays + 1)
 
 
-def test_a_failed_recording_is_the_last(
+def test_after_a_failed_capture_none_is_tried(
     runners: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair(runners, Rerun(fails=True))
@@ -165,48 +167,48 @@ def test_a_failed_recording_is_the_last(
         for seed in range(5):
             pair.both(1, 1, [40 + seed], seed=seed)
             pair.both(2, 1, [40 + seed, 3], seed=seed)
-    assert pair.recorder.records == 1
+    assert pair.capturer.captures == 1
     [record] = caplog.records
-    assert "passes cannot be recorded here (CUDA error: operation not permitted);" in record.message
+    assert "CUDA graphs cannot be captured here (CUDA error: operation not permitted);" in record.message
 
 
-def test_a_mistake_is_not_taken_for_a_failed_recording(
+def test_an_error_of_the_caller_is_not_a_failed_capture(
     runners: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair(runners)
     for _ in range(3):
         with pytest.raises(IndexError):
-            pair.recording.forward(pair.caches[0], torch.tensor([[97]]), [3])
+            pair.captured.forward(pair.caches[0], torch.tensor([[97]]), [3])
     assert not caplog.records
 
 
-def test_prompts_and_gathered_passes_are_not_recorded(runners: tuple[Runner, Runner]) -> None:
+def test_prefill_and_ragged_passes_are_not_captured(runners: tuple[Runner, Runner]) -> None:
     pair = Pair(runners)
-    pair.recording.gathers = True
+    pair.captured.gathers = True
     for _ in range(3):
-        pair.recording.prefill(pair.caches[0], 0, [5, 6, 7], 0)
-        pair.recording.forward(pair.caches[0], torch.ones(2, 3, dtype=torch.int64), [3, 3], counts=[3, 1])
-    pair.recording.gathers = None
-    assert pair.recorder.records == 0
+        pair.captured.prefill(pair.caches[0], 0, [5, 6, 7], 0)
+        pair.captured.forward(pair.caches[0], torch.ones(2, 3, dtype=torch.int64), [3, 3], counts=[3, 1])
+    pair.captured.gathers = None
+    assert pair.capturer.captures == 0
 
 
-def test_each_cache_has_its_own_and_takes_them_along(runners: tuple[Runner, Runner]) -> None:
+def test_each_cache_has_its_own_graphs_which_go_with_it(runners: tuple[Runner, Runner]) -> None:
     class Forgetful(Rerun):
-        """Holds on to no body, as a CUDA graph does not."""
+        """A capturer whose graphs keep no reference to the pass, as CUDA graphs do not."""
 
-        def record(self, body: Callable[[], Forward]) -> Recording:
-            self.records += 1
-            return Recording(lambda: None, body())
+        def capture(self, body: Callable[[], Forward]) -> CapturedGraph:
+            self.captures += 1
+            return CapturedGraph(lambda: None, body())
 
     pair = Pair(runners, Forgetful())
-    graphs = pair.recording.graphs
+    graphs = pair.captured.graphs
     assert graphs is not None
     tokens = torch.ones(1, 1, dtype=torch.int64)
-    for records in (1, 2):
-        other = pair.filled(pair.recording)
+    for captures in (1, 2):
+        other = pair.filled(pair.captured)
         for _ in range(3):
-            pair.recording.forward(other, tokens, [40])
-        assert pair.recorder.records == records
+            pair.captured.forward(other, tokens, [40])
+        assert pair.capturer.captures == captures
     assert len(graphs._kept) == 1
     del other
     gc.collect()
@@ -214,7 +216,7 @@ def test_each_cache_has_its_own_and_takes_them_along(runners: tuple[Runner, Runn
 
 
 @pytest.mark.parametrize("quantum", [64, 256, 512, 1024])
-def test_few_lengths_to_a_doubling(quantum: int) -> None:
+def test_graphs_use_few_lengths_per_doubling(quantum: int) -> None:
     lengths = range(quantum, 64 * quantum + 1, quantum)
     coarse = [coarse_length(length) for length in lengths]
     assert all(
@@ -225,7 +227,7 @@ def test_few_lengths_to_a_doubling(quantum: int) -> None:
 
 
 class FakeCuda:
-    """What of torch.cuda a recording uses, and in which order."""
+    """The parts of torch.cuda that a capture uses; it logs their order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
         self.current, self.log = "main", list[str]()
@@ -265,17 +267,19 @@ class FakeCuda:
         before, self.current = self.current, stream.name
         self.log.append(f"capture from {pool} on {stream.name}, {capture_error_mode}")
         yield
-        if self.fails:  # as torch.cuda.graph, which then leaves its stream in place
+        if self.fails:  # torch.cuda.graph leaves its stream current then
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.log.append("end")
         self.current = before
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_cuda_recording_does(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Warmed up beside the main stream, then captured from the shared pool; whatever comes, back on the main one."""
+def test_a_cuda_capture_warms_up_and_restores_the_stream(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The warm-up and the capture run on a side stream, and the main stream is current afterwards."""
     cuda = FakeCuda(monkeypatch, fails)
-    recorder = CudaRecorder(torch.device("cuda"))
+    capturer = CudaGraphCapturer(torch.device("cuda"))
 
     def body() -> Forward:
         cuda.log.append(f"body on {cuda.current}")
@@ -283,9 +287,9 @@ def test_what_a_cuda_recording_does(monkeypatch: pytest.MonkeyPatch, fails: bool
 
     if fails:
         with pytest.raises(RuntimeError, match="previous error"):
-            recorder.record(body)
+            capturer.capture(body)
     else:
-        recorder.record(body)
+        capturer.capture(body)
     assert cuda.current == "main"
     assert cuda.log == [
         "side waits for main",

@@ -1,7 +1,7 @@
-"""The probes: why the self-check does not compare ordinary values.
+"""Cancelling probes show the order of additions, which ordinary values hide.
 
-A kernel that adds its terms in another order is simulated by splitting a sum. On ordinary bfloat16 values
-hardly one result in ten thousand shows it; on the probe, most do.
+The tests simulate a kernel with another order by splitting a sum. On ordinary bfloat16 values about one result in
+ten thousand differs; on the probes, most do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def random() -> torch.Generator:
 
 
 class SplitLinear(Linear):
-    """Rows beyond the first four's count are summed in two parts, in float32, then rounded: another order."""
+    """A product that sums more than 8 rows in two parts, in float32, and so in another order."""
 
     def __call__(self, x: Tensor) -> Tensor:
         wide, weight = x.float(), self.weight.float()
@@ -37,7 +37,7 @@ class SplitLinear(Linear):
         return torch.stack(sums).sum(0).to(x.dtype)
 
 
-def test_ordinary_values_hide_the_order() -> None:
+def test_ordinary_values_hide_the_order_of_additions() -> None:
     x, weight = (
         torch.randn(16, COLUMNS, generator=random()),
         torch.randn(OUTPUTS, COLUMNS, generator=random()),
@@ -48,17 +48,17 @@ def test_ordinary_values_hide_the_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_probe_shows_the_order(dtype: torch.dtype) -> None:
+def test_a_product_probe_shows_the_order_of_additions(dtype: torch.dtype) -> None:
     like = torch.zeros(1, dtype=dtype)
     probe = ProductProbe(SplitLinear, (OUTPUTS, COLUMNS), 16, like, random())
     assert probe.agrees(8, 8)
     assert probe.agrees(5, 8)
     assert not probe.agrees(9, 8)
     exact = probe.rows.double() @ probe.product.dense().double().T
-    assert exact.abs().max() < 1e-12  # the terms cancel: whatever a kernel gives is rounding
+    assert exact.abs().max() < 1e-12  # the terms cancel, so the result of a kernel is its rounding error
 
 
-def test_the_attention_probe_cancels() -> None:
+def test_scores_and_half_of_the_values_of_an_attention_probe_cancel() -> None:
     spec = ModelSpec.from_hf(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -79,10 +79,10 @@ def test_the_attention_probe_cancels() -> None:
         assert halves[0].mean() < 1e-6 < halves[1].mean()
 
 
-def test_a_kernel_that_splits_long_contexts_is_found_out(
+def test_a_kernel_that_splits_long_contexts_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, where the difference is in a bit that rounding hides."""
+    """The kernel computes in bfloat16, whose rounding hides most differences."""
 
     def blockwise(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = q.double() @ k.double().transpose(2, 3) * spec.attention_scale + mask

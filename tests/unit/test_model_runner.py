@@ -1,7 +1,8 @@
-"""`Runner.forward`: plans, taps, resume, chosen columns, idle rows, padding, refusals.
+"""`Runner.forward`: plans, taps, resumed passes, chosen columns, idle rows, ragged batches, errors.
 
-Seen to fail on: the join taking the computed state where the known one belongs, a plan ignored, taps taken
-after their layer, idle rows left to an unclipped mask, idle rows writing at their start.
+These tests fail where a resumed pass takes a computed state in place of a known one, where a plan is ignored, where
+taps are taken after their layer, where the mask of idle rows is not clipped, and where idle rows write at their
+start.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from foredraft.model.decoder import Plan
 from foredraft.model.layers import Product, RowSpan, product
 from foredraft.model.runner import ExactShapes, Forward, Resume, Runner
 from foredraft.model.runner.body import Body, Bucket, Inputs
-from foredraft.model.runner.ragged import COSTS, Gathering
-from foredraft.model.runner.shapes import FALLBACK, LOOSE
+from foredraft.model.runner.ragged import COSTS, RaggedRule
+from foredraft.model.runner.shapes import FALLBACK, INEXACT
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import reference_model, save_checkpoint, save_variant
 
-BASE = 40  # positions before the tried pass; past the variants' window of 24
+BASE = 40  # positions before the tested pass; beyond the window of 24
 
 
 class Case:
@@ -50,7 +51,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(tmp_path_factory.mktemp("model"), request.param)
 
 
-@pytest.fixture(params=[False, True], ids=["padded", "gathered"])
+@pytest.fixture(params=[False, True], ids=["padded", "ragged"])
 def case(made: Case, request: pytest.FixtureRequest) -> Case:
     made.runner.gathers = request.param
     return made
@@ -61,7 +62,7 @@ def logits(forward: Forward) -> Tensor:
     return forward.logits
 
 
-def test_shapes_and_dtypes(case: Case) -> None:
+def test_results_have_their_shapes_and_dtypes(case: Case) -> None:
     out = case.full()
     assert logits(out).shape == (3, 6, 97)
     assert logits(out).dtype == torch.float32
@@ -69,7 +70,7 @@ def test_shapes_and_dtypes(case: Case) -> None:
     assert all(tap.shape == (3, 6, 64) for tap in out.taps.values())
 
 
-def test_taps_enter_their_layer(case: Case) -> None:
+def test_taps_are_the_states_entering_their_layer(case: Case) -> None:
     out = case.full()
     tokens = case.ids[:, BASE : BASE + 6]
     assert torch.equal(out.taps[0], case.runner.decoder.embed(tokens))
@@ -81,7 +82,7 @@ def test_taps_enter_their_layer(case: Case) -> None:
     assert len({tap.sum().item() for tap in out.taps.values()}) == case.layers + 1
 
 
-def test_prefill_taps_are_the_forwards(case: Case) -> None:
+def test_taps_of_prefill_equal_those_of_forward(case: Case) -> None:
     cache = case.runner.new_cache(1, 100)
     ids = case.ids[0, :30]
     taps = case.runner.prefill(cache, 0, ids.tolist(), 0, taps=(0, 2)).taps
@@ -97,7 +98,7 @@ def test_resume_equals_the_full_forward(case: Case, depth: int, known: list[int]
     full = case.full()
     kept = case.cache.data.clone()
     state = full.taps[depth].clone()
-    for row, count in enumerate(known):  # what a drafter did not compute: its keys, values and states
+    for row, count in enumerate(known):  # a drafter computes neither states nor keys and values of the others
         state[row, count:] = 9.0
         case.cache.data[:depth, :, row, :, BASE + count :] = 0.0
     case.cache.data[depth:, :, :, :, BASE:] = 0.0
@@ -113,21 +114,21 @@ def test_resume_equals_the_full_forward(case: Case, depth: int, known: list[int]
     assert torch.equal(case.cache.data[..., BASE : BASE + 6, :], kept[..., BASE : BASE + 6, :])
 
 
-def test_resume_trusts_the_known_states(case: Case) -> None:
+def test_a_resumed_pass_uses_the_known_states(case: Case) -> None:
     full = case.full()
     wrong = Resume(1, full.taps[1] + 1.0, [6, 6, 6])
     resumed = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, resume=wrong)
     assert not torch.equal(logits(resumed), logits(full))
 
 
-def test_resume_gives_no_taps_below_its_depth(case: Case) -> None:
+def test_a_resumed_pass_refuses_taps_below_its_depth(case: Case) -> None:
     resume = Resume(2, torch.zeros(1, 4, 64), [0])
     with pytest.raises(ValueError, match="below the resumed depth"):
         case.runner.forward(case.cache, case.ids[:1, :4], [BASE], resume=resume, taps=(1,))
 
 
-def test_a_plan_skips_what_it_says(case: Case) -> None:
-    """Against transformers with the skipped sub-layers' output zeroed."""
+def test_a_plan_skips_its_sub_layers(case: Case) -> None:
+    """The reference is transformers, with the outputs of the skipped sub-layers set to zero."""
     last = case.layers - 1
     for attention, mlp in (((0,), ()), ((), (last,)), ((last,), (last,)), ((1,), (0, 2)), ((0, 1), (1,))):
         model = reference_model(case.name)
@@ -143,7 +144,7 @@ def test_a_plan_skips_what_it_says(case: Case) -> None:
         torch.testing.assert_close(logits(got), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_a_plan_that_skips_everything_is_the_head_on_the_embedding(case: Case) -> None:
+def test_a_plan_that_skips_everything_applies_the_head_to_the_embedding(case: Case) -> None:
     every = range(case.layers)
     plan = Plan.full(case.layers).without(every, every)
     tokens = case.ids[:, BASE : BASE + 4]
@@ -153,7 +154,7 @@ def test_a_plan_that_skips_everything_is_the_head_on_the_embedding(case: Case) -
     torch.testing.assert_close(logits(got), decoder.head(decoder.embed(tokens)))
 
 
-def test_a_skipped_attention_writes_nothing(case: Case) -> None:
+def test_skipped_attention_writes_no_keys(case: Case) -> None:
     case.full()
     before = case.cache.data.clone()
     plan = Plan.full(case.layers).without(attention=(1,))
@@ -162,25 +163,25 @@ def test_a_skipped_attention_writes_nothing(case: Case) -> None:
     assert not torch.equal(case.cache.data[0], before[0])
 
 
-def test_a_plan_names_layers_that_exist() -> None:
+def test_a_plan_refuses_layers_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"\[3\]"):
         Plan.full(3).without(mlp=(3,))
 
 
-def test_chosen_columns(case: Case) -> None:
+def test_logits_of_chosen_columns_equal_those_of_all(case: Case) -> None:
     full = logits(case.full())
     at = torch.tensor([5, 0, 2])
     got = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, at=at)
     assert torch.equal(logits(got), full[torch.arange(3), at][:, None])
 
 
-def test_logits_only_where_wanted(case: Case) -> None:
+def test_logits_are_computed_only_where_wanted(case: Case) -> None:
     tokens = case.ids[:, BASE : BASE + 6]
     assert case.runner.forward(case.cache, tokens, [BASE] * 3, want_logits=False).logits is None
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_idle_rows_are_finite_and_touch_no_sequence(case: Case, exact: bool) -> None:
+def test_idle_rows_are_finite_and_change_no_sequence(case: Case, exact: bool) -> None:
     full = logits(case.full())
     before = case.cache.data.clone()
     idle = [True, False, True]
@@ -194,11 +195,11 @@ def test_idle_rows_are_finite_and_touch_no_sequence(case: Case, exact: bool) -> 
     scratch = case.cache.scratch
     for row in (0, 2):
         assert torch.equal(case.cache.data[:, :, row, :, :scratch], before[:, :, row, :, :scratch])
-        if not case.runner.gathers:  # a gathered pass writes nothing for them
+        if not case.runner.gathers:  # a ragged pass writes nothing for idle rows
             assert not torch.equal(case.cache.data[:, :, row, :, scratch:], before[:, :, row, :, scratch:])
 
 
-def test_idle_rows_in_a_resumed_pass(case: Case) -> None:
+def test_idle_rows_in_a_resumed_pass_change_no_sequence(case: Case) -> None:
     full = case.full()
     before = case.cache.data.clone()
     out = case.runner.forward(
@@ -216,15 +217,15 @@ def test_idle_rows_in_a_resumed_pass(case: Case) -> None:
 
 @pytest.mark.parametrize("counts", [[6, 6, 6], [1, 6, 2], [3, 1, 1], [0, 5, 1]])
 @pytest.mark.parametrize("columns", [6, 7])  # 7 is padded to 8
-def test_a_gathered_pass_has_the_bits_of_the_padded_one(case: Case, counts: list[int], columns: int) -> None:
-    """Of all that is real: logits, states, taps, keys and values."""
+def test_a_ragged_pass_has_the_bits_of_the_padded_one(case: Case, counts: list[int], columns: int) -> None:
+    """Logits, states, taps, keys and values of the real columns are equal."""
     full = case.full(columns)
     kept = case.cache.data.clone()
     case.cache.data[..., BASE:, :] = 5.0
     before = case.cache.data.clone()
     tokens = case.ids[:, BASE : BASE + columns].clone()
     for row, count in enumerate(counts):
-        tokens[row, count:] = 1  # padding says something else
+        tokens[row, count:] = 1  # other tokens as padding
     idle = [count == 0 for count in counts]
     out = case.runner.forward(
         case.cache, tokens, [BASE] * 3, counts=counts, idle=idle, taps=range(case.layers + 1)
@@ -242,7 +243,7 @@ def test_a_gathered_pass_has_the_bits_of_the_padded_one(case: Case, counts: list
     case.cache.data.copy_(kept)
 
 
-def test_a_gathered_pass_chooses_columns_and_resumes(case: Case) -> None:
+def test_a_ragged_pass_chooses_columns_and_resumes(case: Case) -> None:
     full = case.full()
     counts, known = [6, 2, 4], [2, 2, 0]
     state = full.taps[1].clone()
@@ -261,7 +262,9 @@ def test_a_gathered_pass_chooses_columns_and_resumes(case: Case) -> None:
         assert torch.equal(got.hidden[row, :count], full.hidden[row, :count])
 
 
-def test_products_see_the_real_columns_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_a_ragged_pass_have_the_real_columns_only(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: set[int] = set()
 
     def watching(weights: Product, x: Tensor, span: RowSpan | None) -> Tensor:
@@ -273,40 +276,40 @@ def test_products_see_the_real_columns_alone(case: Case, monkeypatch: pytest.Mon
     assert seen == ({7} if case.runner.gathers else {18})
 
 
-def test_gathering_where_it_pays(case: Case) -> None:
+def test_the_ragged_rule_weighs_saved_rows_against_moves(case: Case) -> None:
     spec = case.runner.decoder.spec
     layer = case.runner.decoder.layers[0]
     products = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
     weights = sum(math.prod(product.shape) for product in products)
     free, moves = COSTS["cpu"]
-    assert Gathering.of(spec, torch.device("cpu")) == Gathering(free, moves // weights + 1)
-    gathering = Gathering(free_rows=8, least=11)
-    assert not gathering.pays(18, 8)
-    assert gathering.pays(19, 8)
-    assert not gathering.pays(18, 1)  # the first eight rows are free
-    assert not gathering.pays(40, 30)
-    assert gathering.pays(41, 30)
+    assert RaggedRule.of(spec, torch.device("cpu")) == RaggedRule(free, moves // weights + 1)
+    rule = RaggedRule(free_rows=8, min_saved=11)
+    assert not rule.pays(18, 8)
+    assert rule.pays(19, 8)
+    assert not rule.pays(18, 1)  # the first eight rows are free
+    assert not rule.pays(40, 30)
+    assert rule.pays(41, 30)
 
 
-def test_a_pass_is_gathered_where_it_pays(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered: list[bool] = []
+def test_a_pass_is_ragged_where_the_rule_says_so(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ragged: list[bool] = []
     body = Body.__call__
 
     def watching(self: Body, bucket: Bucket, inputs: Inputs) -> Forward:
-        gathered.append(inputs.real is not None)
+        ragged.append(inputs.real is not None)
         return body(self, bucket, inputs)
 
     monkeypatch.setattr(Body, "__call__", watching)
     monkeypatch.setattr(case.runner, "gathers", None)
-    monkeypatch.setattr(case.runner, "_gathering", Gathering(free_rows=4, least=6))
+    monkeypatch.setattr(case.runner, "_ragged_rule", RaggedRule(free_rows=4, min_saved=6))
     tokens = case.ids[:, :6]
     for counts, idle in (([6, 6, 0], None), ([6, 6, 1], None), ([6, 6, 6], [False, False, True])):
         case.runner.forward(case.cache, tokens, [BASE] * 3, counts=counts, idle=idle)
     case.runner.forward(case.cache, tokens[:1], [BASE], counts=[1])
-    assert gathered == [True, False, True, False]
+    assert ragged == [True, False, True, False]
 
 
-def test_what_was_chosen_is_logged_in_one_line(
+def test_loading_logs_in_one_line_how_passes_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_checkpoint(tmp_path)
@@ -314,22 +317,22 @@ def test_what_was_chosen_is_logged_in_one_line(
     with caplog.at_level("INFO", "foredraft"):
         foredraft.load(folder, dtype="bfloat16", device="cpu", max_batch=1, max_length=512)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert line.startswith(f"{folder}: bfloat16 on cpu; products packed; exact shapes: ")
+    assert line.startswith(f"{folder}: bfloat16 on cpu; packed weights; exact shapes: ")
     assert line.endswith(
-        "steps not compiled; passes not recorded; batches of more than 8 rows gathered where that saves 241"
+        "steps not compiled; no CUDA graphs; ragged passes where they save 241 rows beyond 8"
         "; no kernels: for a test"
     )
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
-def test_kernels_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_logs_that_kernels_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_checkpoint(tmp_path)
     with caplog.at_level("INFO", "foredraft.loading"):
         foredraft.load(folder, device="cpu", max_batch=1, max_length=512)
-    assert caplog.messages == [f"{folder}: float32 on cpu; kernels of our own, which are exact at any shape"]
+    assert caplog.messages == [f"{folder}: float32 on cpu; C kernels, exact at any shape"]
 
 
-def test_why_products_are_not_packed_is_told(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_says_why_weights_are_not_packed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     from foredraft.model.runner import packed
 
     def missing(*_: object) -> Tensor:
@@ -338,7 +341,7 @@ def test_why_products_are_not_packed_is_told(case: Case, monkeypatch: pytest.Mon
     packed._fault.cache_clear()
     monkeypatch.setattr(packed, "_linear", missing)
     try:
-        assert "products not packed ('_OpNamespace' 'mkldnn' object has no" in case.runner.choices
+        assert "weights not packed ('_OpNamespace' 'mkldnn' object has no" in case.runner.choices
     finally:
         packed._fault.cache_clear()
 
@@ -346,16 +349,16 @@ def test_why_products_are_not_packed_is_told(case: Case, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("shapes", "expected"),
     [
-        (LOOSE, "any shapes: not deterministic"),
+        (INEXACT, "any shape, not deterministic"),
         (
             FALLBACK,
-            "one shape for every pass, for no two agree: 8 columns, 8 to 8 rows by 8, lengths by 1024,"
+            "one shape for all passes, because no two agree: 8 columns, 8 to 8 rows by 8, lengths by 1024,"
             " attention row by row",
         ),
         (ExactShapes((1, 8), 1, 64, 256), "exact shapes: 1, 8 columns, 1 to 64 rows, lengths by 256"),
     ],
 )
-def test_shapes_in_words(shapes: ExactShapes, expected: str) -> None:
+def test_shapes_are_described_for_the_log(shapes: ExactShapes, expected: str) -> None:
     assert str(shapes) == expected
 
 
@@ -364,13 +367,13 @@ def test_an_all_idle_batch_is_refused(case: Case) -> None:
         case.runner.forward(case.cache, case.ids[:1, :1], [0], idle=[True])
 
 
-def test_inexact_passes_are_close(case: Case) -> None:
+def test_inexact_passes_are_close_to_exact_ones(case: Case) -> None:
     full = logits(case.full())
     loose = case.runner.forward(case.cache, case.ids[:, BASE : BASE + 6], [BASE] * 3, exact=False)
     torch.testing.assert_close(logits(loose), full, rtol=1e-4, atol=1e-4)
 
 
-def test_an_indeterminate_runner_is_close(case: Case) -> None:
+def test_a_runner_without_exact_shapes_is_close(case: Case) -> None:
     runner = Runner(case.runner.decoder, deterministic=False)
     cache = runner.new_cache(3, 200)
     for row in range(3):
@@ -379,7 +382,7 @@ def test_an_indeterminate_runner_is_close(case: Case) -> None:
     torch.testing.assert_close(logits(got), logits(case.full()), rtol=1e-4, atol=1e-4)
 
 
-def test_forwarded_counts_real_tokens_of_active_rows(case: Case) -> None:
+def test_forwarded_counts_the_real_columns(case: Case) -> None:
     runner = case.runner
     before = runner.forwarded
     runner.forward(case.cache, case.ids[:, :4], [BASE] * 3)
@@ -390,15 +393,15 @@ def test_forwarded_counts_real_tokens_of_active_rows(case: Case) -> None:
     assert runner.forwarded - before == 12 + 8 + 7 + 3 + 3
 
 
-def test_chunks_are_cut_at_fixed_positions(case: Case) -> None:
+def test_a_chunk_that_crosses_a_multiple_is_refused(case: Case) -> None:
     cache = case.runner.new_cache(1, 600)
-    with pytest.raises(ValueError, match="within a multiple of 256"):
+    with pytest.raises(ValueError, match="between multiples of 256"):
         case.runner.prefill(cache, 0, [5] * 20, 250)
     with pytest.raises(ValueError, match="0 tokens"):
         case.runner.prefill(cache, 0, [], 0)
 
 
-def test_the_last_position_and_beyond(case: Case) -> None:
+def test_a_pass_may_end_in_the_slack_and_not_beyond(case: Case) -> None:
     cache = case.runner.new_cache(2, 100)
     out = case.runner.forward(cache, case.ids[:2, :6], [99, 3])  # its padding lies in the slack
     assert logits(out).isfinite().all()
@@ -408,14 +411,14 @@ def test_the_last_position_and_beyond(case: Case) -> None:
 
 def test_too_many_columns_are_refused(case: Case) -> None:
     tokens = case.ids.repeat(1, 5)[:1]
-    with pytest.raises(ValueError, match=f"longest exact pass takes \\({case.runner.max_queries}\\)"):
+    with pytest.raises(ValueError, match=f"exceed the widest exact pass \\({case.runner.max_queries}\\)"):
         case.runner.forward(case.cache, tokens[:, : case.runner.max_queries + 1], [0])
     with pytest.raises(ValueError, match="slack of 256"):
         case.runner.forward(case.cache, tokens[:, :257], [0], exact=False)
 
 
-def test_float16_from_load_to_ids(tmp_path: Path) -> None:
-    """The checkpoint's own, and asked for; drafts change nothing."""
+def test_float16_gives_the_same_ids_with_and_without_drafts(tmp_path: Path) -> None:
+    """The dtype comes from the checkpoint, or from the option."""
     save_checkpoint(tmp_path / "half", "qwen3", dtype=torch.float16)
     save_checkpoint(tmp_path / "whole", "qwen3")
     prompts, said = [[3, 4, 5, 6] * 10, [7, 8, 9]], []

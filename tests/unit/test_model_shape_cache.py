@@ -1,7 +1,7 @@
-"""The self-check's findings are kept: found again, never believed blindly, never an error.
+"""The cache of exact shapes: which circumstances share a result, and which files are not believed.
 
-Seen to fail on: a key without the threads, the dtype or the code; a file taken whatever its key says; shapes
-that the check could not have found; a fallback kept.
+These tests fail where the key lacks the threads, the dtype or the code, where shapes are accepted that probing
+cannot find, and where the fallback is kept.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Probe:
         return self.finds
 
 
-def asked(outline: Decoder, finds: ExactShapes = FOUND) -> tuple[ExactShapes, int]:
-    """What came out, and how often it was probed for."""
+def shapes_and_probes(outline: Decoder, finds: ExactShapes = FOUND) -> tuple[ExactShapes, int]:
+    """Return the cached shapes, and how often they were probed."""
     probe = Probe(finds)
     return cached_shapes(outline, CPU, probe), probe.calls
 
@@ -58,16 +58,16 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def test_found_once_and_remembered(outline: Decoder, folder: Path) -> None:
-    assert asked(outline) == (FOUND, 1)
+def test_shapes_are_probed_once_and_kept(outline: Decoder, folder: Path) -> None:
+    assert shapes_and_probes(outline) == (FOUND, 1)
     other = replace(FOUND, apart=False)
-    assert asked(outline, other) == (FOUND, 0)
-    assert only_file(folder).suffix == ".json"  # nothing is left beside it
+    assert shapes_and_probes(outline, other) == (FOUND, 0)
+    assert only_file(folder).suffix == ".json"
 
 
-def test_what_probing_finds_survives(outline: Decoder, folder: Path) -> None:
+def test_shapes_survive_a_round_trip(outline: Decoder, folder: Path) -> None:
     found = cached_shapes(outline, CPU, probe_shapes)
-    assert asked(outline) == (found, 0)
+    assert shapes_and_probes(outline) == (found, 0)
 
 
 def change_threads(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
@@ -123,15 +123,15 @@ def change_shape(monkeypatch: pytest.MonkeyPatch, outline: Decoder) -> Decoder:
         change_shape,
     ],
 )
-def test_other_circumstances_are_probed_anew(
+def test_other_circumstances_are_probed_again(
     change: Callable[[pytest.MonkeyPatch, Decoder], Decoder],
     outline: Decoder,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked(outline)
+    shapes_and_probes(outline)
     other = replace(FOUND, apart=False)
-    assert asked(change(monkeypatch, outline), other) == (other, 1)
+    assert shapes_and_probes(change(monkeypatch, outline), other) == (other, 1)
     assert len(list(folder.rglob("*.json"))) == 2
 
 
@@ -154,35 +154,36 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("document", ["word", [], {}, {"query_buckets": [1, 8]}, *CHANGES], ids=str)
-def test_a_document_that_the_check_could_not_write_is_probed_over(
+def test_implausible_documents_are_probed_again_and_replaced(
     document: Any, outline: Decoder, folder: Path
 ) -> None:
-    asked(outline)
+    shapes_and_probes(outline)
     path = only_file(folder)
     whole = path.read_text()
     content = json.loads(whole)
     changed = content["document"] | document if document in CHANGES else document
     path.write_text(json.dumps(content | {"document": changed}))
-    assert asked(outline)[1] == 1
+    assert shapes_and_probes(outline)[1] == 1
     assert path.read_text() == whole
 
 
-def test_what_found_nothing_is_tried_again(outline: Decoder, folder: Path) -> None:
-    assert asked(outline, FALLBACK) == (FALLBACK, 1)
-    assert asked(outline, FALLBACK) == (FALLBACK, 1)
+def test_the_fallback_is_not_kept(outline: Decoder, folder: Path) -> None:
+    assert shapes_and_probes(outline, FALLBACK) == (FALLBACK, 1)
+    assert shapes_and_probes(outline, FALLBACK) == (FALLBACK, 1)
     assert not folder.exists()
 
 
-def test_loading_probes_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And confirms on the layers each time."""
+def test_loading_twice_probes_once_and_confirms_twice(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from foredraft.model.runner import shapes
 
     probes: list[Any] = []
     confirmed: list[Any] = []
-    confirm = shapes._confirmed
+    confirm = shapes._confirmed_buckets
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(loading.runners, "probe_shapes", lambda *a: probes.append(a) or probe_shapes(*a))
-    monkeypatch.setattr(shapes, "_confirmed", lambda *a: confirmed.append(a) or confirm(*a))
+    monkeypatch.setattr(shapes, "_confirmed_buckets", lambda *a: confirmed.append(a) or confirm(*a))
     model = save_checkpoint(tmp_path / "model")
     found = [
         foredraft.load(model, device="cpu", max_batch=1, max_length=512).engine.target.shapes

@@ -1,8 +1,8 @@
-"""Exact shapes: a column's bits do not depend on its pass, and the self-check believes only what it saw.
+"""Exact shapes: a column's bits do not depend on its pass, and the self-check keeps only shapes that agree.
 
-Seen to fail on: the row span not applied, the attended length not padded to the quantum, the query bucket not
-applied (float32), and a self-check that keeps every shape; probes of ordinary products where the model's are
-packed, of a transposed shape, or kept until the next; a draft probed, a wrong checkpoint refused after probing.
+These tests fail where the row span, the length quantum or the query bucket (float32) is not applied; where the
+self-check keeps every shape; where it probes ordinary products though the model's are packed, a transposed shape,
+or two products at a time; where it probes the draft model; and where a wrong checkpoint is refused after probing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from foredraft.model.runner import ExactShapes, Runner
 from foredraft.model.runner import shapes as shapes_module
 from foredraft.model.runner.packed import PackedLinear, _packed, pack
 from foredraft.model.runner.probes import ProductProbe
-from foredraft.model.runner.shapes import FALLBACK, LOOSE, QUERIES, find_shapes, probe_shapes
+from foredraft.model.runner.shapes import FALLBACK, INEXACT, QUERY_COUNTS, find_shapes, probe_shapes
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint, save_variant
 
-# wide enough for the kernels to differ between shapes, as they do on real models
+# wide enough that libraries choose different kernels for different shapes, as on real models
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 320,
@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
     "gemma3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "sliding_window": 200},
 }
-START = 240  # so that wide passes cross the first quantum of 256
+START = 240  # wide passes cross the first quantum of 256
 
 
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids="{}-threads".format, scope="module")
@@ -75,7 +75,7 @@ def runner(
 
 
 def prefilled(runner: Runner, rows: int, positions: int, seed: int) -> tuple[Any, Tensor]:
-    """A cache full of garbage whose row 0 holds a prompt, and the tokens that go on from it."""
+    """Return a cache full of garbage, and the tokens of a text."""
     cache = runner.new_cache(rows, positions)
     ids = torch.randint(3, 97, (1, START + 64), generator=torch.Generator().manual_seed(1))
     noise = torch.randn(cache.data[:1, :1, :1].shape, generator=torch.Generator().manual_seed(seed))
@@ -84,8 +84,10 @@ def prefilled(runner: Runner, rows: int, positions: int, seed: int) -> tuple[Any
 
 
 def run(runner: Runner, width: int, place: int, batch: int, far: int, seed: int) -> Tensor:
-    """Logits [T, V] of the tried row, at `place` among others, one of which is `far` along; other garbage
-    each time."""
+    """Return the logits [T, V] of a row at `place` in a batch, one row of which starts at position `far`.
+
+    Each seed gives other garbage and other neighbours.
+    """
     cache, ids = prefilled(runner, batch, 1500, seed)
     runner.prefill(cache, place, ids[0, :START].tolist(), 0)
     others = torch.randint(3, 97, (batch, width), generator=torch.Generator().manual_seed(seed))
@@ -98,7 +100,7 @@ def run(runner: Runner, width: int, place: int, batch: int, far: int, seed: int)
     return out[place]
 
 
-def test_a_columns_bits_do_not_depend_on_its_pass(runner: Runner) -> None:
+def test_the_bits_of_a_column_do_not_depend_on_its_pass(runner: Runner) -> None:
     reference = run(runner, 8, 0, 1, START, 0)
     widest = run(runner, 64, 0, 1, START, 1)
     assert torch.equal(widest[:8], reference)
@@ -110,8 +112,8 @@ def test_a_columns_bits_do_not_depend_on_its_pass(runner: Runner) -> None:
             assert torch.equal(got, widest[:width]), f"{width} columns at place {place} of {batch}"
 
 
-def test_a_step_at_a_time_equals_one_pass(runner: Runner) -> None:
-    """What greedy losslessness rests on: plain steps and a verifying pass see the same logits."""
+def test_plain_steps_have_the_bits_of_one_pass(runner: Runner) -> None:
+    """Greedy losslessness needs it: plain steps and a verifying pass see the same logits."""
     wide = run(runner, 24, 0, 1, START, 0)
     cache, ids = prefilled(runner, 1, 1500, 5)
     runner.prefill(cache, 0, ids[0, :START].tolist(), 0)
@@ -132,7 +134,7 @@ def test_chosen_columns_have_the_same_bits(runner: Runner) -> None:
     assert torch.equal(one[0, 0], every[0, 4])
 
 
-def test_prefill_does_not_depend_on_the_row_or_its_neighbours(runner: Runner) -> None:
+def test_prefill_has_the_same_bits_in_any_row(runner: Runner) -> None:
     kept = []
     for row, seed in ((0, 0), (2, 9)):
         cache, ids = prefilled(runner, 3, 1500, seed)
@@ -142,8 +144,8 @@ def test_prefill_does_not_depend_on_the_row_or_its_neighbours(runner: Runner) ->
     assert torch.equal(kept[0], kept[1])
 
 
-def test_something_was_found_here(runner: Runner) -> None:
-    """These suites would prove little on a machine where only the fallback holds."""
+def test_this_machine_has_exact_shapes(runner: Runner) -> None:
+    """The other tests prove little on a machine where only the fallback holds."""
     found = runner.shapes
     assert found.found
     assert 64 in found.query_buckets
@@ -151,15 +153,15 @@ def test_something_was_found_here(runner: Runner) -> None:
     assert found.row_low <= 8 <= found.row_high
 
 
-def test_buckets_and_lengths() -> None:
+def test_passes_are_padded_to_buckets_and_quanta() -> None:
     shapes = ExactShapes((4, 8, 16), row_low=4, row_high=16, length_quantum=512)
     assert [shapes.queries(width, 1) for width in (1, 4, 5, 16)] == [4, 4, 8, 16]
     assert [shapes.length(positions) for positions in (1, 512, 513)] == [512, 512, 1024]
-    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # one row of 2 is below row_low
+    assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 1) == 8  # 1 x 2 rows are below row_low
     assert replace(shapes, query_buckets=(1, 2, 8)).queries(1, 4) == 1
-    assert replace(shapes, query_buckets=(1, 2), row_low=9).queries(1, 1) == 1  # the products pad
-    assert LOOSE.queries(37, 1) == 37
-    assert LOOSE.span is None
+    assert replace(shapes, query_buckets=(1, 2), row_low=9).queries(1, 1) == 1  # the products pad the row
+    assert INEXACT.queries(37, 1) == 37
+    assert INEXACT.span is None
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9, 15, 16, 17, 40])
@@ -189,7 +191,7 @@ def test_packed_products_equal_ordinary_ones(dtype_: torch.dtype, bias: bool) ->
     assert made.shape == (48, 64)
 
 
-def test_packing_falls_back_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_that_fails_leaves_ordinary_products(monkeypatch: pytest.MonkeyPatch) -> None:
     from foredraft.model.runner import packed
 
     def broken(*_: object) -> Tensor:
@@ -207,18 +209,18 @@ def test_packing_falls_back_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class FussyLinear(Linear):
-    """A product whose bits depend on its row count, but for the row counts in `alike`."""
+    """A product whose bits depend on its row count, except for the counts in `alike`."""
 
     alike: frozenset[int] = frozenset()
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = (x[:, None] * self.weight).sum(-1)  # each row by itself; even x @ w.T would depend on the rows
+        out = (x[:, None] * self.weight).sum(-1)  # row by row; even x @ w.T depends on the row count
         return out if x.shape[0] in self.alike else out * (1 + 1e-3 * x.shape[0])
 
 
 @pytest.fixture
 def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A decoder whose products are fussy."""
+    """Return a decoder whose products are `FussyLinear`."""
     import foredraft.model.weights as weights
 
     for module in (weights, shapes_module):
@@ -237,7 +239,7 @@ def fussy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ([8, 16, 24, 32, 48, 64], (8, 64, 8)),
     ],
 )
-def test_row_counts_that_agree_are_found(
+def test_the_span_of_agreeing_row_counts_is_found(
     fussy: Any, monkeypatch: pytest.MonkeyPatch, alike: Any, expected: tuple[int, int, int]
 ) -> None:
     monkeypatch.setattr(FussyLinear, "alike", frozenset(alike))
@@ -245,7 +247,7 @@ def test_row_counts_that_agree_are_found(
     assert (found.row_low, found.row_high, found.row_step) == expected
 
 
-def test_no_agreement_falls_back_to_one_shape_with_a_warning(
+def test_without_agreeing_row_counts_one_shape_serves_all(
     fussy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FussyLinear, "alike", frozenset())
@@ -261,10 +263,10 @@ def test_no_agreement_falls_back_to_one_shape_with_a_warning(
 
 
 @pytest.mark.parametrize("depends_on", ["queries", "length", "batch"])
-def test_attention_that_depends_on_the_shape(
+def test_shapes_at_which_attention_differs_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depends_on: str
 ) -> None:
-    """Kernels that round by their shape: narrow passes, short lengths, or batches differ."""
+    """Attention rounds differently in narrow passes, at short lengths, or in batches."""
     original = attention._batch_attention
 
     def rounding(spec: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -287,7 +289,7 @@ def test_attention_that_depends_on_the_shape(
         assert found.apart
 
 
-def test_attention_that_never_agrees(
+def test_without_agreeing_query_counts_one_shape_serves_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = attention._batch_attention
@@ -298,13 +300,13 @@ def test_attention_that_never_agrees(
     assert "no two query counts" in caplog.text
 
 
-def test_every_candidate_fits_the_cache() -> None:
-    assert max(QUERIES) == 64
-    assert shapes_module.REFERENCE in QUERIES
+def test_the_candidates_fit_the_cache() -> None:
+    assert max(QUERY_COUNTS) == 64
+    assert shapes_module.REFERENCE in QUERY_COUNTS
 
 
 def of_the_same_kind(weight: Tensor, decoder: Decoder) -> Product:
-    """A product on the weight as the loaded decoder has one of that shape."""
+    """Return a product of the class that the decoder uses for weights of this shape."""
     layer = decoder.layers[0]
     products = (
         layer.attention.qkv,
@@ -322,7 +324,7 @@ def of_the_same_kind(weight: Tensor, decoder: Decoder) -> Product:
     "variant",
     ["llama-gqa-tied", "llama-biases", "mistral-head-dim-tied", "qwen2", "qwen3", "gemma2", "gemma3-absent"],
 )
-def test_probing_before_the_weights_finds_what_probing_after_them_does(
+def test_probing_without_weights_equals_probing_with_them(
     variant: str, dtype_: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = load_decoder(save_variant(tmp_path, variant), dtype=dtype_)
@@ -334,7 +336,7 @@ def test_probing_before_the_weights_finds_what_probing_after_them_does(
 
 
 def test_one_product_is_probed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its ordinary weight is gone as soon as it is packed."""
+    """The probe frees the ordinary weight as soon as it is packed."""
     weights: list[weakref.ref[Tensor]] = []
     products: list[weakref.ref[Tensor]] = []
 
@@ -357,7 +359,7 @@ def test_one_product_is_probed_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(products) == 5
 
 
-def test_batches_that_only_the_layers_find_out_attend_row_by_row(
+def test_layers_that_differ_in_batches_attend_row_by_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = load_decoder(save_checkpoint(tmp_path))
@@ -384,7 +386,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         probed.append(device)
         return probe_shapes(outline, device)
 
-    monkeypatch.setenv("FOREDRAFT_CACHE", "")  # nothing is remembered
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
     monkeypatch.setattr(loading.runners, "probe_shapes", watching)
     folder = save_checkpoint(tmp_path)
@@ -398,7 +400,7 @@ def test_only_the_target_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_checkpoint_is_refused_before_it_is_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary that is not the file's could ask for much memory."""
+    """A wrong vocabulary size could need much memory."""
     folder = save_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**6}))

@@ -106,7 +106,7 @@ def test_every_token_and_round_can_be_selected_in_a_browser(llm: foredraft.LLM, 
         for kind in ("target", "bonus", "drafter"):
             style = f"getComputedStyle(document.querySelector('.text .{kind}'))"
             looks.add(view.evaluate(f"{style}.textDecorationLine + {style}.textDecorationStyle"))
-        assert len(looks) == 3, "told apart without colour"
+        assert len(looks) == 3, "distinguishable without colour"
         assert outputs[0].trace is not None
         for index in (0, len(outputs[0].trace) // 2):
             round_ = outputs[0].trace[index]

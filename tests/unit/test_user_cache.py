@@ -1,4 +1,4 @@
-"""The user's cache: where it lies, which documents it gives back, and which errors it hides."""
+"""The user's cache: its folder, the documents that it returns, and the errors that it only logs."""
 
 from __future__ import annotations
 

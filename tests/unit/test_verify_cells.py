@@ -1,4 +1,4 @@
-"""The cells of the sampled law: exact against brute force, and read from the target as plain decoding does."""
+"""The cells of a sampled distribution: exact against brute force; and the target's logits by plain decoding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.verify.cells import Cells
-from foredraft.verify.plain import PlainTarget
-from tests.support import distributions as laws
+from foredraft.verify.plain_target import PlainTarget
+from tests.support import distributions
 from tests.support.checkpoints import save_checkpoint
 
 VOCABULARY, PROMPT = 7, [1, 4, 3, 5]
@@ -34,51 +34,54 @@ def plain(llm: LLM) -> PlainTarget:
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_chances_are_those_of_every_continuation(
+def test_probabilities_are_the_sums_over_all_continuations(
     plain: PlainTarget, setting: dict[str, Any], widths: tuple[int, ...]
 ) -> None:
-    """Every continuation there is, with its probability by the definition, falls into its cell."""
+    """The probabilities of all continuations, by the definition, add up to those of the cells."""
     params = SamplingParams(max_new_tokens=len(widths), ignore_eos=True, **setting)
-    cells = Cells.of(plain.chances(PROMPT, params), widths)
+    cells = Cells.of(plain.next_token(PROMPT, params), widths)
     wanted: Counter[int | None] = Counter()
-    whole = laws.outputs(lambda text: plain.logits(PROMPT, text[len(PROMPT) :]).tolist(), PROMPT, params)
-    for output, chance in whole.items():
-        wanted[cells.of_sample(output)] += chance
+    whole = distributions.outputs(
+        lambda text: plain.logits(PROMPT, text[len(PROMPT) :]).tolist(), PROMPT, params
+    )
+    for output, probability in whole.items():
+        wanted[cells.of_sample(output)] += probability
     assert None not in wanted
-    assert set(wanted) == set(range(len(cells.chances)))
-    assert [wanted[i] for i in range(len(cells.chances))] == pytest.approx(cells.chances, rel=1e-5)
-    assert sum(cells.chances) == pytest.approx(1, abs=1e-12)
+    assert set(wanted) == set(range(len(cells.probabilities)))
+    assert [wanted[i] for i in range(len(cells.probabilities))] == pytest.approx(
+        cells.probabilities, rel=1e-5
+    )
+    assert sum(cells.probabilities) == pytest.approx(1, abs=1e-12)
     resting = {i for (_, rest), i in cells.index.items() if rest}
     for output in itertools.product(range(VOCABULARY), repeat=len(widths)):
-        if output not in whole:  # past a rest nobody looks
+        if output not in whole:  # tokens that follow a rest do not change the cell
             assert cells.of_sample(output) in {None, *resting}
 
 
-def test_the_shape_of_the_cells() -> None:
-    """By hand: the likeliest tokens, then the rest."""
+def test_cells_separate_the_most_likely_tokens_from_the_rest() -> None:
     table = {
         (): [0.5, 0.2, 0.3],
         (0,): [0.0, 1.0, 0.0],
         (2,): [0.25, 0.5, 0.25],
     }
     cells = Cells.of(lambda prefix: torch.tensor(table[prefix], dtype=torch.float64), (2, 1))
-    assert {key: cells.chances[i] for key, i in cells.index.items()} == pytest.approx(
+    assert {key: cells.probabilities[i] for key, i in cells.index.items()} == pytest.approx(
         {((), True): 0.2, ((0, 1), False): 0.5, ((2,), True): 0.15, ((2, 1), False): 0.15}
     )
     assert cells.of_sample([1, 2]) == cells.index[(), True]
     assert cells.of_sample([2, 0]) == cells.of_sample([2, 2]) == cells.index[(2,), True]
-    assert cells.of_sample([0, 0]) is None  # the law rules it out
+    assert cells.of_sample([0, 0]) is None  # probability 0
     assert cells.entropy == pytest.approx(1.2376, abs=1e-4)
 
 
-def test_a_certain_law_is_one_cell(plain: PlainTarget) -> None:
-    cells = Cells.of(plain.chances(PROMPT, SamplingParams(top_k=1)), (2, 1, 1))
-    assert cells.chances == [1.0]
+def test_a_certain_distribution_is_one_cell(plain: PlainTarget) -> None:
+    cells = Cells.of(plain.next_token(PROMPT, SamplingParams(top_k=1)), (2, 1, 1))
+    assert cells.probabilities == [1.0]
     assert cells.entropy == 0
 
 
-def test_logits_do_not_depend_on_what_was_read_before(llm: LLM, plain: PlainTarget) -> None:
-    """The cache is written over from prefix to prefix, and from prompt to prompt."""
+def test_logits_do_not_depend_on_earlier_calls(llm: LLM, plain: PlainTarget) -> None:
+    """Later prefixes and prompts overwrite the cache."""
     texts = [[], [3], [3, 2], [5], [5, 2, 2], [3, 2], [], [6, 6, 6, 6]]
     long = [1, *[3, 4, 5] * 90]  # two chunks of prefill
     for prompt, new in [(PROMPT, n) for n in texts] + [([4], [2]), (long, [3]), (PROMPT, [3, 2]), (long, [])]:
@@ -86,7 +89,7 @@ def test_logits_do_not_depend_on_what_was_read_before(llm: LLM, plain: PlainTarg
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [4], [1, *[3, 4, 5] * 90]], ids=len)
-def test_its_argmax_is_plain_decodings(llm: LLM, plain: PlainTarget, prompt: list[int]) -> None:
+def test_the_argmax_is_plain_decodings_token(llm: LLM, plain: PlainTarget, prompt: list[int]) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=6, drafter="none", ignore_eos=True)
     [output] = llm.generate([prompt], params)
     for i, token in enumerate(output.token_ids):

@@ -1,4 +1,4 @@
-"""The whole verification on tiny random checkpoints: sound pairs pass, planted defects are found."""
+"""The whole verification on tiny random checkpoints: lossless pairs pass, planted defects are found."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from foredraft.drafters.lookup import Lookup
 from foredraft.verify import Options, Report, verify
 from foredraft.verify.cells import Cells
 from foredraft.verify.defect import without_residual
-from foredraft.verify.joint import WIDTHS, Sampler, choose_prompts
-from foredraft.verify.plain import PlainTarget
+from foredraft.verify.distribution_tests import WIDTHS, Sampler, choose_prompts
+from foredraft.verify.plain_target import PlainTarget
 from tests.support.checkpoints import save_checkpoint
 from tests.support.planting import Edit, Mutant
 from tests.support.vocab_ops_choice import by_definition
@@ -33,7 +33,7 @@ QUICK = Options(tokens=10, detect=0.15, seed=3)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Scaled down so that laws are spread and the draft is a weak one, neither right nor hopeless."""
+    """A target with spread distributions and a weak draft model: tokens are both accepted and rejected."""
     base = tmp_path_factory.mktemp("models")
     small = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "num_hidden_layers": 1}
     target = save_checkpoint(base / "target", seed=3, **small)
@@ -53,14 +53,14 @@ def llm(folders: tuple[Path, Path]) -> LLM:
     return loaded(folders)
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
-    """Where the definitions serve, for that is where the defects are."""
+def plant(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
+    """Plant defects in the PyTorch definitions, and run these instead of the kernels."""
     by_definition(monkeypatch)
     Mutant("", edits, lambda: None).plant(monkeypatch)
 
 
 def failed(report: Report) -> set[tuple[str, str]]:
-    """Who failed a sampled test, under which rule."""
+    """Return (drafter, acceptance rule) of the chi-square tests that failed."""
     return {(test.drafter, test.acceptance) for test in report.tests if not test.passed}
 
 
@@ -69,7 +69,7 @@ DRAFTED = SPECULATIVE | {("draft-model", "coupled")}
 ALL = DRAFTED | {("none", "speculative")}
 
 
-# --- sound ones pass --------------------------------------------------------------------------------
+# --- lossless pairs pass ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_the_same_seed_gives_the_same_report(llm: LLM) -> None:
     assert [test.statistic for test in first.tests] != [test.statistic for test in other.tests]
 
 
-def test_without_a_seed_each_run_draws_and_tells_its_own(llm: LLM) -> None:
+def test_without_a_seed_each_run_draws_one_and_reports_it(llm: LLM) -> None:
     options = replace(QUICK, seed=None, samples=20)
     first, second = verify(llm, PROMPTS, options), verify(llm, PROMPTS, options)
     assert first.seed != second.seed
     assert verify(llm, PROMPTS, replace(options, seed=first.seed)) == first
 
 
-def test_what_is_said_to_be_tested_is_what_is_loaded(folders: tuple[Path, Path]) -> None:
+def test_the_report_states_what_is_loaded(folders: tuple[Path, Path]) -> None:
     llm = loaded(folders, policy="heuristic", dtype="bfloat16", draft_sampling="greedy", deterministic=False)
     about = verify(llm, PROMPTS, replace(QUICK, samples=20)).about
-    told = {
+    expected = {
         "drafter": "draft-model",
         "policy": "heuristic",
         "greedy_drafts": True,
@@ -119,10 +119,12 @@ def test_what_is_said_to_be_tested_is_what_is_loaded(folders: tuple[Path, Path])
         "max_batch": 32,
         "foredraft": foredraft.__version__,
     }
-    assert about | told == about
+    assert about | expected == about
 
 
-def test_each_test_samples_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_test_samples_with_the_settings_that_it_reports(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate, drawn = LLM.generate, []
 
     def noted(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
@@ -132,9 +134,9 @@ def test_each_test_samples_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LLM, "generate", noted)
     report = verify(llm, PROMPTS, replace(QUICK, samples=600))
-    tested = [(params, n) for params, n in drawn if n != 16]  # what is left are probes
+    tested = [(params, n) for params, n in drawn if n != 16]  # 16 are the probes of a candidate prompt
     assert [n for _, n in tested] == [512, 88] * 4 + [75] * 2
-    assert len({params.seed for params, _ in drawn}) == len(drawn)  # no noise twice
+    assert len({params.seed for params, _ in drawn}) == len(drawn)  # no noise is used twice
     parts = [tested[i][0] for i in (0, 2, 4, 6, 8, 9)]
     for test, params in zip(report.tests, parts, strict=True):
         assert (test.temperature, test.top_k, test.top_p) == (params.temperature, params.top_k, params.top_p)
@@ -145,8 +147,8 @@ def test_each_test_samples_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert len({test.prompt for test in report.tests}) == 4
 
 
-def test_one_rule_alone(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, rule="coupled"))
+def test_one_acceptance_rule_can_be_tested_alone(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, acceptance="coupled"))
     assert [test.acceptance for test in report.tests] == ["coupled"] * 4
     assert report.verdict == "passed"
 
@@ -154,34 +156,34 @@ def test_one_rule_alone(llm: LLM) -> None:
 # --- defects are found ------------------------------------------------------------------------------
 
 
-def test_the_missing_residual_is_found(llm: LLM) -> None:
+def test_the_self_test_finds_the_missing_residual(llm: LLM) -> None:
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert report.planted == "no residual"
     assert (report.found_planted, report.verdict) == (True, "failed")
     assert failed(report) == SPECULATIVE
-    assert report.identity.passed  # no greedy test ever sees it
+    assert report.identity.passed  # no greedy test detects it
 
 
-def test_nothing_stays_planted(llm: LLM, folders: tuple[Path, Path]) -> None:
-    sound = llm.engine.accept
+def test_the_defect_is_removed_after_the_self_test(llm: LLM, folders: tuple[Path, Path]) -> None:
+    accept_rule = llm.engine.accept
     with without_residual(llm.engine):
-        assert llm.engine.accept is not sound
-        assert verify(loaded(folders), PROMPTS, QUICK).verdict == "passed"  # another engine is untouched
-    assert llm.engine.accept is sound
+        assert llm.engine.accept is not accept_rule
+        assert verify(loaded(folders), PROMPTS, QUICK).verdict == "passed"  # another engine is unchanged
+    assert llm.engine.accept is accept_rule
     with pytest.raises(RequestError):
         verify(llm, [[VOCABULARY]], replace(QUICK, self_test=True))
-    assert llm.engine.accept is sound
+    assert llm.engine.accept is accept_rule
 
 
-def test_what_broke_off_shows_no_planted_defect(llm: LLM) -> None:
+def test_a_failed_request_does_not_count_as_finding_the_defect(llm: LLM) -> None:
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
-    sound = [replace(test, p_value=1.0, impossible=0) for test in report.tests]
-    broken = replace(report, tests=(replace(sound[0], errors=("out of memory",)), *sound[1:]))
-    assert (broken.found_planted, broken.verdict) == (False, "inconclusive")
+    first, *others = [replace(test, p_value=1.0, impossible=0) for test in report.tests]
+    failing = replace(report, tests=(replace(first, errors=("out of memory",)), *others))
+    assert (failing.found_planted, failing.verdict) == (False, "inconclusive")
 
 
-def test_a_planted_defect_that_cannot_show_is_not_found(folders: tuple[Path, Path]) -> None:
-    """A draft that is the target itself is never rejected."""
+def test_the_self_test_is_inconclusive_with_a_perfect_drafter(folders: tuple[Path, Path]) -> None:
+    """The target rejects no token of a draft model that is the target itself, so no correction is drawn."""
     llm = loaded(folders, draft=folders[0])
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert (report.found_planted, report.verdict) == (False, "inconclusive")
@@ -197,56 +199,67 @@ DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
         SPECULATIVE,
     ),
     "the token is not drawn from q": (
-        (drafting._step_through, "token = _draw(q,", "token = _draw(Law(q.probs**3, q.ids, q.certain),"),
+        (
+            drafting._step_through,
+            "token = _draw(q,",
+            "token = _draw(Distribution(q.probs**3, q.ids, q.one_hot),",
+        ),
         SPECULATIVE,
     ),
-    "the law kept is not the one drawn from": (
-        (drafting._step_through, "laws.append(q)", "laws.append(Law((0.3 * logits).softmax(-1)))"),
+    "the q that is kept is not the q of the draw": (
+        (drafting._step_through, "laws.append(q)", "laws.append(Distribution((0.3 * logits).softmax(-1)))"),
         SPECULATIVE,
     ),
-    "the law kept of a draft in one call is not the one drawn from": (
-        (at_once.at_once, "Law(drafted.probs[:, :width])", "Law(drafted.probs[:, :width] ** 3)"),
+    "the q that is kept of a fused draft is not the q of the draw": (
+        (
+            at_once.at_once,
+            "Distribution(drafted.probs[:, :width])",
+            "Distribution(drafted.probs[:, :width] ** 3)",
+        ),
         SPECULATIVE,
     ),
-    "coupled keeps what differs": (
+    "coupled keeps tokens that differ": (
         (vocab_ops.TorchVocabOps.match_prefix, "drafted == own", "drafted != own"),
         {("draft-model", "coupled")},
     ),
-    "plain sampling too": (
-        (vocab_ops.TorchVocabOps.race, "times = weights.to", "times = weights.square().to"),
+    "plain sampling is wrong too": (
+        (vocab_ops.TorchVocabOps.gumbel_argmax, "times = weights.to", "times = weights.square().to"),
         ALL,
     ),
     "top-p ignored in p and q": (
         (sampling.SamplingTable.of.__func__, "top_p=column([1.0 if p.greedy", "top_p=column([1.0 if True"),
-        set(),  # the exact law shares the transforms: theirs are other tests
+        set(),  # the expected distribution shares the transforms, which have tests of their own
     ),
 }
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_fails_the_tests_that_it_touches(
+def test_a_defect_fails_exactly_the_affected_tests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    edit, touched = DEFECTS[name]
-    planted(monkeypatch, edit)
+    edit, affected = DEFECTS[name]
+    plant(monkeypatch, edit)
     if edit[0] is drafting._step_through:
-        monkeypatch.setattr(DraftModel, "draft", lambda *given: None)  # which takes all steps at once
+        monkeypatch.setattr(DraftModel, "draft", lambda *given: None)  # fused drafting skips the edited code
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.1))
-    assert failed(report) == touched
-    assert report.verdict == ("failed" if touched else "passed")
+    assert failed(report) == affected
+    assert report.verdict == ("failed" if affected else "passed")
 
 
-def test_a_sample_that_the_law_rules_out_fails_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (vocab_ops.TorchVocabOps.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
+def test_one_sample_of_probability_zero_fails_the_test(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, (vocab_ops.TorchVocabOps.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
     report = verify(llm, PROMPTS, QUICK)
-    cut = [
+    truncated = [
         test for test in report.tests if test.top_k and test.acceptance == "speculative" and not test.control
     ]
-    assert [(test.impossible > 0, test.p_value, test.passed) for test in cut] == [(True, 0.0, False)]
+    assert [(test.impossible > 0, test.p_value, test.passed) for test in truncated] == [(True, 0.0, False)]
 
 
-def test_a_self_test_needs_sound_controls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (vocab_ops.TorchVocabOps.race, "times = weights.to", "times = weights.pow(8).to"))
+def test_a_self_test_with_failing_controls_is_inconclusive(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(
+        monkeypatch,
+        (vocab_ops.TorchVocabOps.gumbel_argmax, "times = weights.to", "times = weights.pow(8).to"),
+    )
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert not report.found_planted
 
@@ -255,7 +268,7 @@ def test_a_self_test_needs_sound_controls(llm: LLM, monkeypatch: pytest.MonkeyPa
 def altered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[SamplingParams, int, Output], Output]], None]:
-    """Changes outputs at temperature 0: by the request's parameters and how many requests came with it."""
+    """Changes the last prompt's output at temperature 0, given the parameters and the number of prompts."""
 
     def alter(change: Callable[[SamplingParams, int, Output], Output]) -> None:
         generate = LLM.generate
@@ -274,7 +287,7 @@ def altered(
 @pytest.mark.parametrize(
     ("drafter", "batched"), [("draft-model", False), ("none", True), ("draft-model", True)]
 )
-def test_one_token_substituted_is_told_with_the_margin(
+def test_a_divergence_is_reported_with_the_margin(
     llm: LLM, altered: Any, drafter: str, batched: bool
 ) -> None:
     ids = llm.generate([PROMPTS[-1]], SamplingParams(temperature=0, max_new_tokens=10, drafter="none"))
@@ -309,42 +322,42 @@ def test_an_output_that_ends_early_diverges_at_its_end(llm: LLM, altered: Any) -
     assert all(d.expected is not None for d in report.identity.divergences)
 
 
-def test_a_request_that_breaks_fails(llm: LLM, altered: Any) -> None:
+def test_a_failed_request_fails_the_verification(llm: LLM, altered: Any) -> None:
     altered(lambda params, count, output: replace(output, error="no room" if count > 1 else None))
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.2))
     assert report.identity.errors == ("prompt 4, none: no room", "prompt 4, draft-model: no room")
     assert report.verdict == "failed"
 
 
-def test_a_sample_that_breaks_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sample_fails_its_test(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = LLM.generate
 
-    def breaking(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
+    def failing(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
         outputs = generate(self, prompts, params, n=n)
         return [replace(o, error="no room") for o in outputs] if n > 1 and params.is_coupled else outputs
 
-    monkeypatch.setattr(LLM, "generate", breaking)
+    monkeypatch.setattr(LLM, "generate", failing)
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.2))
     assert failed(report) == {("draft-model", "coupled")}
     assert {test.errors for test in report.tests if not test.passed} == {("no room",)}
 
 
-def test_rounds_at_the_wrong_position_diverge(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_position_after_a_draft_diverges(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "[len(s.tokens) - 1 for s in inputs.sequences]"
     wrong = "[len(s.tokens) - 1 + bool(s.rounds and s.rounds[-1].drafted) for s in inputs.sequences]"
-    planted(monkeypatch, (Engine._verify, place, wrong))
+    plant(monkeypatch, (Engine._verify, place, wrong))
     report = verify(llm, PROMPTS, replace(QUICK, samples=20))
     assert report.identity.diverged("draft-model", False) and not report.identity.diverged("none", True)
 
 
-# --- in doubt ---------------------------------------------------------------------------------------
+# --- weak evidence ----------------------------------------------------------------------------------
 
 
 def test_too_few_samples_are_inconclusive(llm: LLM) -> None:
     report = verify(llm, PROMPTS, replace(QUICK, samples=200, detect=0.03))
     assert report.verdict == "inconclusive"
     [doubt] = report.doubts
-    assert doubt.startswith(f"a total variation below {report.detectable:.4f} could have been missed")
+    assert doubt.startswith(f"the tests detect a total variation distance of {report.detectable:.4f} at best")
 
 
 def test_a_drafter_that_drafts_nothing_is_inconclusive(
@@ -355,49 +368,58 @@ def test_a_drafter_that_drafts_nothing_is_inconclusive(
     assert report.verdict == "inconclusive"
     assert [doubt.split(";")[0] for doubt in report.doubts] == [
         "nothing was drafted at temperature 0",
-        "nothing was drafted in 4 of the sampled tests",
+        "nothing was drafted in 4 of the chi-square tests",
     ]
 
 
 def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) -> list[int]:
-    """The prompts in the order of choice, where look-up proposes the likeliest or the least likely token."""
+    """Return the prompts in the order of choice.
+
+    Args:
+        llm: The loaded models.
+        monkeypatch: Replaces the proposals of the lookup drafter.
+        drafts: Number of a prompt -> the token that is drafted, "most likely" or "least likely"; nothing is
+            drafted for other prompts.
+    """
     plain = PlainTarget(llm, 60)
 
-    def one(sequence: Sequence, budget: int) -> list[int]:
+    def draft(sequence: Sequence, budget: int) -> list[int]:
         kind = drafts.get(PROMPTS.index(sequence.prompt))
         if kind is None:
             return []
         logits = plain.logits(sequence.prompt, sequence.new_ids)
-        return [int(logits.argmax() if kind == "likeliest" else logits.argmin())][:budget]
+        return [int(logits.argmax() if kind == "most likely" else logits.argmin())][:budget]
 
     def propose(self: Lookup, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-        return [one(sequence, budget) for sequence, budget in requests]
+        return [draft(sequence, budget) for sequence, budget in requests]
 
     monkeypatch.setattr(Lookup, "propose", propose)
     params = SamplingParams(drafter="lookup", acceptance="speculative")
     return choose_prompts(Sampler(llm, 5), PlainTarget(llm, 60), PROMPTS, params, 5, lambda done, total: None)
 
 
-def test_prompts_are_chosen_where_a_defect_would_show(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts kept and refused before drafts always refused before none; evenly spread laws before others."""
+def test_prompts_with_mixed_acceptance_and_high_entropy_come_first(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts with both outcomes precede those with rejections only, and these precede undrafted ones."""
     plain, params = PlainTarget(llm, 60), SamplingParams()
-    spread = {i: Cells.of(plain.chances(p, params), WIDTHS).entropy for i, p in enumerate(PROMPTS)}
-    ranked = sorted(spread, key=lambda i: -spread[i])
-    assert ranked != sorted(spread)
+    entropies = {i: Cells.of(plain.next_token(p, params), WIDTHS).entropy for i, p in enumerate(PROMPTS)}
+    ranked = sorted(entropies, key=lambda i: -entropies[i])
+    assert ranked != sorted(entropies)
     assert chosen(llm, monkeypatch, {}) == ranked
     last, before = ranked[-1], ranked[-2]
-    assert chosen(llm, monkeypatch, {last: "hopeless"}) == [last, *ranked[:-1]]
-    both = {last: "likeliest", before: "hopeless"}
+    assert chosen(llm, monkeypatch, {last: "least likely"}) == [last, *ranked[:-1]]
+    both = {last: "most likely", before: "least likely"}
     assert chosen(llm, monkeypatch, both) == [last, before, *ranked[:-2]]
 
 
-def test_a_failure_outweighs_a_doubt(llm: LLM, altered: Any) -> None:
+def test_a_failure_outweighs_weak_evidence(llm: LLM, altered: Any) -> None:
     altered(lambda params, count, output: replace(output, token_ids=[9] if count > 1 else output.token_ids))
     report = verify(llm, PROMPTS, replace(QUICK, samples=20))
     assert report.doubts and report.verdict == "failed"
 
 
-# --- what is asked ----------------------------------------------------------------------------------
+# --- options and records ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,10 +427,14 @@ def test_a_failure_outweighs_a_doubt(llm: LLM, altered: Any) -> None:
     [
         ({"tokens": 0}, "tokens is 0; give 1 or more"),
         ({"samples": 0}, "samples is 0; give 1 or more"),
-        ({"detect": 0.0}, "detect is 0.0; give a total variation between 0 and 1"),
+        ({"detect": 0.0}, "detect is 0.0; give a total variation distance between 0 and 1"),
         ({"detect": float("nan")}, "detect is nan; give"),
         ({"seed": -1}, "seed is -1; give a whole number"),
-        ({"self_test": True, "rule": "coupled"}, "self_test removes the residual"),
+        ({"acceptance": "bild"}, "acceptance is 'bild', which is not lossless"),
+        (
+            {"self_test": True, "acceptance": "coupled"},
+            "self_test removes the residual, but acceptance='coupled' has none; leave one out",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
@@ -416,8 +442,10 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         Options(**options)
 
 
-def test_what_cannot_be_verified_is_refused(llm: LLM, folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match="nothing drafts"):
+def test_missing_drafters_and_wrong_prompts_are_refused(llm: LLM, folders: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        ConfigError, match="no drafter, so there is nothing to verify; give draft or drafter='lookup'"
+    ):
         verify(loaded(folders, draft=None), PROMPTS, QUICK)
     for empty in ([], [[]], [[1], []]):
         with pytest.raises(ConfigError, match="a prompt is empty, or there are none"):
@@ -433,7 +461,7 @@ def test_long_prompts_are_truncated_on_request(llm: LLM) -> None:
     assert report.identity.passed and report.identity.prompts == 6
 
 
-def test_the_document_is_json_without_nan(llm: LLM) -> None:
+def test_the_report_is_json_without_nan(llm: LLM) -> None:
     report = verify(llm, PROMPTS, replace(QUICK, samples=20, self_test=True))
     document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert document["verdict"] == report.verdict
@@ -442,12 +470,12 @@ def test_the_document_is_json_without_nan(llm: LLM) -> None:
     assert (document["planted"], document["found_planted"]) == ("no residual", report.found_planted)
 
 
-def test_progress_is_told_to_its_end(llm: LLM) -> None:
-    told: dict[str, tuple[int, int]] = {}
-    verify(llm, PROMPTS, QUICK, progress=lambda stage, done, total: told.update({stage: (done, total)}))
-    assert list(told) == [
+def test_progress_reaches_the_end_of_every_stage(llm: LLM) -> None:
+    seen: dict[str, tuple[int, int]] = {}
+    verify(llm, PROMPTS, QUICK, progress=lambda stage, done, total: seen.update({stage: (done, total)}))
+    assert list(seen) == [
         "Temperature 0",
         "Choosing prompts",
-        *(f"Sampled law {i} of 6" for i in range(1, 7)),
+        *(f"Chi-square test {i} of 6" for i in range(1, 7)),
     ]
-    assert all(done == total for done, total in told.values())
+    assert all(done == total for done, total in seen.values())

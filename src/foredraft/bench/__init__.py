@@ -1,1 +1,1 @@
-"""The benchmark: what each decoding method gains on this model, these prompts and this machine."""
+"""The benchmark of decoding methods on a model, prompts and a machine."""

@@ -41,7 +41,7 @@ class Program:
     """A program whose contenders share its loaded models.
 
     Attributes:
-        load: Loads what the program's contenders are made of; raises ConfigError if it cannot run the models.
+        load: Loads the models for the program's contenders; raises ConfigError if it cannot run them.
         package: The distribution to install; None for Foredraft itself.
         install: The command that installs it.
     """

@@ -11,13 +11,15 @@ import zlib
 from copy import copy
 
 from foredraft.bench.contender import Timing
-from foredraft.bench.timing import watched, wrapped
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
 from foredraft.kinds import DRAFTERS, RULES
 from foredraft.llm import LLM
+from foredraft.profiling.phases import DecodingClock, observed
+from foredraft.profiling.profile import use_profile
+from foredraft.profiling.timing import replaced
 
 __all__ = ["BigLittle", "ForedraftContender"]
 
@@ -72,7 +74,9 @@ class ForedraftContender:
             RequestError: A request failed.
         """
         engine = self.llm.engine
-        with wrapped(engine, "policy", self.policy), watched(engine) as clock:
+        clock = DecodingClock(engine)
+        with replaced(engine, "policy", self.policy), observed(engine, clock):
+            use_profile(engine)
             outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])
         for output in outputs:
             if output.error is not None:

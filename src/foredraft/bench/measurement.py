@@ -21,8 +21,8 @@ from foredraft.bench.machine import Memory
 from foredraft.bench.options import MAX_REPEATED, Options
 from foredraft.bench.records import PLAIN, Costs, RoundTime, Row, Spread
 from foredraft.bench.schedule import groups_of, turns
-from foredraft.bench.timing import parted
 from foredraft.ngrams import repeated
+from foredraft.profiling.phases import RoundClock, observed
 
 __all__ = ["Measurement", "Progress"]
 
@@ -172,15 +172,16 @@ class Measurement:
         if contender.peer:
             return None
         seconds, rounds = 0.0, 0
-        with parted(self.context.llm.engine) as parts:
+        parts = RoundClock(self.context.llm.engine)
+        with observed(self.context.llm.engine, parts):
             for runs in series.counted[:PROFILED_GROUPS]:
                 timing = contender.run(_select(prompts, runs.group), self.options.new_tokens)
                 seconds += timing.decode_seconds
                 rounds += timing.passes or 0
         if not rounds:
             return None
-        rest = seconds - parts.draft - parts.verify
-        return RoundTime(parts.draft / rounds, parts.verify / rounds, rest / rounds, rounds)
+        draft, verify = parts.seconds["draft"], parts.seconds["verify"]
+        return RoundTime(draft / rounds, verify / rounds, (seconds - draft - verify) / rounds, rounds)
 
 
 def _skipped_row(workload: str, batch: int, contender: Contender) -> Row:

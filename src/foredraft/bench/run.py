@@ -21,7 +21,6 @@ from foredraft.bench.options import MAX_REPEATED, Options
 from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
 from foredraft.bench.weights import model_record
 from foredraft.bench.workload import Workload
-from foredraft.decode.draft_pass import ModelDrafter
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds import DRAFTERS
@@ -248,7 +247,7 @@ def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     assert isinstance(target, Runner)
     models = [model_record("target", folders[0].name, target)]
     for drafter in llm.engine.drafters.values():
-        runner = drafter.draft_pass.runner if isinstance(drafter, ModelDrafter) else target
+        runner = target if drafter.draft_pass is None else drafter.draft_pass.runner
         if runner is not target and folders[1] is not None:
             models.append(model_record("draft", folders[1].name, runner))
     return tuple(models)

@@ -1,9 +1,8 @@
-"""The command line: one file a command, thin.
+"""The command line: one module per command.
 
-Contract: results go to stdout, everything else to stderr. The exit code is 0, 1 when generation itself
-failed or, in `bench` and `tune`, gave other tokens than it must, 2 with one line `foredraft: error: ...` when
-the user can mend it, 130 after Ctrl-C; `verify` adds one of its own. Nothing here imports torch before a
-command needs it, so `--help` is quick.
+Results go to stdout; progress, warnings and errors go to stderr. A user error is one line that
+begins with `foredraft: error: `. `exit_codes` lists the exit codes. No module imports PyTorch before a
+command needs it, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from cyclopts import App, CycloptsError
 
 import foredraft
 from foredraft.cli.bench import bench
-from foredraft.cli.error_text import spelled_as_options, with_stdin
-from foredraft.cli.generate import INTERRUPTED, generate
+from foredraft.cli.errors import print_error
+from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
+from foredraft.cli.generate import generate
+from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
 from foredraft.errors import ForedraftError
 
 __all__ = ["app", "main"]
-
-USER_ERROR = 2
 
 app = App(
     name="foredraft",
@@ -43,33 +42,37 @@ app.command(verify, usage="Usage: foredraft verify [PROMPTS...] [OPTIONS]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    # Python has None for what the caller closed.
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: The command and its arguments; None takes those of the process.
+    """
+    # Python sets a stream to None when its file descriptor is closed.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a model may say what this terminal cannot spell
+        sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters of the output
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
+    handler.setFormatter(OneLineFormatter())
     logging.basicConfig(handlers=[handler])
     words = sys.argv[1:] if arguments is None else arguments
     code = 0
     try:
-        code = app(with_stdin(words))
+        code = app(mark_stdin(words))
         sys.stdout.flush()
     except (CycloptsError, ForedraftError) as error:
-        print(f"foredraft: error: {spelled_as_options(str(error))}", file=sys.stderr)
+        print_error(error)
         return USER_ERROR
     except KeyboardInterrupt:
         print("foredraft: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has gone, as `| head` does: not a failure
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does: not a failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code if isinstance(code, int) else 0
 
 
-class OneLine(logging.Formatter):
-    """The library's warnings, without tracebacks: what broke a pass off is told as its outputs' error."""
+class OneLineFormatter(logging.Formatter):
+    """Formats a warning as one line without its traceback; the output's `error` field has the cause."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"foredraft: {' '.join(record.getMessage().split())}"

@@ -1,4 +1,4 @@
-"""`python -m foredraft.cli`: the command line without its script."""
+"""`python -m foredraft.cli` runs the command line without the installed script."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""`foredraft bench`: what each method gains on this model, these prompts and this machine.
+"""`foredraft bench`: time every decoding method on this model, these prompts and this machine.
 
-Contract: the last line of stdout is one JSON document, always; on a terminal a table stands before it. The
-exit code is 0, and 1 when tokens differ from plain decoding's that must not. After Ctrl-C the rows that were
-done are shown, and the code is 130.
+The last line of stdout is always one JSON document; on a terminal, tables precede it. The exit code is 0,
+or 1 if tokens differ from plain decoding's although they must not. After Ctrl-C, the finished rows are
+shown and the code is 130.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Exactness, Report, Row, Spread
-from foredraft.cli.error_text import spelled_as_options
+from foredraft.cli.errors import one_line
+from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
-from foredraft.cli.options import DraftingOptions, ModelOptions, loading
+from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import table
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-DIFFERS, INTERRUPTED = 1, 130
-
 
 def bench(
     *,
@@ -37,10 +36,11 @@ def bench(
     model: ModelOptions = ModelOptions(),
     drafting: DraftingOptions = DraftingOptions(),
 ) -> int:
-    """Time every method, and other programs, on the same prompts; say what was identical.
+    """Time decoding methods and other programs on the same prompts, and report which outputs are identical.
 
-    All take turns on every prompt, warm, with the same weights, dtype, threads and number of tokens. A ratio
-    is the median of those within the turns; prompts whose output repeats itself do not count.
+    The methods take turns on every prompt, after a warm-up, with the same weights, dtype, threads and number
+    of tokens. A ratio is the median of the ratios within the turns. Prompts whose plain output repeats itself
+    do not count.
     """
     options = options_of(benchmark, drafting)
     check_places(json=benchmark.json, html=benchmark.html)
@@ -48,7 +48,7 @@ def bench(
 
     workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
     if benchmark.html is not None:
-        from foredraft.bench.report import page  # says now if it cannot draw
+        import foredraft.bench.report  # noqa: F401  refuses now if the plotting library is missing
     from foredraft.bench.run import bench as run
 
     bars = ProgressBars()
@@ -59,43 +59,60 @@ def bench(
             model=model.model,
             truncate=model.truncate,
             progress=bars.show,
-            **loading(model, drafting),
+            **load_options(model, drafting),
         )
     finally:
         bars.clear()
     for note in report.notes:
-        print(f"foredraft: {spelled_as_options(note)}", file=sys.stderr)
+        print(f"foredraft: {one_line(note)}", file=sys.stderr)
+    write_report(report, benchmark)
+    if not report.finished:
+        print("foredraft: interrupted; the rows above were done", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if differing(report) else 0
+
+
+def write_report(report: Report, benchmark: BenchOptions) -> None:
+    """Write the report to stdout and the files; a stdout that fails does not cost the files.
+
+    Raises:
+        ConfigError: stdout or a file cannot be written.
+    """
     document = json.dumps(report.as_dict(), allow_nan=False)
     try:
         if sys.stdout.isatty():
             print("\n".join([*lines(report), ""]))
-        print(document, flush=True)  # first: a disk that is full must not take it away
-    except BrokenPipeError:  # the reader has gone: no failure
+        print(document, flush=True)  # before the files: a full disk must not cost the document
+    except BrokenPipeError:  # the reader closed the pipe: not a failure
         raise
     except OSError as error:
         raise ConfigError(f"stdout cannot be written ({error.strerror})") from error
-    finally:  # nor may a lost stdout take the files
+    finally:
         if benchmark.json is not None:
             write_whole(benchmark.json, document + "\n", "json")
         if benchmark.html is not None:
+            from foredraft.bench.report import page
+
             write_whole(benchmark.html, page(report), "html")
-    if not report.finished:
-        print("foredraft: interrupted; the rows above were done", file=sys.stderr)
-        return INTERRUPTED
-    return DIFFERS if differing(report) else 0
 
 
 def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
-    """Raises ConfigError that names a value that is wrong."""
+    """Return the options of the benchmark.
+
+    Raises:
+        ConfigError: An option has a wrong value.
+    """
     from foredraft.bench.options import Options
 
     refuse_lossy(drafting)
     if benchmark.prompts is not None and benchmark.prompts < 1:
-        raise ConfigError(f"--prompts is {benchmark.prompts}; give 1 or more")
+        raise ConfigError(option="prompts", value=benchmark.prompts, remedy="give 1 or more")
     try:
         batch = tuple(map(int, listed(benchmark.batch)))
     except ValueError:
-        raise ConfigError(f"--batch is {benchmark.batch!r}; give whole numbers, as in 1,8") from None
+        raise ConfigError(
+            option="batch", value=benchmark.batch, remedy="give whole numbers, as in 1,8"
+        ) from None
     return Options(
         methods=None if benchmark.methods is None else listed(benchmark.methods),
         policies=() if benchmark.policies is None else listed(benchmark.policies),
@@ -108,18 +125,18 @@ def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:
 
 
 def listed(words: str) -> tuple[str, ...]:
-    """What stands between the commas, without the spaces around it."""
+    """Split at commas, and strip the spaces around each word."""
     return tuple(word.strip() for word in words.split(","))
 
 
 def differing(report: Report) -> list[Row]:
-    """Rows of ours whose tokens are not plain decoding's though they must be."""
+    """Return Foredraft's rows whose tokens differ from plain decoding's although they must not."""
     if not report.options["deterministic"]:
         return []
     return [row for row in report.rows if row.exactness and not row.peer and row.exactness.holds is False]
 
 
-# --- what a person sees -----------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------
 
 METHODS = (
     "workload",
@@ -143,7 +160,7 @@ BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:10], "drafted", "ceiling", "iden
 
 
 def lines(report: Report) -> list[str]:
-    """The report as a person reads it."""
+    """Return the report as tables and sentences."""
     shown = [about(report), ""]
     shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)])
     if report.policies:
@@ -162,6 +179,7 @@ def lines(report: Report) -> list[str]:
 
 
 def about(report: Report) -> str:
+    """Return one line on the model, the options and the machine."""
     target, costs, speed = report.models[0], report.typical_costs[0], report.bandwidth
     options, machine = report.options, report.machine
     step = f"a bare step takes {costs.step_seconds * 1e3:.2f} ms"
@@ -176,42 +194,46 @@ def about(report: Report) -> str:
 
 
 def cells(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return a row's cells in these columns; a row that could not run has its note under tokens/s."""
     drafts, exact = row.drafting, row.exactness
     if exact is None:
-        head = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
-        return tuple((head | {"tokens/s": row.note or ""}).get(column, "") for column in columns)
-    made = {
+        known = {"workload": row.workload, "batch": str(row.batch), "method": row.contender}
+        return tuple((known | {"tokens/s": row.note or ""}).get(column, "") for column in columns)
+    texts = {
         "workload": row.workload,
         "batch": str(row.batch),
         "method": row.contender,
         "policy": row.policy or "",
-        "tokens/s": shown(row.tokens_per_second, ".1f"),
-        "over plain": shown(row.speedup, ".2f"),
+        "tokens/s": median(row.tokens_per_second, ".1f"),
+        "over plain": median(row.speedup, ".2f"),
         "quartiles": "" if row.speedup is None else f"{row.speedup.lower:.2f}-{row.speedup.upper:.2f}",
-        "predicted": shown(row.predicted, ".2f"),
-        "÷ predicted": shown(row.measured_over_predicted, ".2f"),
+        "predicted": median(row.predicted, ".2f"),
+        "÷ predicted": median(row.measured_over_predicted, ".2f"),
         "alpha": "" if drafts is None or drafts.alpha is None else f"{drafts.alpha:.2f}",
         "tau": "" if drafts is None else f"{drafts.mean_accepted_length:.2f}",
         "drafted": "" if drafts is None else f"{drafts.mean_draft_length:.2f}",
         "ceiling": "" if row.ceiling is None else f"{row.ceiling.speedup:.2f}",
         "perfect": "" if row.perfect is None else f"{row.perfect.speedup:.2f}",
-        "o": shown(row.overhead, ".2f"),
+        "o": median(row.overhead, ".2f"),
         "identical": "lossy" if not row.lossless else identical(exact),
-        "repeats": shown(row.repeated, ".0%"),
+        "repeats": median(row.repeated, ".0%"),
         "prompts": f"{row.counted} of {row.prompts}",
     }
-    return tuple(made[column] for column in columns)
+    return tuple(texts[column] for column in columns)
 
 
 def identical(exact: Exactness) -> str:
+    """Return how many prompts gave plain decoding's tokens."""
     return f"{exact.identical} of {exact.prompts}" if exact.comparable else "not comparable"
 
 
 def over_peers(row: Row) -> str:
+    """Return one line on the row's speed relative to other programs."""
     ratios = ", ".join(f"{spread.median:.2f} x {name}" for name, spread in (row.over_peers or {}).items())
     lossy = "" if row.lossless else ", which is lossy,"
     return f"{row.workload}, batch {row.batch}: {row.contender}{lossy} is {ratios}"
 
 
-def shown(spread: Spread | None, form: str) -> str:
+def median(spread: Spread | None, form: str) -> str:
+    """Return the formatted median, or "-" if there is none."""
     return "-" if spread is None else format(spread.median, form)

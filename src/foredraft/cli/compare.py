@@ -1,9 +1,8 @@
-"""Plain against speculative decoding, timed side by side.
+"""Time plain against speculative decoding, in alternating runs.
 
-Contract: `alternate` runs both once to warm up, then in pairs whose order flips every time, so that a
-machine that slows down or speeds up burdens both alike. The speed-up is the median of the ratios within
-the pairs, and never comes without the exactness flag of the same runs. Pure but for the runs and the
-clock that it is given.
+`alternate` runs both once to warm up, then in pairs whose order flips every time, so that a machine that
+slows down or speeds up affects both alike. The speed-up is the median of the ratios within the pairs. It
+always comes with the exactness flag of the same runs.
 """
 
 from __future__ import annotations
@@ -16,13 +15,21 @@ from typing import Any
 
 __all__ = ["Comparison", "Generate", "alternate"]
 
-Tokens = Sequence[Sequence[int]]  # the generated tokens of every output
+ALTERNATIONS = 5  # pairs of timed runs: an odd number, so that the median is one of the ratios
+Tokens = Sequence[Sequence[int]]  # the new tokens of every output
 Generate = Callable[[], Tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """speedups: speculative over plain tokens/s, a pair each. identical: None = not comparable."""
+    """The result of `alternate`.
+
+    Attributes:
+        speedups: Speculative over plain tokens/s, one ratio per pair.
+        plain_tokens_per_second: Median over the pairs.
+        speculative_tokens_per_second: Median over the pairs.
+        identical: All runs gave the same tokens; None if they need not.
+    """
 
     speedups: tuple[float, ...]
     plain_tokens_per_second: float
@@ -34,6 +41,7 @@ class Comparison:
         return median(self.speedups)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the comparison for JSON."""
         return {
             "speedup": self.speedup,
             "speedup_low": min(self.speedups),
@@ -50,15 +58,23 @@ def alternate(
     speculative: Generate,
     *,
     comparable: bool,
-    shown: Tokens | None = None,
-    alternations: int = 5,
+    earlier: Tokens | None = None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Time both; `comparable` says whether their tokens must be the same ones, and those `shown` before."""
-    total = 2 * (alternations + 1)
+    """Time plain and speculative decoding in alternating runs.
+
+    Args:
+        plain: Generates the tokens by plain decoding.
+        speculative: Generates them with the drafter.
+        comparable: The tokens of all runs must be the same.
+        earlier: Tokens of an earlier run, included in the comparison of tokens.
+        clock: Returns seconds.
+        progress: Called as (runs done, runs in all).
+    """
+    total = 2 * (ALTERNATIONS + 1)
     done = 0
-    texts: list[Tokens] = [] if shown is None else [shown]
+    texts: list[Tokens] = [] if earlier is None else [earlier]
 
     def rate(generate: Generate) -> float:
         nonlocal done
@@ -72,7 +88,7 @@ def alternate(
 
     rate(plain), rate(speculative)
     rates: list[tuple[float, float]] = []
-    for index in range(alternations):
+    for index in range(ALTERNATIONS):
         if index % 2:
             fast = rate(speculative)
             rates.append((rate(plain), fast))

@@ -1,7 +1,6 @@
-"""`foredraft generate --chat` on a terminal: a conversation, each reply streamed as text is.
+"""`foredraft generate --chat` on a terminal: a conversation whose replies are streamed.
 
-Contract: a reply that was ended (Ctrl-C) stays in the conversation as far as it came; a turn that failed
-leaves no trace in it.
+A reply that Ctrl-C ended stays in the conversation as far as it came. A turn that failed is not added to it.
 """
 
 from __future__ import annotations
@@ -12,56 +11,84 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from foredraft.cli.error_text import spelled_as_options
+from foredraft.cli.errors import print_error
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, stream
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, last_line
-from foredraft.errors import ConfigError, RequestError
+from foredraft.errors import ConfigError, Option, RequestError
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["CONVERSATION", "Conversation", "converse"]
 
-CONVERSATION = 8192  # positions that there is room for, unless the model has fewer or --max-length says so
+# Tokens of a conversation unless --max-length is given or the model has fewer: some dozens of turns, for a
+# moderate KV cache.
+CONVERSATION = 8192
 RESET, EXIT = "/reset", "/exit"
 
 
 class Conversation:
-    """The messages so far; the system's stays."""
+    """The messages of a conversation.
+
+    Attributes:
+        turns: Messages of the user and the assistant, in order. The system message is kept apart, so that
+            `reset` leaves it.
+    """
 
     def __init__(self, system: str | None) -> None:
-        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._system = [] if system is None else [_message("system", system)]
         self.turns: list[dict[str, str]] = []
 
-    def ids(self, tokenizer: Tokenizer | None, text: str) -> list[int]:
-        """The conversation with one more message of the user's, up to where the reply begins."""
+    def encode(self, tokenizer: Tokenizer | None, text: str) -> list[int]:
+        """Return the token ids of the conversation and one more user message, up to the reply's first token.
+
+        Raises:
+            ConfigError: The model has no tokenizer or no chat template.
+        """
         if tokenizer is None:
-            raise ConfigError("--chat needs a tokenizer, but the model's folder has no tokenizer.json")
+            raise ConfigError(
+                "needs a tokenizer, but the model's folder has no tokenizer.json",
+                option="chat",
+                remedy="add the file, or leave the option out",
+            )
         if tokenizer.chat is None:
             raise ConfigError(
-                "--chat needs a chat template, but the model has none; leave it out, or give --model one that"
-                " was trained to chat"
+                "needs a chat template, but the model has none",
+                option="chat",
+                remedy=("leave it out, or give ", Option("path"), " a model trained for chat"),
             )
-        return tokenizer.encode_chat([*self._system, *self.turns, _said("user", text)])
+        return tokenizer.encode_chat([*self._system, *self.turns, _message("user", text)])
 
     def add(self, text: str, reply: str) -> None:
-        self.turns += [_said("user", text), _said("assistant", reply)]
+        """Add a user message and its reply."""
+        self.turns += [_message("user", text), _message("assistant", reply)]
 
     def reset(self) -> None:
+        """Remove all messages but the system message."""
         self.turns = []
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 def converse(job: Job, conversation: Conversation, painter: Painter, bars: ProgressBars) -> int:
-    """Read, reply, until the user ends it; job: what each reply is made with, its prompt aside."""
-    with suppress(ImportError):  # of systems without it
-        import readline  # noqa: F401  `input` then has a history and an editor
-    print(f"{RESET} forgets the conversation, {EXIT} or Ctrl-D ends it, Ctrl-C ends a reply", file=sys.stderr)
+    """Read messages and print replies until the user ends the conversation.
+
+    Args:
+        job: Parameters of every reply; its prompt is ignored.
+        conversation: The messages so far.
+        painter: Prints the replies.
+        bars: Progress bars.
+
+    Returns:
+        The exit code.
+    """
+    with suppress(ImportError):  # not every system has it
+        import readline  # noqa: F401  gives `input` a history and line editing
+    print(f"{RESET} clears the conversation, {EXIT} or Ctrl-D ends it, Ctrl-C ends a reply", file=sys.stderr)
     while True:
         try:
             text = input("> ").strip()
@@ -75,26 +102,23 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
             painter.write("\n")
             return 0
         except UnicodeDecodeError as error:
-            complain(f"that is not UTF-8 text (byte {error.start}); type it again")
+            print_error(f"the message is not UTF-8 text (byte {error.start}); type it again")
         except RequestError as error:
-            complain(str(error))
+            print_error(error)
 
 
 def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bars: ProgressBars) -> None:
-    prompt = conversation.ids(job.llm.tokenizer, text)
+    """Print the model's reply to a message, and add both to the conversation."""
+    prompt = conversation.encode(job.llm.tokenizer, text)
     job = replace(job, prompt=prompt)
     with Interrupt(job.llm) as interrupt:
-        shown = Run.of(partial(stream, job, painter, bars, interrupt))
+        shown = Run.timed(partial(stream, job, painter, bars, interrupt))
         bars.clear()
         print(last_line(shown.stats, None, compared=False, lossless=shown.lossless))
     for error in shown.errors:
-        complain(error)
+        print_error(error)
     if not shown.errors:
         [output] = shown.outputs
         assert job.llm.tokenizer is not None
-        # as the template wants it, whatever was shown: the special tokens are the template's own
+        # Without special tokens, even under --show-special: the chat template adds them itself.
         conversation.add(text, job.llm.tokenizer.decode(output.token_ids, after=prompt))
-
-
-def complain(message: str) -> None:
-    print(f"foredraft: error: {spelled_as_options(message)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`foredraft generate`: text, streamed in the colours of who wrote it, and what it took."""
+"""`foredraft generate`: stream text in the colours of its origins, then print one line of figures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.compare import Comparison, alternate
 from foredraft.cli.conversation import CONVERSATION, Conversation, converse
-from foredraft.cli.error_text import STDIN
+from foredraft.cli.errors import print_error
+from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Interrupt
-from foredraft.cli.job import Job, Run, show, stream
+from foredraft.cli.job import Job, Run, show_samples, stream
 from foredraft.cli.options import (
     ChatOptions,
     DraftingOptions,
@@ -21,22 +22,21 @@ from foredraft.cli.options import (
     ModelOptions,
     OutputOptions,
     SamplingOptions,
-    loading,
-    requested,
+    load_options,
+    request_options,
 )
 from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import Painter, document, last_line
-from foredraft.errors import ConfigError
+from foredraft.cli.render import Painter, document, last_line, notes
+from foredraft.cli.stdin import STDIN
+from foredraft.errors import ConfigError, Option
 from foredraft.files import check_place
-from foredraft.kinds import DRAFTERS, RULES, default_drafter, suits
+from foredraft.kinds import DRAFTERS, RULES, default_drafter, suits, unused_options
 
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
     from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["INTERRUPTED", "check", "generate", "named", "read_prompt", "refuse_lossy"]
-
-FAILED, INTERRUPTED = 1, 130
+__all__ = ["check_drafting_options", "drafter_name", "generate", "read_prompt", "refuse_lossy"]
 
 
 def generate(
@@ -49,42 +49,42 @@ def generate(
     chat: ChatOptions = ChatOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> int:
-    """Generate text: the target's own, drafted ahead and checked.
+    """Generate text: the target model's own, proposed by a drafter and verified by the target.
 
     Parameters
     ----------
     prompt
-        The text to go on from; - reads it from stdin, less one closing newline, and nothing else reads
-        stdin. May be left out with the demo models, which then go on from a text of theirs, and with --chat.
+        The text to continue; - reads it from stdin, without one trailing newline. Optional with the demo
+        models, which then continue a text that ships with them, and with --chat.
     """
-    check(model, drafting, output)
-    talking = chat.chat and prompt is None
-    check_request(chat, sampling, output, talking=talking)
-    text = "" if talking else read_prompt(prompt, model.model)
+    check_drafting_options(model, drafting, output)
+    interactive = chat.chat and prompt is None
+    check_request(chat, sampling, output, interactive=interactive)
+    text = "" if interactive else read_prompt(prompt, model.model)
     import foredraft
 
-    given = requested(sampling, drafting)
+    options = request_options(sampling, drafting)
     if output.compare:
-        given = {"temperature": 0.0} | given
-    foredraft.SamplingParams().replace(**given)  # a mistake need not wait for the model
+        options = {"temperature": 0.0} | options
+    foredraft.SamplingParams().replace(**options)  # report a wrong option before the model is loaded
     conversation = Conversation(chat.system)
     bars = ProgressBars()
 
-    def encoded(tokenizer: Tokenizer | None) -> list[int]:
+    def encode(tokenizer: Tokenizer | None) -> list[int]:
         if chat.chat:
-            return conversation.ids(tokenizer, text)
+            return conversation.encode(tokenizer, text)
         return [] if tokenizer is None else tokenizer.encode(text)
 
     def needs(tokenizer: Tokenizer | None, defaults: SamplingParams) -> tuple[int, int]:
-        length = len(encoded(tokenizer)) + defaults.replace(**given).max_new_tokens
-        return max(sampling.n, 1), max(length, CONVERSATION) if talking else length
+        length = len(encode(tokenizer)) + defaults.replace(**options).max_new_tokens
+        return max(sampling.n, 1), max(length, CONVERSATION) if interactive else length
 
     try:
-        llm = foredraft.load(model.model, **loading(model, drafting), needs=needs, progress=bars.show)
-        asked = encoded(llm.tokenizer) if chat.chat else text
-        params, traced = llm.params(**given), output.trace is not None
-        job = Job(llm, asked, params, sampling.n, model.truncate, output.show_special, traced)
-        if talking:
+        llm = foredraft.load(model.model, **load_options(model, drafting), needs=needs, progress=bars.show)
+        full_prompt = encode(llm.tokenizer) if chat.chat else text
+        params, trace = llm.params(**options), output.trace is not None
+        job = Job(llm, full_prompt, params, sampling.n, model.truncate, output.show_special, trace)
+        if interactive:
             return converse(job, conversation, Painter(sys.stdout, color=output.color), bars)
         return run(job, output, bars, text if prompt is None else None)
     finally:
@@ -92,189 +92,270 @@ def generate(
 
 
 def read_prompt(prompt: str | None, model: str | None) -> str:
+    """Return the prompt: the given one, stdin's, or the demo's.
+
+    Args:
+        prompt: The argument; `STDIN` reads stdin, None takes the demo's prompt if the demo models run.
+        model: The --model option.
+
+    Raises:
+        ConfigError: There is no prompt, or it is not UTF-8 text.
+    """
     if prompt is None and model is None:
         from foredraft import demo
 
         return demo.prompt()
     if prompt is None:
-        raise ConfigError("no prompt; give one, or - to read it from stdin")
+        raise ConfigError("no prompt", remedy="give one, or - to read it from stdin")
     if prompt != STDIN:
         check_text("the prompt", prompt)
         return prompt
     if sys.stdin is None:
-        raise ConfigError("stdin is closed; give the prompt as an argument, or something to read it from")
+        raise ConfigError("stdin is closed", remedy="give the prompt as an argument, or open stdin")
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"stdin is not UTF-8 text (byte {error.start}); convert it first") from error
+        raise ConfigError(
+            f"stdin is not UTF-8 text (byte {error.start})", remedy="convert it first"
+        ) from error
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse text that UTF-8 cannot encode, such as undecodable bytes of an argument."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{what} is not UTF-8 text (character {error.start})", remedy="convert it first"
+        ) from error
 
 
 def check_request(
-    chat: ChatOptions, sampling: SamplingOptions, output: OutputOptions, *, talking: bool
+    chat: ChatOptions, sampling: SamplingOptions, output: OutputOptions, *, interactive: bool
 ) -> None:
-    """Refuse what the other options leave without a meaning."""
+    """Refuse options that the other options leave without effect.
+
+    Args:
+        chat: The chat options.
+        sampling: The options of the request.
+        output: The output options.
+        interactive: The command holds a conversation on the terminal.
+    """
     if output.compare and sampling.max_new_tokens == 0:
-        raise ConfigError("--compare has nothing to time with --max-new-tokens 0; give more, or leave it out")
+        raise ConfigError(
+            ("has nothing to time with ", Option("max_new_tokens", 0)),
+            option="compare",
+            remedy="generate more tokens, or leave it out",
+        )
     for option in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, option) is not None and not output.json:
-            flag = option.replace("_", "-")
-            raise ConfigError(f"--{flag} has no use without --json; add --json, or leave it out")
+            raise _needs(option, "json")
     if output.trace is not None:
         check_place(output.trace, "trace")
     if chat.system is not None and not chat.chat:
-        raise ConfigError("--system has no use without --chat; add --chat, or leave it out")
+        raise _needs("system", "chat")
     if chat.system is not None:
-        check_text("the system's message", chat.system)
-    if not talking:
-        return
+        check_text("the system message", chat.system)
+    if interactive:
+        check_conversation(sampling, output)
+
+
+def _needs(option: str, other: str) -> ConfigError:
+    return ConfigError(
+        ("has no effect without ", Option(other)),
+        option=option,
+        remedy=("add ", Option(other), ", or leave it out"),
+    )
+
+
+def check_conversation(sampling: SamplingOptions, output: OutputOptions) -> None:
+    """Refuse a conversation without a terminal, and options that have no effect in one."""
     if not on_terminal():
         raise ConfigError(
-            "no prompt, and no terminal to keep a conversation on; give a prompt, or - to read it from stdin"
+            "no prompt, and no terminal for a conversation",
+            remedy="give a prompt, or - to read it from stdin",
         )
-    inert = {
+    given = {
         "json": output.json,
         "compare": output.compare,
         "n": sampling.n != 1,
         "trace": output.trace is not None,
     }
-    for option, given in inert.items():
-        if given:
-            raise ConfigError(f"--{option} has no use in a conversation; give a prompt, or leave it out")
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                "has no effect in a conversation", option=option, remedy="give a prompt, or leave it out"
+            )
 
 
 def on_terminal() -> bool:
+    """Return whether stdin and stdout are both terminals."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def check_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{what} is not UTF-8 text (character {error.start}); convert it first") from error
-
-
-def check(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
-    """Refuse what could only be ignored: no request of this command names another drafter."""
-    name = named(drafting, model)
+def check_drafting_options(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
+    """Refuse drafting options that the drafter would ignore."""
+    name = drafter_name(drafting, model)
     drafter = DRAFTERS[name]
-    if drafting.draft is not None and not drafter.needs_draft and not drafter.chooses:
-        raise ConfigError(f"--draft has no use with --drafter {name}; leave one out")
+    no_effect = f"has no effect with drafter {name}"
     if output.compare and name == "none":
-        raise ConfigError("--compare finds only plain decoding; give --draft, or --drafter lookup")
-    inert = [] if drafter.stepper or drafter.chooses else ["draft_sampling"]
-    inert += [] if drafter.needs_plan or drafter.chooses else ["plan"]
-    if name == "none":
-        inert += ["policy", "policy_option", "max_draft"]
-    for option in inert:
-        if getattr(drafting, option) not in (None, ()):
-            raise ConfigError(f"--{option.replace('_', '-')} has no use with drafter {name}; leave it out")
+        raise ConfigError(
+            "needs a drafter",
+            option="compare",
+            remedy=("give ", Option("draft"), " or ", Option("drafter", "lookup")),
+        )
+    for option in unused_options(name):
+        if getattr(drafting, option.replace("policy_options", "policy_option")) not in (None, ()):
+            raise ConfigError(no_effect, option=option, remedy="leave it out")
     policy, rule = drafting.policy, drafting.acceptance
     if policy is not None and not drafter.chooses and not suits(name, policy):
-        raise ConfigError(f"--policy {policy} has no use with drafter {name}; give another")
+        raise ConfigError(
+            f"which needs draft probabilities, but drafter {name} has none",
+            option="policy",
+            value=policy,
+            remedy="give another policy",
+        )
     if rule is not None and not RULES[rule].lossless and name == "none":
-        raise ConfigError(f"--acceptance {rule} has no use with drafter {name}; leave it out")
+        raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
 
 
 def refuse_lossy(drafting: DraftingOptions) -> None:
-    """In commands that hold the output against plain decoding's."""
+    """Refuse a lossy acceptance rule, for commands that compare the output with plain decoding's."""
     rule = drafting.acceptance
     if rule is not None and not RULES[rule].lossless:
-        raise ConfigError(f"--acceptance {rule} is not lossless: there is nothing to compare; leave it out")
+        raise ConfigError(
+            "which is not lossless, so its output cannot be compared with plain decoding's",
+            option="acceptance",
+            value=rule,
+            remedy="leave it out",
+        )
     if drafting.rollback is not None:
-        raise ConfigError("--rollback is for --acceptance bild alone, which is not lossless; leave it out")
+        raise ConfigError(
+            ("applies only to ", Option("acceptance", "bild"), ", which is not lossless"),
+            option="rollback",
+            remedy="leave it out",
+        )
 
 
-def named(drafting: DraftOptions, model: ModelOptions) -> str:
-    """The drafter, named or by default."""
+def drafter_name(drafting: DraftOptions, model: ModelOptions) -> str:
+    """Return --drafter, or the default drafter for the other options."""
     draft_given = drafting.draft is not None or model.model is None
-    return drafting.drafter or default_drafter(draft_given, plan_given=drafting.plan is not None)
+    return drafting.drafter or default_drafter(
+        drafting.policy or "auto", draft_given, plan_given=drafting.plan is not None
+    )
 
 
-def run(job: Job, options: OutputOptions, bars: ProgressBars, before: str | None) -> int:
-    """before: a text to show first."""
+def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str | None) -> int:
+    """Run the job, print its text or document, and return the exit code.
+
+    Args:
+        job: The request.
+        options: The output options.
+        bars: Progress bars.
+        demo_prompt: The demo's prompt, printed before the text; None if the user gave a prompt.
+    """
     painter = Painter(sys.stdout, color=options.color)
     streams = job.n == 1 and not options.json
     comparison = None
-    # Printing is inside: a Ctrl-C now would otherwise take back what there is.
+    # Printing happens inside: otherwise Ctrl-C at this point would discard the finished output.
     with Interrupt(job.llm) as interrupt:
         interrupt.check()
-        if before is not None and not options.json:
-            painter.write(before if streams else f"{before}\n")
-        shown = Run.of(
+        if demo_prompt is not None and not options.json:
+            painter.write(demo_prompt if streams else f"{demo_prompt}\n")
+        shown = Run.timed(
             partial(stream, job, painter, bars, interrupt)
             if streams
-            else partial(job.outputs, job.params, trace=job.traced)
+            else partial(job.outputs, job.params, trace=job.trace)
         )
         stats, errors = shown.stats, shown.errors
-        if options.compare and not interrupt.came and not errors:
+        if options.compare and not interrupt.received and not errors:
             try:
                 comparison, stats = compare(job, shown, interrupt, bars)
-            except Stopped as stopped:
+            except ComparisonStopped as stopped:
                 errors = stopped.errors
-            except KeyboardInterrupt:  # the second one, which `interrupt` raises
+            except KeyboardInterrupt:  # the second Ctrl-C, raised by `interrupt`
                 pass
         bars.clear()
         if options.json:
             print(json.dumps(document(shown.outputs, stats, comparison), allow_nan=False))
         else:
             if not streams:
-                show(shown.outputs, painter)
-            print(last_line(stats, comparison, compared=options.compare, lossless=shown.lossless))
+                show_samples(shown.outputs, painter)
+            line = last_line(stats, comparison, compared=options.compare, lossless=shown.lossless)
+            print(", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)]))
         for error in errors:
-            print(f"foredraft: error: {error}", file=sys.stderr)
+            print_error(error)
     if options.trace is not None:
         write_page(job, options.trace, shown.outputs)
-    return INTERRUPTED if interrupt.came else FAILED if errors else 0
+    return INTERRUPTED if interrupt.received else FAILED if errors else 0
 
 
 def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
+    """Write the --trace page."""
     from foredraft import write_trace
 
     tokenizer, spec = job.llm.tokenizer, job.llm.spec
-    assert tokenizer is not None  # without one, a prompt of text was refused
+    assert tokenizer is not None  # the engine refuses a text prompt without one
     drafter = job.llm.default_drafter or "none"
     temperature = job.params.temperature
     about = f"{spec.architecture}, {spec.layers} layers; drafter {drafter}; temperature {temperature:g}"
     if not all(output.lossless for output in outputs):
         about += f"; acceptance {job.params.acceptance}, which is not lossless"
-    prompt = job.text(outputs[0].prompt_tokens)
+    prompt = job.prompt_text(outputs[0].prompt_tokens)
     write_trace(file, outputs, prompt=prompt, tokenizer=tokenizer, about=about)
 
 
-class Stopped(Exception):
-    """A run of a comparison did not come to its end, so there is nothing to compare."""
+class ComparisonStopped(Exception):
+    """A run of the comparison was cancelled or failed, so there is no comparison.
+
+    Attributes:
+        errors: Errors of the failed run; none if it was cancelled.
+    """
 
     def __init__(self, errors: list[str]) -> None:
         self.errors = errors
 
 
 def compare(job: Job, shown: Run, interrupt: Interrupt, bars: ProgressBars) -> tuple[Comparison, Stats]:
-    """The comparison, and the figures of its median speculative run: the first one, shown, was cold."""
+    """Time plain against speculative decoding.
+
+    Args:
+        job: The request.
+        shown: The run whose text was printed. It was not warmed up, so its time does not count.
+        interrupt: Ctrl-C.
+        bars: Progress bars.
+
+    Returns:
+        The comparison, and the figures of the speculative run of median speed.
+
+    Raises:
+        ComparisonStopped: A run was cancelled or failed.
+    """
     speculative: list[Stats] = []
 
     def timed(params: SamplingParams) -> Run:
-        if interrupt.came:
-            raise Stopped([])
-        run = Run.of(partial(job.outputs, params))
-        if interrupt.came or run.errors:
-            raise Stopped(run.errors)
+        if interrupt.received:
+            raise ComparisonStopped([])
+        run = Run.timed(partial(job.outputs, params))
+        if interrupt.received or run.errors:
+            raise ComparisonStopped(run.errors)
         return run
 
-    def plain() -> list[list[int]]:
+    def decode_plainly() -> list[list[int]]:
         return timed(replace(job.params, drafter="none")).tokens
 
-    def drafted() -> list[list[int]]:
+    def decode_speculatively() -> list[list[int]]:
         run = timed(job.params)
         speculative.append(run.stats)
         return run.tokens
 
     params = job.params
-    with bars.alone("compare"):
+    with bars.only("compare"):
         comparison = alternate(
-            plain,
-            drafted,
+            decode_plainly,
+            decode_speculatively,
             comparable=params.greedy or (params.seed is not None and params.is_coupled),
-            shown=shown.tokens,
+            earlier=shown.tokens,
             progress=partial(bars.show, "compare"),
         )
     warm = sorted(speculative[1:], key=lambda stats: stats.tokens_per_second)

@@ -1,4 +1,4 @@
-"""Ctrl-C during generation: the first one ends the requests and keeps what they have, the next one quits."""
+"""Ctrl-C during generation: the first one ends the requests and keeps their text, the second one quits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ __all__ = ["Interrupt"]
 
 
 class Interrupt:
-    """While entered, the first SIGINT cancels every request of `llm`; `came` says that it did.
+    """Context manager that handles SIGINT: the first signal cancels all requests of `llm`.
 
-    `llm` holds signals back until a round is over, so the engine is told between two rounds.
+    `llm` defers signals to the end of a round, so the engine is never interrupted within one.
+
+    Attributes:
+        received: A SIGINT arrived.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.came = False
+        self.received = False
         self._previous: Any = None
 
     def __enter__(self) -> Interrupt:
@@ -33,11 +36,11 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if it came: what follows must not begin."""
-        if self.came:
+        """Raise KeyboardInterrupt if a SIGINT arrived, so that the next step does not start."""
+        if self.received:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.check()
-        self.came = True
+        self.received = True
         self.llm.cancel_all()

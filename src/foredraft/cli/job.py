@@ -1,7 +1,4 @@
-"""One prompt and what becomes of it: the request, its text as it comes, and its figures.
-
-Seconds are the wall clock of the whole request, its prompt and all its samples included.
-"""
+"""One request of `generate`: its parameters, its streamed text and its figures."""
 
 from __future__ import annotations
 
@@ -17,15 +14,21 @@ from foredraft.cli.render import Painter
 if TYPE_CHECKING:
     from foredraft import LLM, Output, Piece, SamplingParams, Stats
 
-__all__ = ["Job", "Run", "show", "stream"]
+__all__ = ["Job", "Run", "show_samples", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt, and all that decides what becomes of it.
+    """One prompt with everything that decides its output.
 
-    prompt: text, or the ids of a conversation. special: special tokens are shown. traced: what each round did
-    is told, for a page of it.
+    Attributes:
+        llm: The loaded models.
+        prompt: Text, or the token ids of a conversation.
+        params: Parameters of the request.
+        n: Number of samples.
+        truncate: "left" drops the oldest tokens of a prompt that is too long.
+        show_special: Keep special tokens in the text.
+        trace: Record every round, for the --trace page.
     """
 
     llm: LLM
@@ -33,23 +36,29 @@ class Job:
     params: SamplingParams
     n: int
     truncate: Literal["left"] | None
-    special: bool
-    traced: bool = False
+    show_special: bool
+    trace: bool = False
 
     def outputs(self, params: SamplingParams, *, trace: bool = False) -> list[Output]:
+        """Generate all samples with these parameters instead of the job's own."""
         return self.llm.generate(
-            self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.special, trace=trace
+            self.prompt, params, n=self.n, truncate=self.truncate, show_special=self.show_special, trace=trace
         )
 
     def stream(self) -> Iterator[Piece]:
+        """Generate one sample, piece by piece."""
         return self.llm.stream(
-            self.prompt, self.params, truncate=self.truncate, show_special=self.special, trace=self.traced
+            self.prompt,
+            self.params,
+            truncate=self.truncate,
+            show_special=self.show_special,
+            trace=self.trace,
         )
 
-    def text(self, length: int) -> str:
-        """The prompt, or its last `length` tokens where it was truncated, spelled out."""
+    def prompt_text(self, length: int) -> str:
+        """Return the prompt as text; of a truncated prompt, its last `length` tokens."""
         tokenizer = self.llm.tokenizer
-        assert tokenizer is not None  # without one, a prompt of text was refused
+        assert tokenizer is not None  # the engine refuses a text prompt without one
         ids = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
         if isinstance(self.prompt, str) and len(ids) <= length:
             return self.prompt
@@ -58,13 +67,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one request, and its figures by the wall clock."""
+    """The outputs of one request.
+
+    Attributes:
+        outputs: One per sample.
+        stats: Figures over all samples. Seconds are wall-clock time of the whole request, prefill included.
+    """
 
     outputs: list[Output]
     stats: Stats
 
     @classmethod
-    def of(cls, request: Callable[[], list[Output]]) -> Run:
+    def timed(cls, request: Callable[[], list[Output]]) -> Run:
+        """Run a request and time it."""
         from foredraft import Stats
 
         start = time.perf_counter()
@@ -86,28 +101,28 @@ class Run:
 
 
 def stream(job: Job, painter: Painter, bars: ProgressBars, interrupt: Interrupt) -> list[Output]:
-    """Show every token's text as soon as nothing can change it."""
+    """Generate one sample, and print each token's text as soon as later tokens cannot change it."""
     origins: list[str] = []
     output = None
     for piece in job.stream():
         bars.clear()
         origins += piece.origins
-        painter.explain()
+        painter.print_legend()
         for index, text in piece.parts or []:
             painter.write(text, origins[index])
         output = piece.output
-        if interrupt.came:  # perhaps before there was a request to end
+        if interrupt.received:  # Ctrl-C may have come before the request was submitted
             job.llm.cancel_all()
     assert output is not None
     painter.end_line()
     return [output]
 
 
-def show(outputs: list[Output], painter: Painter) -> None:
-    """Several samples, one after the other."""
+def show_samples(outputs: list[Output], painter: Painter) -> None:
+    """Print several samples one after the other, each under its number."""
     for number, output in enumerate(outputs, start=1):
         painter.write(f"[{number}/{len(outputs)}]\n")
-        painter.explain()
+        painter.print_legend()
         for text, origin in zip(output.pieces or [], output.origins, strict=True):
             painter.write(text, origin)
         painter.end_line()

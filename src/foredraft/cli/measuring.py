@@ -1,6 +1,6 @@
-"""The options of the commands that measure, `verify`, `bench` and `tune`, beside those of what they measure.
+"""Options of the commands that measure, `verify`, `bench` and `tune`, beside those of `options`.
 
-Contract: as in `options`; defaults are those of the rooms that do the work.
+Defaults come from the rooms that do the work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SEARCH = Group("Search", sort_key=2)
 BENCH, TUNE, VERIFY = BenchDefaults(), TuneDefaults(), VerifyDefaults()
 
 
-def whole(_: type, words: Sequence[Token]) -> int:
-    """A number that is none in full is refused, not rounded."""
+def parse_whole(_: type, words: Sequence[Token]) -> int:
+    """Parse a whole number, and refuse a fraction instead of rounding it; `2.0` counts as whole."""
     word = words[0].value
     with suppress(ValueError):
         if "." not in word:
@@ -39,7 +39,7 @@ def whole(_: type, words: Sequence[Token]) -> int:
     raise ValueError(f"{word!r} is no whole number")
 
 
-Whole = Annotated[int, Parameter(converter=whole)]
+Whole = Annotated[int, Parameter(converter=parse_whole)]
 CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
 
 
@@ -47,17 +47,20 @@ CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDER
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
     prompts: str | None = None
-    """A file of prompts: one a line, or .jsonl with a "prompt" in every line. Without prompts, the demo's."""
+    """File of prompts: one per line, or .jsonl with a "prompt" in every line. Default: the prompts that ship
+    with Foredraft."""
     tokens: int = VERIFY.tokens
-    """Tokens of each prompt at temperature 0, at most."""
+    """Maximum number of new tokens compared per prompt at temperature 0."""
     samples: int | None = None
-    """Samples of each test of the sampled law; without it, as many as --detect needs."""
+    """Samples per chi-square test. Default: as many as --detect needs."""
     detect: float = VERIFY.detect
-    """The total variation between the sampled law and the target's that must not be missed."""
+    """Total variation distance between the sampled and the target's distribution that each test must
+    detect."""
     seed: int | None = None
-    """For samples that can be had again; without it a fresh one, which is reported."""
+    """Random seed, for reproducible samples. Default: a fresh one, which the report shows."""
     self_test: Flag = False
-    """Plant a defect, the correction drawn without the residual, to see it found: then the exit code is 1."""
+    """Plant a defect (corrections drawn from p instead of the residual) and check that the tests find it: the
+    exit code is then 1."""
     json: Flag = False
     """Print one JSON document instead of a table."""
 
@@ -68,63 +71,64 @@ class BenchOptions:
     methods: Annotated[
         str | None,
         Parameter(
-            help=f"Who takes part, with commas between; plain always does. {CONTENDER_HELP}. Without it,"
-            " or with all, every lossless one that is possible."
+            help=f"Methods to time, separated by commas; plain is always timed. {CONTENDER_HELP}. Default, or"
+            " with all: every lossless method that can run."
         ),
     ] = None
     policies: str | None = None
-    """The drafters take part under these policies, too, with commas between, or under all: for a table by
-    policy. Numbers of --policy-option are for the one of --policy alone."""
+    """Also time the drafters under these policies, separated by commas, or under all; the report then has a
+    table by policy. --policy-option applies to --policy only."""
     workload: str = "all"
-    """Names or files, with commas between: a file holds a "prompt" in every line of JSON; all are those that
-    ship with Foredraft."""
+    """Names or files, separated by commas. A file has a "prompt" in every line of JSON; all stands for the
+    workloads that ship with Foredraft."""
     prompts: int | None = 8
-    """So many of each workload at most, evenly spread over it."""
+    """Maximum number of prompts per workload, evenly spaced over it."""
     new_tokens: int = BENCH.new_tokens
-    """Tokens of every prompt; nothing ends a text early."""
+    """New tokens per prompt; end-of-text tokens are ignored."""
     repeats: int = BENCH.repeats
-    """Runs of everybody on every prompt."""
+    """Runs of every method on every prompt."""
     batch: str = ",".join(map(str, BENCH.batch))
-    """Prompts that are decoded side by side; several sizes with commas between."""
+    """Batch sizes, separated by commas."""
     temperature: float = BENCH.temperature
-    """0 is greedy. Above it, outputs are compared with plain decoding's with --acceptance coupled only."""
+    """Sampling temperature; 0 is greedy. Above 0, outputs are compared with plain decoding's only under
+    --acceptance coupled."""
     json: Path | None = None
-    """Write the last line of the output, one JSON document, here too."""
+    """Also write the last line of the output, one JSON document, to this file."""
     html: Path | None = None
-    """Write a report with plots here, one self-contained page."""
+    """Write a report with plots to this file, one self-contained page."""
 
 
 @Parameter(name="*", group=SEARCH)
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
     prompts: str | None = None
-    """A file of prompts: one a line, or .jsonl with a "prompt" in every line; a quarter is held out. Without
-    it, for the demo model alone, those that ship with Foredraft."""
+    """File of prompts: one per line, or .jsonl with a "prompt" in every line; a quarter of them is held out.
+    Required with --model; the demo model's prompts ship with Foredraft."""
     trials: Whole = TUNE.trials
-    """Plans to try, those of earlier runs of the same search included."""
+    """Number of plans to try, including those of earlier runs of the same search."""
     timeout: float | None = None
-    """Begin no trial after so many seconds of trials; what comes before and after them takes its own time."""
+    """Start no trial after this many seconds of trials. Preparation and final timing are not included."""
     storage: str | None = None
-    """Where trials are kept: the URL of a database, sqlite:///FILE or postgresql://USER@HOST/NAME (or of
-    MySQL), which several machines may share. Without it, a file in the cache folder."""
+    """Database of the trials: sqlite:///FILE, postgresql://USER@HOST/NAME or a MySQL URL, which several
+    machines may share. Default: a file in the cache folder."""
     sampler: SamplerName = TUNE.sampler
-    """Who proposes plans after those that a search begins with: flips of the best one's switches, a Gaussian
-    process, TPE, or chance."""
+    """Proposes plans after the seed plans: hill climbing (flips one sub-layer of the best plan at a time), a
+    Gaussian process, TPE, or random choice."""
     temperature: float = TUNE.temperature
-    """Of the texts, and of the law that drafts are held against; 0 is greedy."""
+    """Temperature of the calibration texts and of the target distribution; 0 is greedy."""
     max_draft: Whole = TUNE.max_draft
-    """Longest draft that is considered, in tokens."""
+    """Maximum draft length to consider, in tokens."""
     tokens: Whole = TUNE.tokens
-    """New tokens of the model's own that a trial is held against."""
+    """Tokens of the calibration texts, which the model writes itself, that a trial is scored on."""
     finalists: Whole = TUNE.finalists
-    """Plans that are timed in real decoding of held-out prompts, in the end."""
+    """Number of best plans that are timed at the end, in real decoding of held-out prompts."""
     new_tokens: Whole = TUNE.new_tokens
-    """Tokens of each held-out prompt."""
+    """New tokens per held-out prompt."""
     repeats: Whole = TUNE.repeats
-    """Runs of everybody on every held-out prompt."""
+    """Runs of every finalist and of plain decoding on every held-out prompt."""
     seed: Whole = TUNE.seed
-    """Of the sampler."""
+    """Random seed of the sampler."""
     out: Path | None = None
-    """Write the plan here too, if it wins; generate, bench and verify find it in the cache folder."""
+    """Also write the plan to this file if it wins; generate, bench and verify find it in the cache folder."""
     html: Path | None = None
-    """Write a report with plots here, one self-contained page."""
+    """Write a report with plots to this file, one self-contained page."""

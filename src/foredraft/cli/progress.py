@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: bars that go away, or lines that stay."""
+"""Progress of a command on stderr: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,58 +12,65 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGES", "ProgressBars", "ProgressLines"]
 
-PARTS = 10  # of the trials, after each of which a line is printed
+TRIAL_LINES = 10  # lines that `ProgressLines` prints during the trials, one after each tenth
+# Name of a stage -> its description. A stage that is not listed is its own description.
 STAGES = {
     "download": "Downloading (MB)",
     "load": "Loading",
     "prefill": "Reading the prompt",
     "compare": "Comparing",
-    "calibrate": "Texts to try plans on (tokens)",
-    "read": "Reading these texts (tokens)",
+    "calibrate": "Generating calibration texts (tokens)",
+    "read": "Reading calibration texts (tokens)",
     "costs": "Timing passes (turns)",
-    "rank": "Plans to begin with (sub-layers run)",
+    "rank": "Ranking seed plans (sub-layers run)",
     "trials": "Trials",
     "decode": "Decoding held-out prompts",
 }
 
 
 class ProgressBars:
-    """A bar a stage on stderr, gone when it is done; none where stderr is not a terminal.
+    """One bar per stage on stderr, removed when the stage is done; nothing if stderr is not a terminal.
 
-    They are drawn when they are told something and never in between, so no thread takes time from a
-    timed run.
+    Bars are drawn only within `show`, without a refresh thread, so that they take no time from a timed run.
     """
 
     def __init__(self) -> None:
         self._bars: Progress | None = None
-        self._alone: str | None = None
+        self._only: str | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def show(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """note: stands beside the stage's name."""
-        if not sys.stderr.isatty() or self._alone not in (None, stage):
+        """Draw a stage's bar.
+
+        Args:
+            stage: A key of `STAGES`, or a description.
+            done: Steps done.
+            total: Steps of the stage; the bar is removed when all are done.
+            note: Printed beside the description.
+        """
+        if not sys.stderr.isatty() or self._only not in (None, stage):
             return
         if self._bars is None:
             self._bars = self._start()
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(STAGES.get(stage, stage))
-        described = ", ".join(filter(None, (STAGES.get(stage, stage), note)))
-        self._bars.update(self._tasks[stage], completed=done, total=total, description=described)
+        description = ", ".join(filter(None, (STAGES.get(stage, stage), note)))
+        self._bars.update(self._tasks[stage], completed=done, total=total, description=description)
         self._bars.refresh()
         if done >= total:
             self.clear()
 
     @contextmanager
-    def alone(self, stage: str) -> Iterator[None]:
-        """Keep the other stages off the screen."""
-        self._alone = stage
+    def only(self, stage: str) -> Iterator[None]:
+        """Hide all other stages within the context."""
+        self._only = stage
         try:
             yield
         finally:
-            self._alone = None
+            self._only = None
 
     def clear(self) -> None:
-        """Take them off the screen; text may follow."""
+        """Remove the bars, so that text can follow."""
         if self._bars is not None:
             self._bars.stop()
         self._bars, self._tasks = None, {}
@@ -79,18 +86,20 @@ class ProgressBars:
 
 
 class ProgressLines:
-    """Where stderr is no terminal: a line where a stage begins, and at every tenth of the trials."""
+    """One line per stage, and one per tenth of the trials, for a stderr that is not a terminal."""
 
     def __init__(self) -> None:
-        self._told: tuple[str, int] | None = None
+        self._printed: tuple[str, int] | None = None
 
     def show(self, stage: str, done: int, total: int, note: str = "") -> None:
-        tenth = PARTS * done // max(1, total) if stage == "trials" else 0
-        if (stage, tenth) == self._told:
+        """Print a line if the stage, or a tenth of the trials, is new. Takes the arguments of
+        `ProgressBars.show`."""
+        tenth = TRIAL_LINES * done // max(1, total) if stage == "trials" else 0
+        if (stage, tenth) == self._printed:
             return
-        self._told = stage, tenth
-        told = [STAGES.get(stage, stage) + (f" {done}/{total}" if stage == "trials" else ""), note]
-        print(f"foredraft: {', '.join(filter(None, told))}", file=sys.stderr, flush=True)
+        self._printed = stage, tenth
+        parts = [STAGES.get(stage, stage) + (f" {done}/{total}" if stage == "trials" else ""), note]
+        print(f"foredraft: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Lines stay."""
+        """Do nothing: printed lines stay."""

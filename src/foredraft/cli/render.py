@@ -1,7 +1,7 @@
-"""What a person or a program sees: coloured text, lines of figures, the JSON document.
+"""Output of `generate`: coloured text, the line of figures and the JSON document; tables for all commands.
 
-Contract: text that goes to a terminal carries no control characters of the model's making; text that
-goes anywhere else is the model's, byte for byte. The JSON document holds no NaN.
+Text for a terminal contains no control characters of the model's making. Text for any other stream is the
+model's, byte for byte. The JSON document contains no NaN.
 """
 
 from __future__ import annotations
@@ -19,40 +19,49 @@ if TYPE_CHECKING:
 
 __all__ = ["Painter", "document", "last_line", "table"]
 
-# Who wrote a token -> (ANSI colour, its name, what to call it in the legend).
+# Origin of a token -> (ANSI colour code, the colour's name, its meaning in the legend).
 ORIGINS = {
     "drafter": ("32", "green", "drafted, and accepted by the target"),
-    "target": ("33", "yellow", "the target's own word"),
-    "bonus": ("36", "cyan", "the target's bonus after a fully accepted draft"),
+    "target": ("33", "yellow", "the target's own token"),
+    "bonus": ("36", "cyan", "the target's bonus token after a fully accepted draft"),
 }
 
 
 class Painter:
-    """Writes text to a stream, in the colours of who wrote it if the stream is a terminal."""
+    """Writes text to a stream; on a terminal, each token in the colour of its origin.
+
+    Args:
+        stream: Where text goes.
+        color: Use colours if the stream is a terminal that has them and NO_COLOR is not set.
+    """
 
     def __init__(self, stream: TextIO, *, color: bool) -> None:
         self.stream = stream
         self.terminal = stream.isatty()
         dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
         self.color = color and self.terminal and not dumb
-        self._explained = False
-        self._fresh_line = True
+        self._legend_printed = False
+        self._at_line_start = True
 
-    def explain(self) -> None:
-        """Say what the colours mean, once."""
-        if self.color and not self._explained:
+    def print_legend(self) -> None:
+        """Print the meaning of the colours to stderr, once."""
+        if self.color and not self._legend_printed:
             print(legend(color=sys.stderr.isatty()), file=sys.stderr)
-            self._explained = True
+            self._legend_printed = True
 
     def end_line(self) -> None:
-        if not self._fresh_line:
+        """Write a newline unless the text ended with one."""
+        if not self._at_line_start:
             self.write("\n")
 
     def write(self, text: str, origin: str | None = None) -> None:
-        """Text that spans tokens gets the colour of the token that completed it."""
+        """Write text in the colour of `origin`, a key of `ORIGINS`.
+
+        Text that spans several tokens takes the origin of the token that completed it.
+        """
         if not text:
             return
-        self._fresh_line = text.endswith("\n")
+        self._at_line_start = text.endswith("\n")
         if self.terminal:
             text = "".join(map(visible, text))
         if self.color and origin in ORIGINS:
@@ -62,7 +71,7 @@ class Painter:
 
 
 def visible(character: str) -> str:
-    """A control character as its picture, so that generated text cannot drive the terminal."""
+    """Return the character, or a printable stand-in for one that could control the terminal."""
     code = ord(character)
     if character in "\n\t" or 32 <= code < 127 or code >= 160:
         return character
@@ -70,6 +79,7 @@ def visible(character: str) -> str:
 
 
 def legend(*, color: bool) -> str:
+    """Return the meaning of the colours, itself in colour if `color`."""
     return "; ".join(
         f"\x1b[{code}m{name}\x1b[0m: {what}" if color else f"{name}: {what}"
         for code, name, what in ORIGINS.values()
@@ -77,7 +87,14 @@ def legend(*, color: bool) -> str:
 
 
 def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool, lossless: bool) -> str:
-    """All the figures; `compared` without a comparison means that it did not come to its end."""
+    """Return the line of figures.
+
+    Args:
+        stats: Figures of the run.
+        comparison: The comparison with plain decoding; None if there is none.
+        compared: A comparison was requested; without a `comparison`, the line says that it did not finish.
+        lossless: The output follows the target's distribution exactly.
+    """
     parts = [f"{stats.tokens} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s"]
     if stats.drafted:
         parts.append(f"acceptance rate {stats.acceptance_rate:.0%}")
@@ -93,7 +110,17 @@ def last_line(stats: Stats, comparison: Comparison | None, *, compared: bool, lo
     return ", ".join(parts)
 
 
+def notes(profile_seconds: float, outputs: Sequence[Output]) -> list[str]:
+    """Return what follows the figures: why nothing was drafted, and what measuring costs took before."""
+    reasons = dict.fromkeys(output.why_plain for output in outputs if output.why_plain is not None)
+    told = [f"no drafts because {reason}" for reason in reasons]
+    if profile_seconds:
+        told.append(f"costs of this machine measured in {profile_seconds:.1f} s before, and kept")
+    return told
+
+
 def speedup(comparison: Comparison) -> str:
+    """Return the speed-up with its spread and the exactness flag."""
     flag = {
         True: "outputs identical: yes",
         False: "outputs identical: NO",
@@ -107,11 +134,11 @@ def speedup(comparison: Comparison) -> str:
 
 
 def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | None) -> dict[str, Any]:
-    """The `--json` document."""
+    """Return the `--json` document."""
     deterministic = all(output.deterministic for output in outputs)
     differs = comparison is not None and comparison.identical is False
     figures: dict[str, Any] = {
-        "outputs": [_told(output) for output in outputs],
+        "outputs": [_output_dict(output) for output in outputs],
         "usage": {
             "prompt_tokens": outputs[0].prompt_tokens,
             "completion_tokens": sum(len(output.token_ids) for output in outputs),
@@ -126,33 +153,35 @@ def document(outputs: Sequence[Output], stats: Stats, comparison: Comparison | N
     return figures
 
 
-def _told(output: Output) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _output_dict(output: Output) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
         "seed": output.seed,
     }
     if output.stopped_by is not None:
-        told["stopped_by"] = output.stopped_by
+        fields["stopped_by"] = output.stopped_by
     if output.logprobs is not None:
-        told["logprobs"] = [_scored(score) for score in output.logprobs]
+        fields["logprobs"] = [_score_dict(score) for score in output.logprobs]
     if output.prompt_logprobs is not None:
-        told["prompt_logprobs"] = [score and _scored(score) for score in output.prompt_logprobs]
+        fields["prompt_logprobs"] = [score and _score_dict(score) for score in output.prompt_logprobs]
     if output.error:
-        told["error"] = output.error
-    return told
+        fields["error"] = output.error
+    return fields
 
 
-def _scored(score: Score) -> dict[str, Any]:
-    """null where the model or the law gives the token no probability, which only a prompt's can have, or one
-    that a lossy rule let stand."""
+def _score_dict(score: Score) -> dict[str, Any]:
+    """Return a score for JSON, with null for a log-probability of -inf.
+
+    Only tokens of a prompt, and tokens that a lossy acceptance rule kept, can have one.
+    """
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of cells in columns."""
+    """Return one line per row, with the cells aligned in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

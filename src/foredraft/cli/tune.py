@@ -1,9 +1,9 @@
-"""`foredraft tune`: what a model may leave out while it drafts for itself.
+"""`foredraft tune`: search the sub-layers that a model leaves out while it drafts for itself.
 
-Contract: the last line of stdout is one JSON document, always; on a terminal the figures stand before it. The
-exit code is 0, whether or not a plan won, and 1 when the tokens of one differ from plain decoding's. After
-Ctrl-C the study keeps its trials, the document tells them, and the code is 130. A plan that won and could not
-be written costs no document: then the code is 2.
+The last line of stdout is always one JSON document; on a terminal, tables precede it. The exit code is 0,
+whether or not a plan won, and 1 if a plan's tokens differ from plain decoding's. After Ctrl-C, the study
+keeps its trials, the document reports them, and the code is 130. If the winning plan cannot be written, the
+document is still printed and the code is 2.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.measuring import TuneOptions
-from foredraft.cli.options import DraftingOptions, ModelOptions, loading
+from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import ProgressBars, ProgressLines
 from foredraft.cli.render import table
@@ -29,24 +30,23 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-DIFFERS, INTERRUPTED = 1, 130
-
 
 def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOptions()) -> int:
-    """Find the layers that this model may leave out while it drafts for itself; keep the plan if it wins.
+    """Search the layers that this model can leave out while it drafts for itself, and keep the best plan.
 
-    Trials need no decoding: each is one forward of a draft over texts that the model wrote itself, and
-    predicts the draft's speed-up. The best few are timed in real decoding of held-out prompts, in turns with
-    plain decoding. A search that was broken off goes on where it was.
+    A trial needs no decoding: it is one forward of the draft over texts that the model wrote itself, and
+    predicts the draft's speed-up. The best plans are then timed in real decoding of held-out prompts, in
+    turns with plain decoding; the plan is kept only if it wins. An interrupted search continues where it
+    stopped.
     """
-    asked = asdict(tuning)
-    options = Options(**{name: asked[name] for name in asked if name not in ("prompts", "out", "html")})
-    check_given(prompts=tuning.prompts, storage=tuning.storage, model=model.model)
-    check_given(out=tuning.out, html=tuning.html)
+    given = asdict(tuning)
+    options = Options(**{name: given[name] for name in given if name not in ("prompts", "out", "html")})
+    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, path=model.model)
+    refuse_empty(out=tuning.out, html=tuning.html)
     check_places(out=tuning.out, html=tuning.html)
     prompts = prompts_of(tuning.prompts, model.model)
     if tuning.html is not None:
-        from foredraft.tune.report import page  # says now if it cannot draw
+        import foredraft.tune.report  # noqa: F401  refuses now if the plotting library is missing
     from foredraft.tune.run import tune as run
 
     bars = ProgressBars() if sys.stderr.isatty() else ProgressLines()
@@ -58,43 +58,65 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
             out=tuning.out,
             truncate=model.truncate,
             progress=bars.show,
-            **loading(model, DraftingOptions()),
+            **load_options(model, DraftingOptions()),
         )
     finally:
         bars.clear()
+    write_report(report, tuning.html)
+    if not report.finished:
+        print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if model.deterministic and any(one.identical is False for one in report.finalists) else 0
+
+
+def write_report(report: Report, html: Path | None) -> None:
+    """Write the report to stdout and the --html file; a stdout that fails does not cost the file.
+
+    Raises:
+        ConfigError: The winning plan or the file could not be written.
+    """
     try:
         if sys.stdout.isatty():
             print("\n".join([*lines(report), ""]))
         print(json.dumps(report.as_dict(), allow_nan=False), flush=True)
     finally:
-        if tuning.html is not None:
-            write_whole(tuning.html, page(report), "html")
+        if html is not None:
+            from foredraft.tune.report import page
+
+            write_whole(html, page(report), "html")
     if report.unwritten:
         raise ConfigError("; ".join(report.unwritten))
-    if not report.finished:
-        print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
-        return INTERRUPTED
-    return DIFFERS if model.deterministic and any(one.identical is False for one in report.finalists) else 0
 
 
-def check_given(**values: str | Path | None) -> None:
-    """By the option of each, refuse what is empty, as the value of a variable that is not set; a file of no
-    name reads as the folder."""
+def refuse_empty(**values: str | Path | None) -> None:
+    """Refuse empty values, as an unset shell variable gives them.
+
+    Args:
+        **values: The value of each option, by the option's name. An empty file name reads as `Path()`.
+
+    Raises:
+        ConfigError: A value is empty.
+    """
     for option, value in values.items():
         if value == "":
-            raise ConfigError(f"--{option} is ''; give it a value, or leave it out")
+            raise ConfigError(option=option, value=value, remedy="give it a value, or leave it out")
         if value == Path():
-            raise ConfigError(f"--{option} is '' or '.'; give a file in a folder that there is")
+            raise ConfigError("is '' or '.'", option=option, remedy="give a file in a folder that there is")
 
 
 def prompts_of(file: str | None, model: str | None) -> list[str]:
-    """The file's; without one, for the demo model, all that ship."""
+    """Return the prompts to tune on: the file's, or for the demo model all that ship with Foredraft.
+
+    Raises:
+        ConfigError: The file has no prompts, or none is given for another model.
+    """
     if file is not None:
         return read_prompts((), file, model)
     if model is not None:
         raise ConfigError(
-            "prompts is not given, and only you know what this model is used for; give a file, a prompt a"
-            " line"
+            "is not given, and only you know what this model is used for",
+            option="prompts",
+            remedy="give a file, a prompt a line",
         )
     from foredraft import demo
     from foredraft.bench.workload import ALL, load_workloads
@@ -102,8 +124,7 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
     return [*demo.prompts(), *(prompt for each in load_workloads((ALL,)) for prompt in each.prompts)]
 
 
-# --- what a person sees -----------------------------------------------------------------------------
-
+# --- tables -----------------------------------------------------------------------------------------
 
 COLUMNS = (
     *("plan", "draft", "over plain", "quartiles", "predicted"),
@@ -112,7 +133,7 @@ COLUMNS = (
 
 
 def lines(report: Report) -> list[str]:
-    """The report as a person reads it."""
+    """Return the report as a table and sentences."""
     best = report.best
     shown = [
         f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers on {report.tokens}"
@@ -141,12 +162,13 @@ def lines(report: Report) -> list[str]:
 
 
 def verdict(report: Report) -> str:
+    """Return one line on the outcome of the search."""
     if not report.finished:
         return "Interrupted before the best plans were timed to the end; nothing was written."
     if report.winner is None:
         return f"No plan won, and nothing was written. {report.objections}"
     won = report.finalists[report.winner]
-    nowhere = "not written" if report.unwritten else "written nowhere, for nothing is kept"
+    nowhere = "not written" if report.unwritten else "not kept, because the cache folder is turned off"
     written = f"written to {', '.join(report.plan_files)}" if report.plan_files else nowhere
     return (
         f"{won.skips} wins: {won.speedup.median:.2f} x plain decoding on {won.prompts} held-out prompts;"

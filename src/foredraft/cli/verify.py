@@ -1,104 +1,132 @@
-"""`foredraft verify`: proof, on the user's own machine, that speculation changed nothing.
+"""`foredraft verify`: check on the user's machine that speculative decoding does not change the output.
 
-Contract: the exit code is 0 when everything passed, 1 when something failed, 3 when nothing failed but a
-difference worth finding could have been missed. With --self-test a defect is planted: 1 says that it was
-found, 3 that it was not.
+The exit code is 0 if every check passed, 1 if one failed, and 3 if none failed but the evidence is weak. With
+--self-test a defect is planted: the code is 1 if the tests found it, and 3 if they did not.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.bench.workload import prompt_of
-from foredraft.cli.generate import check, named, read_prompt, refuse_lossy
+from foredraft.cli.errors import print_error
+from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
+from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
 from foredraft.cli.measuring import VerifyOptions
-from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, loading
+from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, load_options
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import table
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Option
 from foredraft.kinds import DRAFTERS
 from foredraft.verify import Options
+from foredraft.verify.options import no_drafter
 
 if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
-    from foredraft.verify import Divergence, LawTest, Report
+    from foredraft.verify import DistributionTest, Divergence, Report
 
-__all__ = ["verify"]
+__all__ = ["read_prompts", "verify"]
 
-EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
-MODEL, DRAFTING = ModelOptions(), DraftOptions()
+EXIT_CODES = {"passed": 0, "failed": FAILED, "inconclusive": INCONCLUSIVE}
+Names = dict[str, str | None]  # "model" and "draft" -> what the user gave for them
 
 
 def verify(
     *texts: str,
     verifying: VerifyOptions = VerifyOptions(),
-    model: ModelOptions = MODEL,
-    drafting: DraftOptions = DRAFTING,
+    model: ModelOptions = ModelOptions(),
+    drafting: DraftOptions = DraftOptions(),
 ) -> int:
-    """Verify that the output did not change: the same tokens at temperature 0, the same law otherwise.
+    """Verify that the drafter does not change the output.
 
-    Compares with plain decoding of the same target, token by token, alone and in a batch; then tests samples
-    of several tokens against the target's exact joint law by chi-square, and says what difference it would
-    have found.
+    At temperature 0, the new tokens must be identical to plain decoding's, one prompt at a time and in a
+    batch. Above temperature 0, chi-square tests compare samples of three tokens with the target's exact joint
+    distribution, and the report states which difference they detect.
 
     Parameters
     ----------
     texts
-        Prompts to go on from; - reads one from stdin.
+        Prompts to continue; - reads one from stdin.
     """
-    check(model, drafting, OutputOptions())
+    check_drafting_options(model, drafting, OutputOptions())
     refuse_lossy(drafting)
-    name = named(drafting, model)
-    if name == "none":
-        raise ConfigError("nothing drafts, so there is nothing to verify; give --draft, or --drafter lookup")
+    if drafter_name(drafting, model) == "none":
+        raise no_drafter()
     prompts = read_prompts(texts, verifying.prompts, model.model)
-    from foredraft.verify import verify as run
-    from foredraft.verify.joint import SIBLINGS
-    from foredraft.verify.run import room
-
-    asked = asdict(verifying)
-    wanted = {key: asked[key] for key in ("tokens", "samples", "detect", "seed", "self_test")}
-    options = Options(**wanted, rule=drafting.acceptance)  # type: ignore[arg-type]  # checked there
-    bars = ProgressBars()
-    try:
-        import foredraft
-
-        llm = foredraft.load(
-            model.model,
-            **{"policy": "fixed"} | loading(model, drafting),  # a cost model might never draft
-            needs=lambda tokenizer, defaults: (SIBLINGS, longest(prompts, tokenizer) + room(options)),
-            progress=lambda stage, done, total: bars.show(stage, done, total) if stage == "load" else None,
-        )
-        report = run(llm, prompts, options, truncate=model.truncate, progress=bars.show)
-    finally:
-        bars.clear()
-    names = {"model": model.model or "demo", "draft": drafting.draft or ("demo" if not model.model else None)}
+    report = run(prompts, options_of(verifying, drafting), model, drafting)
+    names: Names = {
+        "model": model.model or "demo",
+        "draft": drafting.draft or ("demo" if not model.model else None),
+    }
     if verifying.json:
         document = report.as_dict()
         document["about"] = names | document["about"]
-        shown = json.dumps(document, allow_nan=False)
+        text = json.dumps(document, allow_nan=False)
     else:
-        shown = "\n".join(lines(report, names))
-    with suppress(BrokenPipeError):  # the verdict is the exit code, whoever stopped reading
-        print(shown)
+        text = "\n".join(lines(report, names))
+    with suppress(BrokenPipeError):  # the exit code is the verdict, even if the reader closed the pipe
+        print(text)
     if report.planted is not None and not report.found_planted:
-        print(f"foredraft: error: the planted defect ({report.planted}) was NOT found", file=sys.stderr)
-    return EXIT[report.verdict]
+        print_error(f"the planted defect ({report.planted}) was NOT found")
+    return EXIT_CODES[report.verdict]
 
 
-def longest(prompts: list[str], tokenizer: Tokenizer | None) -> int:
-    return 0 if tokenizer is None else max(len(tokenizer.encode(prompt)) for prompt in prompts)
+def run(prompts: list[str], options: Options, model: ModelOptions, drafting: DraftOptions) -> Report:
+    """Load the models with room for the verification, and run it."""
+    import foredraft
+    from foredraft.verify import verify as run_checks
+    from foredraft.verify.distribution_tests import BATCH
+    from foredraft.verify.run import max_new_tokens
+
+    bars = ProgressBars()
+
+    def needs(tokenizer: Tokenizer | None, defaults: object) -> tuple[int, int]:
+        lengths = [] if tokenizer is None else [len(tokenizer.encode(prompt)) for prompt in prompts]
+        return BATCH, max(lengths, default=0) + max_new_tokens(options)
+
+    def show_loading(stage: str, done: int, total: int) -> None:
+        if stage == "load":  # other stages would flicker between the checks' own
+            bars.show(stage, done, total)
+
+    try:
+        # The default policy would be free not to draft at all; "fixed" always drafts.
+        load = {"policy": "fixed"} | load_options(model, drafting)
+        llm = foredraft.load(model.model, **load, needs=needs, progress=show_loading)
+        return run_checks(llm, prompts, options, truncate=model.truncate, progress=bars.show)
+    finally:
+        bars.clear()
+
+
+def options_of(verifying: VerifyOptions, drafting: DraftOptions) -> Options:
+    """Return the options of the verification.
+
+    Raises:
+        ConfigError: An option has a wrong value.
+    """
+    given = asdict(verifying)
+    own = {name: given[name] for name in ("tokens", "samples", "detect", "seed", "self_test")}
+    return Options(**own, acceptance=drafting.acceptance)  # type: ignore[arg-type]  # Options checks the name
 
 
 def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) -> list[str]:
-    """Those given, of the file or of the command line; else the demo's."""
+    """Return the prompts of the command line or the file, or else the demo's.
+
+    Args:
+        texts: Prompts given as arguments.
+        file: The --prompts option.
+        model: The --model option.
+
+    Raises:
+        ConfigError: Prompts are given twice, or the file cannot be read or has no prompts.
+    """
     if texts and file is not None:
-        raise ConfigError(f"prompts come as arguments and from --prompts {file}; leave one out")
+        raise ConfigError(
+            ("prompts are given as arguments and by ", Option("prompts")), remedy="leave one out"
+        )
     if texts:
         return [read_prompt(text, model) for text in texts]
     if file is None:
@@ -108,20 +136,28 @@ def read_prompts(texts: tuple[str, ...], file: str | None, model: str | None) ->
     try:
         text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}; give a text file") from error
+        raise ConfigError(
+            f"which cannot be read ({error.strerror})",
+            option="prompts",
+            value=file,
+            remedy="give a text file",
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--prompts {file} is not UTF-8 text (byte {error.start}); convert it first"
+            f"which is not UTF-8 text (byte {error.start})",
+            option="prompts",
+            value=file,
+            remedy="convert it first",
         ) from error
     numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not numbered:
-        raise ConfigError(f"--prompts {file} holds no prompts; give one a line")
+        raise ConfigError("which has no prompts", option="prompts", value=file, remedy="give one per line")
     if not file.endswith(".jsonl"):
         return [line for _, line in numbered]
     return [prompt_of(line, f"line {number} of {file}") for number, line in numbered]
 
 
-# --- what a person sees -----------------------------------------------------------------------------
+# --- the report as text -----------------------------------------------------------------------------
 
 COLUMNS = (
     "prompt",
@@ -138,34 +174,24 @@ COLUMNS = (
 )
 
 
-def lines(report: Report, names: dict[str, str | None]) -> list[str]:
-    """The report as a person reads it."""
-    identity = report.identity
-    shown = [tested(report, names), ""]
-    shown.append(
-        f"Tokens at temperature 0 against plain decoding one by one: {identity.prompts} prompts,"
-        f" {identity.tokens} tokens"
-    )
-    for name, batched in identity.runs:
-        same = identity.prompts - identity.diverged(name, batched)
-        shown.append(
-            f"  {name}, {'batched' if batched else 'one by one'}: {same} of {identity.prompts} identical"
-        )
-    shown += [f"  {diverged(divergence)}" for divergence in identity.divergences]
-    shown += [f"  failed: {error}" for error in identity.errors]
-    positions = report.tests[0].positions
-    shown += [
+def lines(report: Report, names: Names) -> list[str]:
+    """Return the report as sentences and a table."""
+    return [
+        header(report, names),
         "",
-        f"Law of {positions} sampled tokens against the target's exact one: {len(report.tests)} tests, each"
-        f" at level {report.tests[0].level:.2g} ({report.family_level:g} together), seed {report.seed}",
+        *identity_lines(report),
+        "",
+        *test_lines(report),
+        "",
+        power(report),
+        "Not covered: differences within a cell, other prompts and sampling settings, and longer samples.",
+        *[f"Weak evidence: {doubt}." for doubt in report.doubts],
+        conclusion(report),
     ]
-    shown += [f"  {line}" for line in table([COLUMNS, *map(row, report.tests)])]
-    shown += [f"  failed: {error}" for test in report.tests for error in test.errors]
-    shown += ["", powered(report), *[f"In doubt: {doubt}." for doubt in report.doubts], conclusion(report)]
-    return shown
 
 
-def tested(report: Report, names: dict[str, str | None]) -> str:
+def header(report: Report, names: Names) -> str:
+    """Return one line on what was tested, and on which machine."""
     about = report.about
     draft = f" ({names['draft']})" if names["draft"] and DRAFTERS[about["drafter"]].needs_draft else ""
     draft = f" ({about['plan']})" if about["plan"] else draft
@@ -178,51 +204,88 @@ def tested(report: Report, names: dict[str, str | None]) -> str:
     )
 
 
-def diverged(found: Divergence) -> str:
-    def named(token: int | None) -> str:
+def identity_lines(report: Report) -> list[str]:
+    """Return the results at temperature 0."""
+    identity = report.identity
+    found = [
+        "New tokens at temperature 0, compared with plain decoding of one prompt at a time:"
+        f" {identity.prompts} prompts, {identity.tokens} tokens"
+    ]
+    for name, batched in identity.runs:
+        same = identity.prompts - identity.diverged(name, batched)
+        found.append(f"  {name}, {mode(batched)}: {same} of {identity.prompts} identical")
+    found += [f"  {divergence_line(divergence)}" for divergence in identity.divergences]
+    return found + [f"  failed: {error}" for error in identity.errors]
+
+
+def mode(batched: bool) -> str:
+    """Return how a run decoded its prompts."""
+    return "in a batch" if batched else "one at a time"
+
+
+def divergence_line(found: Divergence) -> str:
+    """Return one line on a divergence, with the target's margin there."""
+
+    def name(token: int | None) -> str:
         return "the end" if token is None else f"token {token}"
 
     return (
-        f"prompt {found.prompt}, {found.drafter}, {'batched' if found.batched else 'one by one'}, new token"
-        f" {found.position}: {named(found.found)} instead of {named(found.expected)}; the target's two best"
-        f" there are {found.best[0]} ({found.logits[0]:.6g}) and {found.best[1]} ({found.logits[1]:.6g}),"
-        f" {found.margin:.3g} apart"
+        f"prompt {found.prompt}, {found.drafter}, {mode(found.batched)}, new token {found.position}:"
+        f" {name(found.found)} instead of {name(found.expected)}; the target's two most likely tokens there"
+        f" are {found.best[0]} (logit {found.logits[0]:.6g}) and {found.best[1]} (logit"
+        f" {found.logits[1]:.6g}), margin {found.margin:.3g}"
     )
 
 
-def row(test: LawTest) -> tuple[str, ...]:
-    cuts = [f"T={test.temperature:g}"]
-    cuts += [f"k={test.top_k}"] if test.top_k else []
-    cuts += [f"p={test.top_p:g}"] if test.top_p < 1 else []
-    rejected = f"{test.impossible} impossible" if test.impossible else "FAILED"
+def test_lines(report: Report) -> list[str]:
+    """Return the chi-square tests as a table."""
+    first = report.tests[0]
+    return [
+        f"Chi-square tests of the joint distribution of {first.positions} sampled tokens against the target's"
+        f" exact one: {len(report.tests)} tests, each at level {first.level:.2g} ({report.family_level:g}"
+        f" together), seed {report.seed}",
+        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)])],
+        *[f"  failed: {error}" for test in report.tests for error in test.errors],
+    ]
+
+
+def row(test: DistributionTest) -> tuple[str, ...]:
+    """Return a test's cells of the table."""
+    settings = [f"T={test.temperature:g}"]
+    settings += [f"k={test.top_k}"] if test.top_k else []
+    settings += [f"p={test.top_p:g}"] if test.top_p < 1 else []
+    failure = f"{test.impossible} impossible" if test.impossible else "FAILED"
     return (
         str(test.prompt),
         "none (control)" if test.control else test.drafter,
         test.acceptance,
-        " ".join(cuts),
+        " ".join(settings),
         str(test.samples),
         str(test.cells),
         f"{test.statistic:.2f}",
         f"{test.p_value:.2g}",
         f"{test.detectable:.4f}",
         f"{test.accepted / test.drafted:.0%}" if test.drafted else "-",
-        "ok" if test.passed else rejected,
+        "ok" if test.passed else failure,
     )
 
 
-def powered(report: Report) -> str:
+def power(report: Report) -> str:
+    """Return one line on the difference that the tests detect."""
     return (
-        f"A law of these cells at a total variation of {report.detectable:.4f} from the target's, in whatever"
-        f" direction, fails each of the drafter's tests with probability {report.power:g} or more."
+        f"Every test of the drafter fails with probability {report.power:g} or more if the total variation"
+        f" distance between the output's and the target's distribution over its cells is"
+        f" {report.detectable:.4f} or more."
     )
 
 
 def conclusion(report: Report) -> str:
+    """Return one line on the outcome."""
     if report.planted is not None:
         found = "was found" if report.found_planted else "was NOT found: these tests prove nothing here"
         return f"SELF-TEST: the planted defect ({report.planted}) {found}."
     return {
         "passed": "PASSED: no difference from plain decoding was found.",
-        "failed": "FAILED: the output differs from plain decoding's.",
+        "failed": "FAILED: the output differs from plain decoding's, or a request failed.",
         "inconclusive": "INCONCLUSIVE: no difference was found, but one could have been missed.",
     }[report.verdict]

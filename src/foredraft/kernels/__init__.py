@@ -1,7 +1,8 @@
-"""Kernels of our own for CPUs, in C, compiled where they run: layers, and what is decided over a vocabulary.
+"""C kernels for CPUs, compiled on the user's machine: decoder layers and vocabulary operations.
 
-Contract: every kernel has a definition in PyTorch's operators elsewhere, which serves wherever the kernels do
-not, and which the tests hold it to. Nothing here knows of models, drafts or laws.
+Contract: every kernel has a definition in PyTorch operators in another package. The tests hold the kernel to
+its definition, and the definition serves wherever the kernel does not. This package knows no model and no
+drafter.
 """
 
 from foredraft.kernels.compilation import library

@@ -1,7 +1,7 @@
-"""The kernels, compiled once for this very CPU by the C compiler that is there, and kept in the user's cache.
+"""Compile the C kernels once for this CPU, and keep the result in the user's cache.
 
-Contract: `library` gives the loaded kernels or None, and `unavailable_because` says why there are
-none. What is kept is named by all that could change it: source, compiler, flags and CPU.
+Contract: `library` returns the loaded kernels or None, and `unavailable_because` returns the reason for None.
+The cache key holds everything that the compiled file depends on: sources, compiler, flags and CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HERE = Path(__file__).parent
 SOURCES = ("kernels.c", "passes.inc", "attention.inc", "fused.inc", "vocab.inc")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
 COMPILERS = (["cc"], ["gcc"])
-SECONDS = 120  # that compiling may take; it takes two
+TIMEOUT = 120  # seconds for one command of the compiler; compiling takes a few
 
 
 def compiler() -> list[str] | None:
-    """The C compiler, as the beginning of a command: $CC, or one by its usual name."""
+    """Return the C compiler as the start of a command: $CC, else cc or gcc; None: there is none."""
     named = os.environ.get("CC", "").split()
     for program, *arguments in [named] if named else COMPILERS:
         if (found := shutil.which(program)) is not None:
@@ -40,80 +40,89 @@ def compiler() -> list[str] | None:
     return None
 
 
-@functools.cache
-def _found() -> ctypes.CDLL | str:
-    """The kernels, or why there are none."""
-    command = compiler()
-    if command is None:
-        named = os.environ.get("CC")
-        return (
-            f"CC is {named!r}, which is no program" if named else "there is no C compiler (CC may name one)"
-        )
-    try:
-        return _load(command)
-    except (OSError, subprocess.SubprocessError) as error:
-        told = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-        return f"they cannot be compiled ({_first_error(told or str(error))})"
-
-
 def library() -> ctypes.CDLL | None:
-    """The kernels; None where they cannot be compiled or loaded."""
-    found = _found()
+    """Return the kernels; None where they cannot be compiled or loaded."""
+    found = _library_or_reason()
     return None if isinstance(found, str) else found
 
 
 def unavailable_because() -> str | None:
-    """Why there is no library."""
-    found = _found()
+    """Return why `library` returns None, as a clause of an error message; None where it does not."""
+    found = _library_or_reason()
     return found if isinstance(found, str) else None
 
 
-def declare(run: Any, arguments: tuple[type, ...], *, allocates: bool = False) -> Any:
-    """Say what a kernel takes; gives it back. One that allocates memory for its work raises MemoryError where
-    there is none, and has decided nothing then."""
-    run.argtypes, run.restype = arguments, ctypes.c_int if allocates else None
+def declare(function: Any, arguments: tuple[type, ...], *, allocates: bool = False) -> Any:
+    """Declare the argument types of a C function, and return the function.
+
+    Args:
+        function: A function of the library.
+        arguments: Its ctypes argument types.
+        allocates: The function allocates work memory and returns nonzero where it gets none. Calls of the
+            declared function then raise MemoryError, and their outputs hold nothing of use.
+    """
+    function.argtypes, function.restype = arguments, ctypes.c_int if allocates else None
     if allocates:
-        run.errcheck = _check_memory
-    return run
+        function.errcheck = _check_memory
+    return function
 
 
 def _check_memory(failed: int, *_: Any) -> None:
     if failed:
-        raise MemoryError("the kernels get no memory to work in; decode fewer sequences at once (max_batch)")
+        raise MemoryError("the kernels got no work memory; decode fewer sequences at once (max_batch)")
+
+
+@functools.cache
+def _library_or_reason() -> ctypes.CDLL | str:
+    command = compiler()
+    if command is None:
+        named = os.environ.get("CC")
+        return (
+            f"CC is {named!r}, which is not a program"
+            if named
+            else "no C compiler was found (CC may name one)"
+        )
+    try:
+        return _load(command)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        return f"the kernels cannot be compiled ({_first_error(output or str(error))})"
 
 
 def _load(command: list[str]) -> ctypes.CDLL:
+    """Load the kernels, from the cache where it holds them or can hold them."""
     try:
-        if (path := keyed_path("kernels", _key(command), ".so")) is not None:
-            return _kept(command, path)
-    except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or nothing may run there
+        if (path := keyed_path("kernels", _cache_key(command), ".so")) is not None:
+            return _load_cached(command, path)
+    except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or mounted noexec
         logger.debug("the cache cannot hold the kernels (%s)", error)
-    with tempfile.TemporaryDirectory() as passing:  # once loaded, a file may go
-        return _built(command, Path(passing) / "kernels.so")
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library outlives its file
+        return _build(command, Path(folder) / "kernels.so")
 
 
-def _kept(command: list[str], path: Path) -> ctypes.CDLL:
-    """Those of the file, made if it is not there; several processes may make it at once."""
+def _load_cached(command: list[str], path: Path) -> ctypes.CDLL:
     if path.is_file():
         try:
             return ctypes.CDLL(str(path))
-        except OSError:  # broken: built anew
-            logger.debug("%s cannot be loaded", path)
+        except OSError:
+            logger.debug("%s cannot be loaded and is compiled again", path)
     with replacing(path) as new:
-        return _built(command, new)
+        return _build(command, new)
 
 
-def _built(command: list[str], path: Path) -> ctypes.CDLL:
-    """Compiled and loaded. OpenMP is not linked: its functions are PyTorch's own, so that both use one team
-    of threads."""
-    made = path.with_suffix(".o")
-    _run(*command, *FLAGS, "-c", str(HERE / SOURCES[0]), "-o", str(made))
-    _run(*command, "-shared", str(made), "-o", str(path), "-lm")
+def _build(command: list[str], path: Path) -> ctypes.CDLL:
+    """Compile the kernels to `path` and load them.
+
+    The linker gets no -fopenmp: the OpenMP functions resolve to those that PyTorch loaded, so that both use
+    one team of threads.
+    """
+    objects = path.with_suffix(".o")
+    _run(*command, *FLAGS, "-c", str(HERE / SOURCES[0]), "-o", str(objects))
+    _run(*command, "-shared", str(objects), "-o", str(path), "-lm")
     return ctypes.CDLL(str(path))
 
 
-def _key(command: list[str]) -> dict[str, list[str]]:
-    """Return everything that the compiled file depends on."""
+def _cache_key(command: list[str]) -> dict[str, list[str]]:
     return {
         "compiler": [_run(*command, "--version"), *command[1:], *FLAGS],
         "cpu": describe_cpu(),
@@ -122,11 +131,13 @@ def _key(command: list[str]) -> dict[str, list[str]]:
 
 
 def _run(*command: str) -> str:
+    """Run a command and return its output."""
     return subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace", timeout=SECONDS
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
     ).stdout
 
 
 def _first_error(text: str) -> str:
+    """Return the first line of a compiler's output that names an error."""
     errors = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["unknown"]
     return errors[0].strip()

@@ -1,8 +1,8 @@
-// The passes of a decoder on a CPU, for bfloat16 and float32 (passes.inc), and what is decided over a vocabulary
-// (vocab.inc); fused.inc puts both together.
+// CPU kernels of Foredraft: forward passes of a decoder for bfloat16 and float32 (passes.inc, attention.inc),
+// vocabulary operations (vocab.inc), and both in one call (fused.inc).
 //
-// Every sum is added in an order that depends on nothing but the position's own place: not on how many rows,
-// queries or keys share the pass, nor on the number of threads. So every shape gives a position the same bits.
+// The order of every sum depends only on the position that it belongs to, never on the rows, queries or keys that
+// share the call, nor on the number of threads. So a position gets the same bits in a call of any shape.
 
 #include <float.h>
 #include <math.h>
@@ -15,35 +15,49 @@
 #include <immintrin.h>
 #endif
 
-typedef float V __attribute__((vector_size(64)));     // 16 lanes, whatever the machine has
+// Vectors of 16 lanes on every machine; the compiler splits them where registers are narrower.
+typedef float V __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
 
-enum { LANES = 16, BLOCK = 32, CHUNK = 128, MOST_ROWS = 64, WIDEST_HEAD = 512, LINE = 64 };
-enum { KEYS = 128, QUERIES = 12, GROUP = 6 };  // of attention: keys and query rows at once, and those in registers
+enum {
+    LANES = 16,
+    BLOCK = 32,          // outputs of a block of packed weights; positions of a block of cached keys
+    CHUNK = 128,         // words of the inner dimension that a product reads for all rows before it goes on
+    MAX_ROWS = 64,       // rows of a product that share one pass over a weight block
+    MAX_HEAD_DIM = 512,  // also MAX_HEAD_DIM in model/runner/native/passes.py
+    CACHE_LINE = 64,     // bytes
+};
+enum {
+    KEYS = 128,    // keys that one step of the online softmax covers
+    QUERIES = 12,  // query rows that one thread attends with at a time
+    GROUP = 6,     // query rows whose accumulators fit into registers
+};
 #ifdef __AVX512F__
-enum { TILE = 12 };  // rows of a tile: two accumulators each, of 32 registers
+enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 registers
 #else
 enum { TILE = 2 };
 #endif
 
-// A weight [n, k] as blocks of 32 outputs: [n / 32][words of k][32], a word being one float or two bfloat16.
+// A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
+// or two bfloat16.
 typedef struct { const uint32_t *weight; const float *bias; int64_t n, k; } Linear;
 
-typedef struct { const void *weight; float eps; int32_t offset; } Norm;  // no weight: no norm
+// An RMS norm; no weight: no norm. offset: Gemma's form, 1 + weight in float32.
+typedef struct { const void *weight; float eps; int32_t offset; } Norm;
 
 typedef struct {
-    Norm before, after, q, k;  // of attention; q and k of each head
+    Norm before, after, q, k;  // before and after attention; of every query head and key head
     Norm mlp_before, mlp_after;
     Linear qkv, output, gate_up, down;
-    int64_t window;      // 0: none
-    int64_t rope;        // which of the pass's tables turns its queries and keys
+    int64_t window;      // positions of a sliding window; 0: full attention
+    int64_t rope;        // index of the rotary table in Pass.rotary
 } Layer;
 
 typedef struct {
-    int64_t layers, hidden, heads, kv_heads, dim, inner, gelu;
-    float scale, softcap, logit_softcap;  // 0: no cap
+    int64_t layers, hidden, heads, kv_heads, dim, inner, gelu;  // dim: of a head; inner: of an MLP; gelu: 0 is SiLU
+    float scale, softcap, logit_softcap;  // of attention scores, twice; of logits. A cap of 0: none
     const void *embedding;  // [vocabulary, hidden]
     float embedding_scale;  // 0: none
     Norm norm;
@@ -51,37 +65,38 @@ typedef struct {
     Layer *layer;
 } Model;
 
+// Columns of a ragged batch. A group is a run of columns of one cache row at successive positions.
 typedef struct {
-    int64_t groups;  // runs of columns of one row, at successive positions
-    const int64_t *first, *count, *start, *row;  // of each: first column, columns, first position, cache row
-    const void *const *rotary;  // tables, [positions, cos|sin, dim] each
-    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], but keys in blocks (attention.inc)
+    int64_t groups;
+    const int64_t *first, *count, *start, *row;  // [groups]: first column, columns, first position, cache row
+    const void *const *rotary;  // rotary tables [positions, cos|sin, dim]
+    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
 } Pass;
 
-static const I ORDER = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const I LANE_INDEX = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 static inline V splat(float x) { return x - (V){0}; }
 static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
-static inline V pick(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
-static inline V larger(V a, V b) { return pick(a > b, a, b); }
+static inline V choose(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
+static inline V maximum(V a, V b) { return choose(a > b, a, b); }
 
-// Halves folded onto each other: in the same order in every pass.
-#define FOLD(v, with) \
+// Reduces a vector by folding halves onto each other, always in the same order.
+#define REDUCE(v, with) \
     v = with(v, __builtin_shuffle(v, ((I){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}))); \
     v = with(v, __builtin_shuffle(v, ((I){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}))); \
     v = with(v, __builtin_shuffle(v, ((I){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}))); \
     v = with(v, __builtin_shuffle(v, ((I){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14})));
 
-static inline V plus(V a, V b) { return a + b; }
-static inline float total(V v) { FOLD(v, plus) return v[0]; }
-static inline float largest(V v) { FOLD(v, larger) return v[0]; }
+static inline V add(V a, V b) { return a + b; }
+static inline float lanes_sum(V v) { REDUCE(v, add) return v[0]; }
+static inline float lanes_max(V v) { REDUCE(v, maximum) return v[0]; }
 
-// e^x within 2 ulp; 0 below the smallest normal number; NaN stays.
+// e^x within 2 ulp; 0 below the smallest normal number; NaN stays NaN.
 static inline V exponential(V x) {
     const I low = x < splat(-87.3f);
-    x = pick(x > splat(88.0f), splat(88.0f), x);
+    x = choose(x > splat(88.0f), splat(88.0f), x);
     const V shifted = x * splat(1.44269504f) + splat(12582912.0f);
     const V n = shifted - splat(12582912.0f);
     const V r = (x - n * splat(0.693145752f)) - n * splat(1.42860677e-6f);
@@ -94,21 +109,22 @@ static inline V exponential(V x) {
     p = p * r + splat(1.0f);
     p = p * r + splat(1.0f);
     const U power = ((U)shifted << 23) + (127u << 23);
-    return pick(low, splat(0.0f), p * (V)power);
+    return choose(low, splat(0.0f), p * (V)power);
 }
 
 static inline V hyperbolic_tangent(V x) {
-    x = pick(x > splat(40.0f), splat(40.0f), x);
+    x = choose(x > splat(40.0f), splat(40.0f), x);
     return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f));
 }
 
-static inline V activated(V x, int64_t gelu) {
+// SiLU, or GELU in its tanh approximation.
+static inline V activation(V x, int64_t gelu) {
     if (!gelu) return x / (exponential(-x) + splat(1.0f));
     const V inner = (x + x * x * x * splat(0.044715f)) * splat(0.797884561f);
     return x * splat(0.5f) * (hyperbolic_tangent(inner) + splat(1.0f));
 }
 
-// 16 x 16 words, in place: squares of 1, 2, 4 and 8 change places across the diagonal.
+// Transposes 16 x 16 words in place: swaps squares of 1, 2, 4 and 8 words across the diagonal.
 #define SWAP(step, even, odd) \
     _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) \
         if (!(i & step)) { \
@@ -130,73 +146,117 @@ static inline __attribute__((always_inline)) void transpose(U *m) {
 
 typedef struct { int64_t from, to; } Share;
 
-static inline Share share(int64_t count) {
-    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-    return (Share){count * me / threads, count * (me + 1) / threads};
+// The calling thread's share of `count` pieces of work.
+static inline Share thread_share(int64_t count) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    return (Share){count * thread / threads, count * (thread + 1) / threads};
 }
 
-// The query rows of a group that share a key head.
-static inline int64_t queries(const Model *m, const Pass *p, int64_t g) {
+// The query rows of group g that share a key head.
+static inline int64_t query_rows(const Model *m, const Pass *p, int64_t g) {
     return p->count[g] * (m->heads / m->kv_heads);
 }
 
-// The runs of LANES positions, from a multiple of it on, that a group's columns reach into.
-static inline int64_t runs(const Pass *p, int64_t g) {
+// The aligned runs of LANES positions that the columns of group g touch.
+static inline int64_t aligned_runs(const Pass *p, int64_t g) {
     return (p->start[g] + p->count[g] - 1) / LANES - p->start[g] / LANES + 1;
 }
 
-static inline void bring(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)from + i);
+static inline void prefetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch((const char *)from + i);
 }
 
-// A weight [n, words] in blocks; what is missing of the last one is zero.
+// Packs a weight [n, words] into blocks (see Linear); outputs past n in the last block are zero.
 void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *packed, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        const Share blocks = share((n + BLOCK - 1) / BLOCK);
+        const Share blocks = thread_share((n + BLOCK - 1) / BLOCK);
         for (int64_t block = blocks.from; block < blocks.to; block++)
             for (int64_t w = 0; w < words; w += LANES)
                 for (int half = 0; half < BLOCK; half += LANES) {
-                    const int64_t some = words - w < LANES ? words - w : LANES;
+                    const int64_t left = words - w < LANES ? words - w : LANES;
                     U m[LANES] = {0};
                     for (int i = 0; i < LANES; i++) {
                         const int64_t row = block * BLOCK + half + i;
-                        if (row < n) memcpy(m + i, weight + row * words + w, some * sizeof(uint32_t));
+                        if (row < n) memcpy(m + i, weight + row * words + w, left * sizeof(uint32_t));
                     }
                     transpose(m);
-                    for (int64_t i = 0; i < some; i++)
+                    for (int64_t i = 0; i < left; i++)
                         memcpy(packed + (block * words + w + i) * BLOCK + half, m + i, sizeof(U));
                 }
     }
 }
 
-enum { DONE, NO_MEMORY };  // what whoever needs memory of its own gives; without it, nothing was decided
+// The result of a kernel that allocates work memory. After NO_MEMORY its outputs hold nothing of use.
+enum { DONE, NO_MEMORY };
 
-// How a token is drawn, of each row; no temperature: the likeliest. The others may be missing, or say nothing by 1
-// (top_p) or 0 (top_k, min_p). cut: whether top_p or min_p says anything.
+// Sampling parameters, [rows] each. A null pointer, 1 (top_p) or 0 (top_k, min_p) turns one off; without temperatures
+// every row is greedy. cut: whether the row has a top_p or a min_p.
 typedef struct {
     const float *temperature;
     const int64_t *top_k;
     const float *top_p, *min_p;
     const uint8_t *cut;
-} Drawing;
+} Sampling;
 
-// Where drafts end, by how sure the model is of its likeliest token: `bins` - 1 rising edges, and a row each of the
-// chances [rows, bins] that a place survives the one before it, and of the least survival [rows, steps] at which a
-// token is drawn (keep) and another step taken (more). Out: sure [rows, steps], of every step that was taken.
+// Stop thresholds of drafts (StopThresholds in model/runner/job.py). The top probability of a step falls into one of
+// `bins` bins between bins - 1 rising `edges`. chances [rows, bins]: the probability that the token survives, given
+// that the ones before it do. keep and more [rows, steps]: the least survival at which the token is drawn, and at
+// which another step follows. Output: sure [rows, steps], the top probability of every step that ran.
 typedef struct {
     int64_t bins;
     const float *edges, *chances, *keep, *more;
     float *sure;
 } Stops;
 
-int foredraft_max_prob(const float *x, int64_t rows, int64_t n, float *out, int threads);
-static float survival(const Stops *stops, int64_t row, float sure, float before);
+// A fused draft: all its steps in one call. A group of the pass is row slot[g] of every [rows, ...] array.
+typedef struct {
+    const int64_t *tokens;        // [columns] of the first step
+    int64_t columns, steps;       // steps: the most that any group takes
+    const int64_t *slot, *limit;  // [groups]; limit: the tokens that a group may draw, 1 to steps
+    const Sampling *sampling;
+    const int64_t *keys;          // [rows, steps] keys of the noise; null where every row is greedy
+    const Stops *stops;           // null: every group draws as many tokens as it may
+    int64_t *drawn;               // [rows, steps] output: the tokens
+    uint8_t *finite;              // [rows, steps] output: whether each token's logits are finite
+    float *probs;                 // [rows, steps, vocabulary] output: each token's distribution; null where greedy
+    int64_t *counts;              // [rows, 2] output: the tokens drawn and the steps run
+} Draft;
 
-static int draw(
-    const Drawing *how, int64_t row, const float *logits, int64_t n, const int64_t *key, int64_t *token,
-    uint8_t *finite, float *law, int threads);
+static int draft_token(
+    const Draft *d, int64_t row, int64_t step, int64_t limit, const float *logits, int64_t vocabulary,
+    float *group_survival, int *more, int threads);
 
+// One step of the online softmax of a query row at position `at`, over `count` keys from position `from` on. Turns the
+// products s [count] into scores, soft-capped and masked, and then into unnormalised probabilities; updates the row's
+// maximum and sum. Returns the factor by which the row's earlier sums are to be multiplied.
+static inline __attribute__((always_inline)) float softmax_step(
+    const Model *m, int64_t window, int64_t at, int64_t from, int count, float *s, float *top, float *sum) {
+    V top_lanes = splat(-INFINITY);
+    for (int k = 0; k < count; k += LANES) {
+        const I key = LANE_INDEX + (int32_t)(from + k);
+        I seen = key <= (int32_t)at;
+        if (window) seen &= key > (int32_t)(at - window);
+        V score = load(s + k) * splat(m->scale);
+        if (m->softcap != 0) score = hyperbolic_tangent(score * splat(1 / m->softcap)) * splat(m->softcap);
+        score = choose(seen, score, splat(-INFINITY));
+        store(s + k, score);
+        top_lanes = maximum(score, top_lanes);
+    }
+    const float block_top = lanes_max(top_lanes), new_top = block_top > *top ? block_top : *top;
+    const float rescale = exponential(splat(*top - new_top))[0];
+    V added = {0};
+    for (int k = 0; k < count; k += LANES) {
+        const V p = exponential(load(s + k) - splat(new_top));
+        store(s + k, p);
+        added += p;
+    }
+    *sum = *sum * rescale + lanes_sum(added);
+    *top = new_top;
+    return rescale;
+}
+
+// The templates of passes.inc and fused.inc: E is the element type, WORD the elements of a 32-bit word.
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define NAME(x) JOIN(x, SUFFIX)

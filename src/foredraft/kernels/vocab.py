@@ -1,7 +1,7 @@
 """Vocabulary operations in C for float32 rows on a CPU, and the noise that they draw with.
 
-Contract: the results are those of `decode.vocab_ops.TorchVocabOps`, except for how sums round. Every sum has
-one order, so a row's result is the same alone and in a batch, at any number of threads.
+Contract: the results equal those of `decode.vocab_ops.TorchVocabOps`, up to the rounding of sums. Every sum
+has one fixed order, so a row's result is the same alone and in a batch, at any number of threads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from foredraft.kernels.compilation import declare, library
 
 __all__ = ["KernelVocabOps", "Truncation"]
 
+# Argument types of the C functions foredraft_<name>, in their order.
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "probs": (*(c_void_p,) * 6, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
@@ -28,32 +29,31 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "hash_keys": (*(c_void_p,) * 4, *(c_int64,) * 3, c_void_p),
     "uniform": (c_void_p, c_int64, c_void_p),
 }
-
-
-ALLOCATING = ("argmax", "probs", "gumbel_argmax", "max_prob")
+ALLOCATING = ("argmax", "probs", "gumbel_argmax", "max_prob")  # functions that need work memory
 
 
 class Truncation(Protocol):
-    """How laws are made of logits, a row of parameters each; None where nobody uses one."""
+    """Temperature and truncation of each row; None where no row uses the parameter."""
 
     @property
-    def temperature(self) -> Tensor: ...  # [B] float32, as the others but for
+    def temperature(self) -> Tensor: ...  # [B] float32
     @property
     def top_k(self) -> Tensor | None: ...  # [B] int64
     @property
-    def top_k_most(self) -> int: ...
+    def top_k_most(self) -> int: ...  # the largest top_k of the batch
     @property
-    def top_p(self) -> Tensor | None: ...
+    def top_p(self) -> Tensor | None: ...  # [B] float32
     @property
-    def min_p(self) -> Tensor | None: ...
+    def min_p(self) -> Tensor | None: ...  # [B] float32
     @property
-    def cut(self) -> Tensor | None: ...  # [B] bool: rows that top_p or min_p cuts
+    def cut(self) -> Tensor | None: ...  # [B] bool: rows that have a top_p or a min_p
 
 
 class KernelVocabOps:
-    """`decode.vocab_ops.VocabOps` by the kernels, which must be there (`library`).
+    """The C implementation of `decode.vocab_ops.VocabOps`, which documents the methods.
 
-    Raises MemoryError where a kernel gets no memory to work in.
+    It exists only where `library` returns the kernels. A method raises MemoryError where its kernel gets no
+    work memory.
     """
 
     _argmax: Callable[..., None]
@@ -80,7 +80,7 @@ class KernelVocabOps:
         return ids, finite
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
-        assert by.temperature.dtype == torch.float32  # what it lies as is what the kernel reads
+        assert by.temperature.dtype == torch.float32  # the kernel reads the memory as it is
         x = _rows(x)
         batch, columns, size = x.shape
         probs, finite = x.new_empty(x.shape), x.new_empty((batch, columns), dtype=torch.bool)
@@ -140,7 +140,7 @@ def _function(kernels: ctypes.CDLL, name: str) -> Any:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """One after the other: they may lie apart or not, by what shared their pass."""
+    """Return x with contiguous rows; logits of a padded pass are a strided view."""
     assert x.dtype == torch.float32 and x.device.type == "cpu"
     return x.contiguous()
 

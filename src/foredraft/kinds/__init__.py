@@ -4,7 +4,7 @@
 Importing this package does not import PyTorch, so `--help` stays fast.
 """
 
-from foredraft.kinds.compatibility import default_drafter, suits
+from foredraft.kinds.compatibility import default_drafter, suits, unused_options
 from foredraft.kinds.tables import (
     DRAFTERS,
     POLICIES,
@@ -27,4 +27,5 @@ __all__ = [
     "RuleKind",
     "default_drafter",
     "suits",
+    "unused_options",
 ]

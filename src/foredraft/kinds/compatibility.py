@@ -89,18 +89,26 @@ def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
     return not names or (lossless and (rule is None or RULES[rule].lossless))
 
 
-def default_drafter(draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False) -> str:
+def default_drafter(
+    policy: str, draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False
+) -> str:
     """Return the drafter of requests that name none, where `load` is given none either.
 
+    It is "auto", every drafter at hand, under a policy that can choose. Other policies decide about one
+    drafter.
+
     Args:
+        policy: Name of the policy.
         draft_given: There is a draft model.
         other_tokenizer: It has another tokenizer than the target.
         plan_given: The user gives a plan.
     """
+    if suits("auto", policy):
+        return "auto"
     if plan_given:
         return "layer-skip"
     if not draft_given:
-        return "none"
+        return "lookup" if suits("lookup", policy) else "none"
     return "retokenize" if other_tokenizer else "draft-model"
 
 

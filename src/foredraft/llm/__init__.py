@@ -1,7 +1,7 @@
 """LLM: prompts in, outputs or a stream of pieces out; safe to use from several threads.
 
-Requests of all threads share one engine and one running batch (`driver`). An interrupt (Ctrl-C) waits for
-the round to end, so no state is left half-written (`interrupts`).
+Requests of all threads share one engine and one running batch (`driver`). An interrupt (Ctrl-C) is deferred
+to the end of the round, so that no state is left half-written (`interrupts`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class LLM:
 
     Attributes:
         tokenizer: The model's, with `encode`, `decode` and `encode_chat`; None where its folder has none.
-        default_params: Those of requests that come without, from the checkpoint's generation_config.json.
-        default_drafter: Who drafts for requests that name none; None is plain decoding.
-        max_length: Prompt and new tokens together that a request may take.
-        deterministic: Whether the target's passes keep to exact shapes.
+        default_params: The parameters of requests without their own, from generation_config.json.
+        default_drafter: The drafter of requests that name none; None is plain decoding.
+        max_length: Prompt and new tokens of one request together, at most.
+        deterministic: Whether the target's forwards keep to exact shapes.
+        profile_seconds: What measuring the costs of this machine took while loading; 0 where they were known.
     """
 
     def __init__(
@@ -49,18 +50,26 @@ class LLM:
         default_params: SamplingParams | None = None,
         deterministic: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
+        profile_seconds: float = 0.0,
     ) -> None:
         self.engine, self.spec, self.tokenizer = engine, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
-        self.deterministic = deterministic
+        self.deterministic, self.profile_seconds = deterministic, profile_seconds
         self._ids = itertools.count()
         self._driver = Driver(engine, progress)
 
     def params(self, **options: Any) -> SamplingParams:
-        """The model's default parameters with these options changed.
+        """Return the model's default parameters with some options changed.
 
-        `SamplingParams(...)` by itself knows nothing of the model. Raises RequestError as it does.
+        `SamplingParams(...)` alone does not know the model's defaults.
+
+        Raises:
+            RequestError: An option is unknown, or its value out of range.
+
+        Example:
+            >>> llm.params(temperature=0, max_new_tokens=8).max_new_tokens
+            8
         """
         return self.default_params.replace(**options)
 
@@ -75,23 +84,34 @@ class LLM:
         trace: bool = False,
         **variables: Any,
     ) -> list[Output]:
-        """Generate `n` replies to a conversation, put into the model's chat template.
+        """Generate `n` replies to a conversation, formatted by the model's chat template.
 
         Args:
-            messages: Mappings with a role, and with what else the template asks for, mostly a content.
-            params: The model's own defaults unless given.
+            messages: Mappings with a role and what else the template reads, usually a content.
+            params: By default the model's own.
             n: Replies.
             truncate: As in `generate`.
             show_special: As in `generate`.
             trace: As in `generate`.
-            **variables: What the template reads besides, as `tools`, `documents` or `enable_thinking`.
+            **variables: Other variables of the template, such as `tools`, `documents` or `enable_thinking`.
+
+        Returns:
+            The replies.
 
         Raises:
-            RequestError: There is no template, it refuses the messages or does not read a variable, or as in
+            RequestError: There is no template, it refuses the messages or does not read a variable; or as in
                 `generate`.
+
+        Example:
+            >>> messages = [{"role": "user", "content": "Name a colour."}]
+            >>> [reply] = llm.chat(messages, SamplingParams(max_new_tokens=8, ignore_eos=True))
+            >>> len(reply.token_ids), reply.finish_reason
+            (8, 'length')
         """
         if self.tokenizer is None:
-            raise RequestError("this model's folder has no tokenizer.json; give token ids, not messages")
+            raise RequestError(
+                "this model's folder has no tokenizer.json", remedy="give token ids instead of messages"
+            )
         ids = self.tokenizer.encode_chat(messages, **variables)
         return self.generate(ids, params, n=n, truncate=truncate, show_special=show_special, trace=trace)
 
@@ -105,30 +125,43 @@ class LLM:
         show_special: bool = False,
         trace: bool = False,
     ) -> list[Output]:
-        """Generate `n` samples of each prompt: first all of the first prompt, then all of the second.
+        """Generate `n` samples of each prompt.
 
-        A request that fails while running (logits that are not finite, a pass that broke off) is reported in
-        its Output; the others go on. A KeyboardInterrupt ends the requests and is raised again; `cancel_all`
-        and `stream` are the ways to keep what was generated.
+        A request that fails while it runs (logits that are not finite, a forward that fails) is reported in
+        its Output, and the others go on. A KeyboardInterrupt cancels the requests and is raised again; to
+        keep what was generated, use `cancel_all` or `stream`.
 
         Args:
             prompts: Text, token ids, or a list of either.
-            params: One for all, or one per prompt; without, the model's own defaults.
+            params: One for all prompts, or one for each; by default the model's own.
             n: Samples of each prompt.
             truncate: "left" drops the oldest tokens of a prompt that is too long, instead of refusing it.
-            show_special: Special tokens are part of the text.
-            trace: Outputs tell of each round.
+            show_special: Include special tokens in the text.
+            trace: Record every round in the outputs.
+
+        Returns:
+            All samples of the first prompt, then all of the second, and so on.
 
         Raises:
             RequestError: A prompt or an option cannot be served; nothing has run then.
+
+        Example:
+            >>> outputs = llm.generate(["def add(a, b):", "import"], SamplingParams(max_new_tokens=4), n=2)
+            >>> [output.sample for output in outputs]
+            [0, 1, 0, 1]
+            >>> greedy = SamplingParams(temperature=0, max_new_tokens=16)
+            >>> [plain] = llm.generate("def add(a, b):", greedy.replace(drafter="none"))
+            >>> [drafted] = llm.generate("def add(a, b):", greedy)
+            >>> drafted.text == plain.text
+            True
         """
         encoded = self.encode(prompts)
         if not is_whole(n, 1):
-            raise RequestError(f"n is {n!r}; give a whole number, 1 or more")
+            raise RequestError(option="n", value=n, remedy="give a whole number, 1 or more")
         each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(
-                f"{len(each)} sampling parameters for {len(encoded)} prompts; give one or as many"
+                f"{len(each)} sampling parameters for {len(encoded)} prompts", remedy="give one or as many"
             )
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
@@ -143,8 +176,8 @@ class LLM:
             self._driver.submit(sequences)
             return self._driver.drive(outputs)
         except BaseException:
-            # those that wait go first: a row that a sibling leaves would pass to them
-            self._driver.tell(self.engine.cancel, sequences[::-1])
+            # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
+            self._driver.post(self.engine.cancel, sequences[::-1])
             raise
 
     def stream(
@@ -156,35 +189,53 @@ class LLM:
         show_special: bool = False,
         trace: bool = False,
     ) -> Iterator[Piece]:
-        """Stream one sample, piece by piece as rounds end; closing the iterator cancels the request.
+        """Stream one sample, one piece after every round; closing the iterator cancels the request.
 
-        The last piece carries the Output. The request begins with the first `next`.
+        The request starts with the first `next`. The last piece carries the Output.
 
         Args:
             prompt: Text, or token ids.
-            params: The model's own defaults unless given.
+            params: By default the model's own.
             truncate: As in `generate`.
             show_special: As in `generate`.
             trace: As in `generate`.
 
+        Returns:
+            An iterator of pieces.
+
         Raises:
             RequestError: As in `generate`, at the call.
+
+        Example:
+            >>> pieces = list(llm.stream("def add(a, b):", SamplingParams(max_new_tokens=16)))
+            >>> "".join(piece.text for piece in pieces) == pieces[-1].output.text
+            True
         """
         encoded = self.encode(prompt)
         if len(encoded) != 1:
-            raise RequestError(f"stream takes one prompt, not {len(encoded)}; use generate for several")
+            raise RequestError(
+                f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
+            )
         own = params or self.default_params
         (sequence,) = self._requests.sequences(encoded[0], own, 1, truncate, show_special, trace)
         return self._pieces(sequence)
 
     def cancel_all(self) -> None:
-        """End every request, running or waiting, after the round in progress; each keeps what it has."""
+        """Cancel every request, running or waiting, after the current round; outputs keep what they have.
+
+        Example:
+            >>> stream = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=64, ignore_eos=True))
+            >>> first = next(stream)
+            >>> llm.cancel_all()
+            >>> list(stream)[-1].output.finish_reason
+            'cancelled'
+        """
         self._driver.cancel_all()
 
     def _pieces(self, sequence: Sequence) -> Iterator[Piece]:
-        shown = 0
+        shown = 0  # new tokens that earlier pieces carried
 
-        def news() -> Piece | None:
+        def next_piece() -> Piece | None:
             nonlocal shown
             settled = sequence.settled
             output = self._output(sequence) if sequence.state is State.FINISHED else None
@@ -207,25 +258,34 @@ class LLM:
         try:
             self._driver.submit([sequence])
             while True:
-                piece = self._driver.drive(news)
+                piece = self._driver.drive(next_piece)
                 yield piece
                 if piece.output is not None:
                     return
         finally:
-            # no waiting here: an iterator that was dropped may be closed in the middle of a step
-            self._driver.tell(self.engine.cancel, [sequence])
+            # does not wait, because a dropped iterator may be closed in the middle of a step
+            self._driver.post(self.engine.cancel, [sequence])
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Prompts in any form that `generate` takes -> the ids of each; raises RequestError as it does."""
+        """Return the token ids of each prompt, in any form that `generate` takes.
+
+        Raises:
+            RequestError: A prompt is neither text nor token ids, or is empty or invalid text.
+
+        Example:
+            >>> [ids] = llm.encode("def add(a, b):")
+            >>> llm.encode([ids, ids]) == [ids, ids]
+            True
+        """
         return self._requests.encode(prompts)
 
     def fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
-        """A prompt that leaves room for so many new tokens, as `generate` would read it."""
-        return self._requests.fitting(prompt, new, truncate)
+        """Return a prompt that leaves room for `new` tokens, as `generate` would read it."""
+        return self._requests.truncated(prompt, new, truncate)
 
     @property
     def _requests(self) -> Requests:
-        """As the attributes are now."""
+        """The checks and the defaults of requests, by the current values of the attributes."""
         return Requests(
             self.engine, self.spec, self.tokenizer, self.default_drafter, self.max_length, self._ids
         )
@@ -254,4 +314,11 @@ class LLM:
             error=sequence.error,
             lossless=lossless,
             deterministic=self.deterministic and lossless,
+            why_plain=self._why_plain(sequence),
         )
+
+    def _why_plain(self, sequence: Sequence) -> str | None:
+        """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
+        if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
+            return None
+        return self.engine.policy.why_plain(sequence)

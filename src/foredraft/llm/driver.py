@@ -1,8 +1,8 @@
-"""Who steps the engine, where several threads want something of it.
+"""Driver: steps one engine on behalf of several threads.
 
-Whichever thread finds nobody stepping the engine steps it, for everyone; the others wait for their own
-request. What a thread wants to see of its request is looked at between two steps only, by whoever took the
-last one.
+A thread that waits for its request steps the engine if no other thread does; otherwise it waits for the
+thread that does. Each step serves the requests of all threads. State of requests is read between two steps
+only, by the thread that took the last step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from foredraft.decode.engine import Engine
+from foredraft.decode.planning import may_draft
 from foredraft.decode.sequence import Sequence, State
 from foredraft.llm.interrupts import Interrupts
+from foredraft.profiling.profile import use_profile
 
 __all__ = ["Driver"]
 
@@ -25,109 +27,114 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Wish(Generic[T]):
-    """What a thread waits for."""
+class _Waiter(Generic[T]):
+    """A thread that waits until `poll` returns something."""
 
-    look: Callable[[], T | None]
-    found: T | None = None
-    error: Exception | None = None  # of `look`: its own thread's to raise, whoever looked
+    poll: Callable[[], T | None]
+    result: T | None = None
+    error: Exception | None = None  # raised by `poll`; the waiting thread raises it again
 
     @property
-    def open(self) -> bool:
-        return self.found is None and self.error is None
+    def waiting(self) -> bool:
+        return self.result is None and self.error is None
 
-    def see(self) -> None:
-        if self.open:
+    def update(self) -> None:
+        if self.waiting:
             try:
-                self.found = self.look()
+                self.result = self.poll()
             except Exception as error:
                 self.error = error
 
 
 class Driver:
-    """Of one engine. progress: told how far the prompt is that is being read."""
+    """Steps `engine`; reports the prefill of prompts to `progress` as ("prefill", done, total) in tokens."""
 
     def __init__(self, engine: Engine, progress: Callable[[str, int, int], None] | None) -> None:
         self.engine, self._progress = engine, progress
-        self.turn = threading.Condition()
+        self.between_steps = threading.Condition()
         self._stepping = False
-        self._inbox: list[tuple[Callable[[Sequence], None], Sequence]] = []
-        self._waiting: list[_Wish[Any]] = []
+        self._inbox: list[tuple[Callable[[Sequence], None], Sequence]] = []  # calls for between two steps
+        self._waiters: list[_Waiter[Any]] = []
 
-    def tell(self, what: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
-        """Have the engine told between two steps, whoever takes them."""
-        with self.turn:
-            self._inbox += [(what, sequence) for sequence in sequences]
+    def post(self, call: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
+        """Call `call` with each sequence between two steps: now, or by the thread that steps the engine."""
+        with self.between_steps:
+            self._inbox += [(call, sequence) for sequence in sequences]
             if not self._stepping:
-                self._read_inbox()
+                self._empty_inbox()
 
-    def _read_inbox(self) -> None:
+    def _empty_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for what, sequence in inbox:
-            what(sequence)
+        for call, sequence in inbox:
+            call(sequence)
 
     def submit(self, sequences: list[Sequence]) -> None:
+        """Submit sequences to the engine."""
         with Interrupts():
-            self.tell(self.engine.submit, sequences)
+            self.post(self.engine.submit, sequences)
 
-    def drive(self, look: Callable[[], T | None]) -> T:
-        """Step the engine, or wait while another thread does, until `look` finds something.
+    def drive(self, poll: Callable[[], T | None]) -> T:
+        """Step the engine, or wait while another thread does, until `poll` returns something.
 
-        `look` is called between two steps only, by whichever thread took the last one.
+        `poll` is called between two steps only, perhaps by another thread.
         """
-        wish = _Wish(look)
-        with self.turn:
-            self._waiting.append(wish)
+        waiter = _Waiter(poll)
+        with self.between_steps:
+            self._waiters.append(waiter)
         try:
             with Interrupts() as interrupts:
                 while True:
                     interrupts.deliver()
-                    with self.turn:
-                        while self._stepping and wish.open:
-                            interrupts.wait(self.turn)
+                    with self.between_steps:
+                        while self._stepping and waiter.waiting:
+                            interrupts.wait(self.between_steps)
                         if not self._stepping:
-                            wish.see()
-                        if wish.error is not None:
-                            raise wish.error
-                        if wish.found is not None:
-                            return wish.found
+                            waiter.update()
+                        if waiter.error is not None:
+                            raise waiter.error
+                        if waiter.result is not None:
+                            return waiter.result
                         self._stepping = True
                     self._step()
         finally:
-            with self.turn:
-                self._waiting.remove(wish)
+            with self.between_steps:
+                self._waiters.remove(waiter)
 
     def _step(self) -> None:
-        """One step for everyone; then everyone's news."""
-        reading = None if self._progress is None else self.engine.scheduler.prefilling
+        """Take one step, then update the waiters of all threads."""
+        prefilling = None if self._progress is None else self.engine.scheduler.prefilling
         try:
+            if not self.engine.rows.sequences and may_draft(self.engine.scheduler.waiting):
+                use_profile(self.engine)  # unless loading did: the default drafter may be none
             self.engine.step()
         except Exception as error:
-            # The batch cannot go on (out of memory, a broken operator): its requests fail by name.
+            # The batch cannot go on (out of memory, a broken operator), so its requests fail with this error.
             if not self.engine.rows.sequences:
                 raise
-            logger.exception("a pass broke off; the requests in it end with an error")
+            logger.exception("a forward failed; the requests in its batch end with an error")
             self.engine.fail_batch(f"{type(error).__name__}: {error}")
         finally:
-            with self.turn:
+            with self.between_steps:
                 self._stepping = False
                 try:
-                    self._read_inbox()
-                    for wish in self._waiting:
-                        wish.see()
+                    self._empty_inbox()
+                    for waiter in self._waiters:
+                        waiter.update()
                 finally:
-                    self.turn.notify_all()
-        if self._progress is None:
+                    self.between_steps.notify_all()
+        if self._progress is not None:
+            self._report_prefill(prefilling or self.engine.scheduler.prefilling, self._progress)
+
+    def _report_prefill(self, sequence: Sequence | None, progress: Callable[[str, int, int], None]) -> None:
+        if sequence is None:
             return
-        reading = reading or self.engine.scheduler.prefilling
-        if reading is not None:
-            total = len(reading.prompt) - 1
-            done = self.engine.cache.lengths[reading.row] if reading.state is State.PREFILLING else total
-            self._progress("prefill", done, total)
+        total = len(sequence.prompt) - 1
+        done = self.engine.cache.lengths[sequence.row] if sequence.state is State.PREFILLING else total
+        progress("prefill", done, total)
 
     def cancel_all(self) -> None:
-        """End every request, those included of which the engine has not been told yet."""
+        """Cancel every request, including those that are posted but not yet submitted."""
         engine = self.engine
-        with self.turn:
-            coming = [sequence for _, sequence in self._inbox]
-            self.tell(engine.cancel, [*coming, *engine.scheduler.waiting, *engine.rows.sequences])
+        with self.between_steps:
+            posted = [sequence for _, sequence in self._inbox]
+            self.post(engine.cancel, [*posted, *engine.scheduler.waiting, *engine.rows.sequences])

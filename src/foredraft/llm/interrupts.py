@@ -1,4 +1,4 @@
-"""Interrupts (Ctrl-C) that wait for the end of a round, so that no state is left half-written."""
+"""Interrupts (Ctrl-C) that are deferred to the end of a round, so that no state is left half-written."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """SIGINT waits within, but for `deliver` and `wait`; only the main thread ever gets one.
+    """Context in which SIGINT is deferred, except in `deliver` and `wait`. Only the main thread receives it.
 
-    Each one that comes is handed on, once, to the handler that was there before, and that is back whatever it
-    raises: what comes while the two change places is handed on afterwards.
+    Each signal is passed on once to the previous handler, which is restored at the end, whatever it raises. A
+    signal that comes while the handlers are exchanged is passed on afterwards.
     """
 
     def __init__(self) -> None:
-        self.holding = True
-        self.noted: tuple[int, FrameType | None] | None = None
+        self.deferring = True
+        self.deferred: tuple[int, FrameType | None] | None = None
         self.previous: Callable[[int, FrameType | None], Any] | None = None
 
     def __enter__(self) -> Interrupts:
         previous = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(previous):
             self.previous = previous
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,29 +36,29 @@ class Interrupts:
         self.deliver()
 
     def deliver(self) -> None:
-        """Hand on what was held back."""
-        while self.noted is not None and self.previous is not None:
-            noted, self.noted = self.noted, None
-            self.previous(*noted)
+        """Pass a deferred signal on."""
+        while self.deferred is not None and self.previous is not None:
+            deferred, self.deferred = self.deferred, None
+            self.previous(*deferred)
 
     def wait(self, condition: threading.Condition) -> None:
-        """Until it is notified; interrupts are handed on as they come."""
+        """Wait until the condition is notified; signals are passed on as they come."""
         try:
-            self._let_in()
+            self._stop_deferring()
             condition.wait()
         finally:
-            self.holding = True
+            self.deferring = True
 
-    def _let_in(self) -> None:
+    def _stop_deferring(self) -> None:
         while True:
             self.deliver()
-            self.holding = False
-            if self.noted is None:
+            self.deferring = False
+            if self.deferred is None:
                 return
-            self.holding = True  # it came between the two
+            self.deferring = True  # a signal came between the two statements
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted = number, frame
-        if not self.holding:
-            self.holding = True  # until the handler has returned; if it raises, to the end
-            self._let_in()
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.deferred = number, frame
+        if not self.deferring:
+            self.deferring = True  # until the previous handler returns; where it raises, to the end
+            self._stop_deferring()

@@ -1,4 +1,4 @@
-"""What comes of a request: its outputs, and the pieces of a stream."""
+"""Output and Piece: the result of a request, and the parts of a stream."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ __all__ = ["Output", "Piece"]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one sample of one prompt became.
+    """The result of one sample of one prompt.
 
     Attributes:
         text: The new text; None without a tokenizer.
-        token_ids: The new tokens only, the one that completed a stop string included.
-        origins: Who wrote each token: "drafter", "target" or "bonus".
+        token_ids: The new tokens, including those of a stop string.
+        origins: The source of each new token: "drafter", "target" or "bonus".
         finish_reason: "eos", "stop", "length", "cancelled" or "error".
-        seed: The request's seed, or the fresh one that it got.
+        seed: The request's seed, or the fresh seed that it got.
         sample: The sample's index under that seed.
-        prompt_tokens: Tokens of the prompt, as it was read.
-        stats: What it took.
-        pieces: The text that each token completed; they join to `text`.
-        stopped_by: The stop string, where the reason is "stop".
-        logprobs: Scores of each new token, where asked for.
-        prompt_logprobs: Scores of the prompt's tokens, where asked for; None in the first one's place.
-        trace: What happened in each round, where asked for.
-        error: What happened, where the reason is "error".
-        lossless: The text has the model's own law; not where acceptance "bild" judged drafts.
-        deterministic: And its bits do not depend on who drafts and who shares the batch.
+        prompt_tokens: Tokens of the prompt as it was read.
+        stats: Times and counts.
+        pieces: The text that each token completed; joined they are `text`.
+        stopped_by: The stop string, where `finish_reason` is "stop".
+        logprobs: Scores of each new token, if the request asks for them.
+        prompt_logprobs: Scores of the prompt's tokens, if the request asks for them; None for the first one.
+        trace: One record for each round, if the request asks for them.
+        error: What failed, where `finish_reason` is "error".
+        lossless: The text has the target's own distribution. Acceptance rule "bild" does not guarantee it.
+        deterministic: In addition, its bits do not depend on the drafter and the batch.
+        why_plain: Why nothing was drafted, where a drafter might have; None where it drafted.
+
+    Example:
+        >>> [output] = llm.generate("def add(a, b):", SamplingParams(max_new_tokens=8, ignore_eos=True))
+        >>> output.finish_reason, len(output.token_ids), output.stats.tokens
+        ('length', 8, 8)
+        >>> "".join(output.pieces) == output.text
+        True
     """
 
     text: str | None
@@ -50,6 +58,7 @@ class Output:
     error: str | None = None
     lossless: bool = True
     deterministic: bool = True
+    why_plain: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +66,20 @@ class Piece:
     """Some successive tokens of a stream.
 
     Attributes:
-        text: What is certain now and was not before. It may lag behind the ids, by an incomplete character
-            or by what may be the beginning of a stop string; None without a tokenizer.
+        text: The text that became final with these tokens. It may lag behind the tokens by an incomplete
+            character or by a possible beginning of a stop string; None without a tokenizer.
         token_ids: The tokens.
-        origins: Who wrote each: "drafter", "target" or "bonus".
-        parts: The text again, each part with the index among the new tokens of the one that completed it.
-        logprobs: Scores of the tokens, where asked for.
-        output: On the last piece: all of it.
+        origins: The source of each token: "drafter", "target" or "bonus".
+        parts: The text in parts, each with the index of the new token that completed it.
+        logprobs: Scores of the tokens, if the request asks for them.
+        output: The whole result, on the last piece.
+
+    Example:
+        >>> *pieces, last = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=8))
+        >>> all(piece.output is None for piece in pieces)
+        True
+        >>> "".join(piece.text for piece in [*pieces, last]) == last.output.text
+        True
     """
 
     text: str | None

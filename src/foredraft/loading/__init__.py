@@ -20,6 +20,7 @@ from foredraft.loading.drafting import Drafting, choose_drafting
 from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, checked
 from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
+from foredraft.profiling.profile import use_profile
 
 __all__ = ["load"]
 
@@ -51,9 +52,9 @@ def load(
     Args:
         path: A folder or a hub id; None loads the demo models, a target and a draft model.
         drafter: The drafter of requests that name none: "none", "lookup", "draft-model", "retokenize",
-            "layer-skip", or "auto", the loaded drafter that pays most. By default "layer-skip" with a plan;
-            else "draft-model" with a draft model that has the target's tokenizer, "retokenize" with any other
-            draft model, and "none" without one.
+            "layer-skip", or "auto", in every round the loaded drafter that pays most. By default "auto".
+            Under another policy than "auto" by default "layer-skip" with a plan, else the draft model, else
+            "lookup".
         draft: The draft model's folder or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: Branch, tag or commit of the draft model.
@@ -117,6 +118,7 @@ def _assemble(options: LoadOptions) -> LLM:
     size = _cache_size(options, checkpoints, drafting, params, device)
     runners = make_runners(options, checkpoints, device)
     engine = _engine(options, checkpoints, drafting, runners, size)
+    profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
     return LLM(
         engine,
         checkpoints.target.spec,
@@ -126,7 +128,13 @@ def _assemble(options: LoadOptions) -> LLM:
         default_params=params,
         deterministic=options.deterministic,
         progress=options.progress,
+        profile_seconds=profiled,
     )
+
+
+def _profile(engine: Engine, options: LoadOptions) -> float:
+    """Measure what rounds cost here, unless that is known, and return the seconds that it took."""
+    return use_profile(engine, lambda done, total: options.report("profile", done, total))
 
 
 def _cache_size(

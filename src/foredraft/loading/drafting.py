@@ -49,7 +49,7 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     """
     target, draft, other = checkpoints.target, checkpoints.draft, checkpoints.other_tokenizer
     drafter = options.drafter or default_drafter(
-        draft is not None, other, plan_given=options.plan is not None
+        options.policy, draft is not None, other, plan_given=options.plan is not None
     )
     plan = choose_plan(options.plan, target, device, needed=DRAFTERS[drafter].needs_plan)
     given = ModelsGiven(

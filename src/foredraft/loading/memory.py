@@ -1,9 +1,9 @@
-"""Memory: how much of it is free on a device, for this very process.
+"""Memory: how much of a device's memory this process can still allocate.
 
-Contract: what is free is what an allocation can still get. On Linux that is MemAvailable, or less where a
-control group of this process, or one above it, has a limit: in a container /proc/meminfo tells of the whole
-machine. Pages of files that a group holds count as free, for the kernel takes them back. Both versions of
-control groups are read (https://docs.kernel.org/admin-guide/cgroup-v2.html and
+On Linux that is MemAvailable, or less where a control group of this process or a parent group has a limit,
+because in a container /proc/meminfo describes the whole machine. Cached file pages of a group count as free,
+because the kernel reclaims them. Both versions of control groups are supported
+(https://docs.kernel.org/admin-guide/cgroup-v2.html and
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html).
 """
 
@@ -24,11 +24,11 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """How one version of control groups names its files."""
+    """The file names of one version of control groups."""
 
     limit: str
     usage: str
-    files: tuple[str, str]  # keys of memory.stat: pages of files, of the group and those below it
+    files: tuple[str, str]  # keys of memory.stat: cached file pages of the group and its children
 
 
 _VERSIONS = {
@@ -40,15 +40,15 @@ _VERSIONS = {
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+    """Return the free bytes of a device."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     return min(_available(ROOT), *_left_in_groups(ROOT))
 
 
 def _available(root: Path) -> int:
-    """On the whole machine."""
+    """Return the free bytes of the whole machine; half of its memory where /proc does not say."""
     try:
         fields = _fields(root / "proc/meminfo")
         return fields["MemAvailable:"] * 1024
@@ -57,33 +57,33 @@ def _available(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What this process' groups may still take, each by its own limit; no end of it where none has one."""
-    yield 2**63
+    """Yield the free bytes of every control group of this process that has a limit."""
+    yield 2**63  # no limit
     for version, folder, top in _groups(root):
         while True:
             with contextlib.suppress(OSError, KeyError, ValueError):  # "max", or no such file: no limit
-                yield _left(version, folder)
+                yield _left_in(version, folder)
             if folder == top:
                 break
             folder = folder.parent
 
 
-def _left(version: _Version, folder: Path) -> int:
+def _left_in(version: _Version, folder: Path) -> int:
     limit, usage = (int((folder / name).read_text()) for name in (version.limit, version.usage))
     fields = _fields(folder / "memory.stat")
     return max(0, limit - usage + sum(fields[key] for key in version.files))
 
 
 def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """The memory groups of this process: the folder of its own, and the uppermost one that can be seen."""
+    """Yield the memory groups of this process: its own folder and the topmost visible folder."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         own = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     # lines are "number:controllers:path"; version 2 names no controllers
-    several = (line.split(":", 2) for line in own)
-    paths = {name: path for _, names, path in several for name in names.split(",")}
+    entries = (line.split(":", 2) for line in own)
+    paths = {name: path for _, names, path in entries for name in names.split(",")}
     for mount in mounts:
         left, _, right = mount.partition(" - ")
         kind, *_, options = right.split(" ")
@@ -94,12 +94,12 @@ def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
             continue
         mounted, point = left.split(" ")[3:5]
         top = root / point.lstrip("/")
-        # a container may see its own group as the top, under a path that only the host knows
+        # a container may see its own group at the top, under a path that exists only on the host
         below = os.path.relpath(path, mounted) if Path(path).is_relative_to(mounted) else "."
         yield _VERSIONS[kind], top / below, top
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The first number of each line, by the word before it."""
+    """Return the first number of each line, keyed by the first word of the line."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from foredraft.decode.calibration import Calibration
 from foredraft.decode.params import is_number
-from foredraft.decode.policy import Auto, Policy
+from foredraft.decode.policy import Policy
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds.tables import POLICIES, PolicyOption
 from foredraft.model.runner import Runner
@@ -71,7 +70,7 @@ def make_policy(
     target: Runner,
     planned: int | None = None,
 ) -> Policy:
-    """Build a policy; one that compares costs keeps them measured.
+    """Build a policy.
 
     Args:
         policy: Its name.
@@ -85,10 +84,7 @@ def make_policy(
     """
     kind = POLICIES[policy]
     own = kind.max_draft if planned is None or kind.uses_costs else planned
-    made = kind.make(longest_draft(max_draft, own, target), **settings)
-    if isinstance(made, Auto):
-        made.calibrate = Calibration(made)
-    return made
+    return kind.make(longest_draft(max_draft, own, target), **settings)
 
 
 def longest_draft(max_draft: int | None, own: int, target: Runner) -> int:

@@ -29,7 +29,7 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
-from foredraft.model.runner.native import arrange
+from foredraft.model.runner.native import pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -153,7 +153,7 @@ class _Builder:
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         bias = tensors.load(biases) if has_bias else None
         if self.native and not weight.is_meta:
-            return arrange(weight, bias, self.arena)
+            return pack_native(weight, bias, self.arena)
         return pack(weight, bias)
 
     def layer(self, index: int) -> Layer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from statistics import median_low
 
 from foredraft.decode.drafter import Guesser
@@ -13,7 +14,8 @@ from foredraft.profiling.phases import RoundClock, observed
 
 __all__ = ["host_ms"]
 
-ROUNDS = 7  # timed rounds, of which the median counts; two more come before them
+ROUNDS = 7  # timed rounds, of which the least half counts; two more come before them
+SECONDS = 0.2  # after which no further round begins
 PROMPT = 2  # tokens of the sequences: host work does not depend on them
 
 
@@ -39,14 +41,17 @@ def host_ms(engine: Engine, batch: int, length: int, *, draws: bool) -> float:
         with observed(own, clock):
             while not own.scheduler.steady and not own.scheduler.idle:
                 own.step()
+            started = time.perf_counter()
             while own.scheduler.steady and len(host) < ROUNDS + 2:
+                if len(host) > 2 and time.perf_counter() - started > SECONDS:
+                    break
                 before = clock.host
                 own.round()
                 host.append(1e3 * (clock.host - before))
     finally:
         for sequence in list(own.rows.sequences):
             own.cancel(sequence)
-    return median_low(host[2:] or host or [0.0])
+    return median_low(sorted(host[2:] or host or [0.0])[: ROUNDS // 2 + 1])
 
 
 class _Filler(Guesser):

@@ -107,10 +107,28 @@ class RoundClock(Observer):
         return self.seconds["round"] - self.seconds["draft"] - self.seconds["verify"]
 
 
+class _Both(Observer):
+    """Tells two observers; the second one's phases lie within the first one's."""
+
+    def __init__(self, outer: Observer, inner: Observer) -> None:
+        self.outer, self.inner = outer, inner
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        with self.outer.phase(phase), self.inner.phase(phase):
+            yield
+
+    @contextmanager
+    def drafter_reads(self, sequence: Sequence, start: int, stop: int) -> Iterator[None]:
+        with self.outer.drafter_reads(sequence, start, stop), self.inner.drafter_reads(sequence, start, stop):
+            yield
+
+
 @contextmanager
 def observed(engine: Engine, observer: Observer) -> Iterator[None]:
-    """Have the observer watch the engine inside the block."""
-    before, engine.observer = engine.observer, observer
+    """Have the observer watch the engine inside the block, beside one that watches it already."""
+    before = engine.observer
+    engine.observer = observer if before is SILENT else _Both(before, observer)
     try:
         yield
     finally:

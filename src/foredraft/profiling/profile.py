@@ -14,22 +14,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+import foredraft
 from foredraft import user_cache
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import CostTable
+from foredraft.decode.policy import Auto, CostTable
+from foredraft.kernels.machine import describe_cpu
 from foredraft.profiling.forwards import ForwardMeter, reading
 from foredraft.profiling.host import host_ms
-from foredraft.profiling.timing import Turns
+from foredraft.profiling.timing import Turns, timed
 
-__all__ = ["Profile", "load_profile", "measure_profile", "steady"]
+__all__ = ["Profile", "load_profile", "measure_profile", "steady", "use_profile"]
 
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 CONTEXT = 256  # tokens of each timed sequence
 READ = 64  # tokens that a draft model is timed reading
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
-TURNS = 3, 12  # turns of all works, at least and at most
-SECONDS = 1.0  # after which no further turn begins, beyond the least
+TURNS = 12  # samples of each cost at most
+SECONDS = 1.0  # after which no sample of one batch is taken,
+STEPS = 60  # or so many plain steps, if they take longer: about three samples of each cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +54,33 @@ class Profile:
     seconds: float = 0.0
 
 
-def load_profile(
-    engine: Engine, longest: int, key: dict[str, Any], progress: Callable[[int, int], None]
-) -> Profile:
-    """Return the profile that is kept under the key, or measure it, and keep it if it is believed.
+def use_profile(engine: Engine, progress: Callable[[int, int], None] = lambda done, total: None) -> float:
+    """Give the engine's policy the costs of this machine, if it decides by costs and has none yet.
+
+    Args:
+        engine: No sequence has a row.
+        progress: Called as (done, total) while measuring.
+
+    Returns:
+        Seconds that measuring took; 0 where a kept profile serves.
+    """
+    policy = engine.policy
+    if not isinstance(policy, Auto) or policy.measured:
+        return 0.0
+    profile = load_profile(engine, policy.max_draft, progress)
+    policy.use(profile.greedy, profile.sampled)
+    return profile.seconds
+
+
+def load_profile(engine: Engine, longest: int, progress: Callable[[int, int], None]) -> Profile:
+    """Return the profile that is kept for this engine and machine; else measure it and keep it.
 
     Args:
         engine: No sequence has a row.
         longest: Longest draft.
-        key: Everything that costs depend on.
         progress: Called as (done, total) while measuring.
     """
+    key = _key(engine, longest)
     kept = user_cache.read("profiles", key)
     try:
         if kept is not None:
@@ -71,6 +92,28 @@ def load_profile(
         tables = {"greedy": profile.greedy.as_dict(), "sampled": profile.sampled.as_dict()}
         user_cache.write("profiles", key, tables)
     return profile
+
+
+def _key(engine: Engine, longest: int) -> dict[str, Any]:
+    """Return everything that costs depend on: machine, threads, models, drafters, rows and draft length."""
+    device = engine.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else [*describe_cpu()]
+    return {
+        "foredraft": foredraft.__version__,
+        "torch": torch.__version__,
+        "machine": [device.type, where, torch.get_num_threads()],
+        "target": _runner(engine.target),
+        "drafters": {
+            name: None if (draft := drafter.draft_pass) is None else [_runner(draft.runner), repr(draft.plan)]
+            for name, drafter in engine.drafters.items()
+        },
+        "rows": engine.cache.rows,
+        "longest": longest,
+    }
+
+
+def _runner(runner: Any) -> list[str]:
+    return [repr(runner.decoder.spec), runner.choices]
 
 
 def measure_profile(
@@ -94,7 +137,7 @@ def measure_profile(
         meter = ForwardMeter(
             engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
         )
-        _take_turns(meter.turns)
+        _take_turns(meter.turns, plain_key=1)
         ms = {key: _believed(samples) for key, samples in meter.seconds.items()}
         believed &= None not in ms.values()
         plain = 1e3 * min(meter.seconds[1])
@@ -115,8 +158,8 @@ def measure_profile(
 
 def steady(samples: Sequence[float]) -> float | None:
     """Return the least sample, or None unless the second least agrees with it."""
-    least, second = sorted(samples)[:2]
-    return least if second <= AGREEMENT * least else None
+    least = sorted(samples)[:2]
+    return least[0] if len(least) == 2 and least[1] <= AGREEMENT * least[0] else None
 
 
 def _believed(samples: Sequence[float]) -> float | None:
@@ -124,17 +167,20 @@ def _believed(samples: Sequence[float]) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _take_turns(turns: Turns) -> None:
-    """Take turns until every work is steady, or time is up."""
+def _take_turns(turns: Turns, plain_key: object = None) -> None:
+    """Take turns until every work is steady, or time is up; plain_key: the work that is a plain step."""
     started = time.perf_counter()
-    turns.take(counts=False)  # what touching a cache for the first time takes is no round's
-    for turn in range(1, TURNS[1] + 1):
-        turns.take()
-        if turn < TURNS[0]:
-            continue
+    limit = SECONDS
+    if plain_key is not None:
+        plain = min(timed(turns.works[plain_key], turns.device)[0] for _ in range(4))
+        turns.seconds[plain_key].append(plain)
+        limit = max(SECONDS, STEPS * plain)
+    turns.take(counts=False, until=started + limit)  # touching a cache for the first time takes long
+    for _ in range(TURNS):
+        turns.take(until=started + limit)
         if all(steady(samples) is not None for samples in turns.seconds.values()):
             return
-        if time.perf_counter() - started > SECONDS:
+        if time.perf_counter() > started + limit:
             return
 
 
@@ -177,6 +223,10 @@ def _reads(engine: Engine) -> dict[str, float]:
         return {}
     turns = Turns(works, engine.device, 0.0)
     _take_turns(turns)
-    least = {key: 1e3 * min(samples) for key, samples in turns.seconds.items()}
-    names = {name for name, _ in works}
-    return {name: max(0.0, least[name, READ] - least[name, 1]) / (READ - 1) for name in names}
+    ms = {key: _believed(samples) for key, samples in turns.seconds.items()}
+    reads: dict[str, float] = {}
+    for name in {name for name, _ in works}:
+        one, many = ms[name, 1], ms[name, READ]
+        if one is not None and many is not None:
+            reads[name] = max(0.0, many - one) / (READ - 1)
+    return reads

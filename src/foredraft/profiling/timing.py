@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,9 +46,14 @@ class Turns:
         self.seconds: dict[Any, list[float]] = {key: [] for key in works}
         self._backwards = False
 
-    def take(self, *, counts: bool = True) -> None:
-        """Time every work once; counts=False only warms up."""
+    def take(self, *, counts: bool = True, until: float = math.inf) -> None:
+        """Time every work once; counts=False only warms up.
+
+        No work begins after `until`, in seconds of `time.perf_counter`.
+        """
         for key in list(self.works)[:: -1 if self._backwards else 1]:
+            if time.perf_counter() > until:
+                return
             if self.settle is not None:
                 ran = timed(self.works[key], self.device)[0]
                 while ran < self.settle:

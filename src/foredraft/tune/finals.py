@@ -19,7 +19,6 @@ from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.options import MAX_REPEATED
 from foredraft.bench.records import Spread
 from foredraft.bench.schedule import turns
-from foredraft.bench.timing import wrapped
 from foredraft.decode.policy import Fixed
 from foredraft.decode.stats import Stats
 from foredraft.drafters.layer_skip import LayerSkip
@@ -27,6 +26,7 @@ from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
+from foredraft.profiling.timing import replaced
 from foredraft.tune.agreement import Agreement
 from foredraft.tune.calibration import CalibrationText
 from foredraft.tune.options import Options
@@ -113,7 +113,7 @@ def _added_drafters(contest: _Contest, plans: dict[str, Skips]) -> Iterator[None
     """Add a drafter for each plan to the engine while the context is open."""
     engine = contest.llm.engine
     added = {name: LayerSkip(contest.runner, engine.cache, skips) for name, skips in plans.items()}
-    with wrapped(engine, "drafters", engine.drafters | added):
+    with replaced(engine, "drafters", engine.drafters | added):
         yield
 
 

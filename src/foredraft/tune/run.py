@@ -13,13 +13,13 @@ from typing import Any, Literal
 import foredraft
 from foredraft import demo
 from foredraft.bench.machine import machine
-from foredraft.bench.timing import wrapped
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
 from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
+from foredraft.profiling.timing import replaced
 from foredraft.tune.calibration import (
     CalibrationTexts,
     calibration_prompt_count,
@@ -377,7 +377,7 @@ def _winner(finalists: Sequence[Finalist]) -> int | None:
 
 def _no_graph_capture(runner: Runner) -> AbstractContextManager[None]:
     """Switch CUDA graphs off: the passes of a trial have shapes that no later pass has."""
-    return nullcontext() if runner.graphs is None else wrapped(runner, "graphs", None)
+    return nullcontext() if runner.graphs is None else replaced(runner, "graphs", None)
 
 
 class _Stages:

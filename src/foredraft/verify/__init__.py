@@ -1,7 +1,8 @@
-"""verify: evidence, on the user's own machine, that speculation changed nothing.
+"""verify: check on the user's machine that speculative decoding does not change the output.
 
-`verify` runs a loaded model with its drafter and without, and returns a `Report`. It has two parts: token
-identity at temperature 0, and chi-square tests of the sampled joint law with a statement of their power.
+`verify` runs a loaded model with its drafter and without, and returns a `Report`. It checks two things: that
+tokens are identical at temperature 0, and that sampled tokens follow the target's joint distribution, by
+chi-square tests whose power the report states.
 """
 
 from typing import TYPE_CHECKING
@@ -10,12 +11,12 @@ from foredraft.lazy import lazily
 from foredraft.verify.options import Options
 
 if TYPE_CHECKING:
-    from foredraft.verify.report import Divergence, Identity, LawTest, Report
+    from foredraft.verify.report import DistributionTest, Divergence, Identity, Report
     from foredraft.verify.run import verify
 
-__all__ = ["Divergence", "Identity", "LawTest", "Options", "Report", "verify"]
+__all__ = ["DistributionTest", "Divergence", "Identity", "Options", "Report", "verify"]
 
-_HOME = dict.fromkeys(["Divergence", "Identity", "LawTest", "Report"], "foredraft.verify.report")
+_HOME = dict.fromkeys(["DistributionTest", "Divergence", "Identity", "Report"], "foredraft.verify.report")
 _HOME["verify"] = "foredraft.verify.run"
 
 __getattr__ = lazily(__name__, _HOME)

@@ -1,8 +1,9 @@
-"""Cells: a partition of all continuations of a few tokens, with the exact probability of each.
+"""Cells: a partition of all continuations of a few tokens, with the exact probability of each cell.
 
-At every position the likeliest tokens given the prefix are told apart, and all others are the *rest*. A cell
-is such a prefix ended by a rest, or a whole one. Only prefixes that are told apart need the target's law, so
-the probabilities are exact with a handful of forwards.
+At every position, the most likely tokens given the prefix are *separate*, and all others together are the
+*rest*. A cell is a full continuation of separate tokens, or a shorter prefix of them followed by the rest.
+Only prefixes of separate tokens need the target's distribution, so a handful of forwards gives exact
+probabilities.
 """
 
 from __future__ import annotations
@@ -13,54 +14,62 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Cells", "Chances"]
+__all__ = ["Cells", "NextToken"]
 
 Prefix = tuple[int, ...]
-Chances = Callable[[Prefix], Tensor]  # -> law of the token after a prefix, [V] float64 on the CPU
+NextToken = Callable[[Prefix], Tensor]  # prefix -> distribution of the next token, [V] float64 on the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """chances[i]: the probability of cell i, never 0; they sum to 1.
+    """A partition of all continuations of a few tokens.
 
-    branches: prefix -> probabilities of the token after it. cells: (prefix, whether a rest ends it) -> i.
+    Attributes:
+        probabilities: Probability of each cell, above 0; they sum to 1.
+        branches: Prefix -> distribution of the next token, [V].
+        index: (prefix, whether the rest follows it) -> number of the cell.
     """
 
-    chances: list[float]
+    probabilities: list[float]
     branches: dict[Prefix, Tensor]
     index: dict[tuple[Prefix, bool], int]
 
     @classmethod
-    def of(cls, after: Chances, widths: Sequence[int]) -> Cells:
-        """Continuations of len(widths) tokens, of which widths[j] are told apart at position j."""
+    def of(cls, next_token: NextToken, widths: Sequence[int]) -> Cells:
+        """Build the cells.
+
+        Args:
+            next_token: Distribution of the token after a prefix.
+            widths: Number of separate tokens at each position; continuations have len(widths) tokens.
+        """
         cells = cls([], {}, {})
-        cells._grow((), 1.0, after, widths)
+        cells._grow((), 1.0, next_token, widths)
         return cells
 
-    def _grow(self, prefix: Prefix, chance: float, after: Chances, widths: Sequence[int]) -> None:
+    def _grow(self, prefix: Prefix, probability: float, next_token: NextToken, widths: Sequence[int]) -> None:
         if len(prefix) == len(widths):
-            self._add(prefix, False, chance)
+            self._add(prefix, False, probability)
             return
-        law = self.branches[prefix] = after(prefix)
-        order = law.argsort(descending=True, stable=True)
+        distribution = self.branches[prefix] = next_token(prefix)
+        order = distribution.argsort(descending=True, stable=True)
         width = widths[len(prefix)]
-        rest = float(law[order[width:]].sum())
+        rest = float(distribution[order[width:]].sum())
         if rest > 0:
-            self._add(prefix, True, chance * rest)
+            self._add(prefix, True, probability * rest)
         for token in order[:width].tolist():
-            if law[token] > 0:
-                self._grow((*prefix, token), chance * float(law[token]), after, widths)
+            if distribution[token] > 0:
+                self._grow((*prefix, token), probability * float(distribution[token]), next_token, widths)
 
-    def _add(self, prefix: Prefix, rest: bool, chance: float) -> None:
-        self.index[prefix, rest] = len(self.chances)
-        self.chances.append(chance)
+    def _add(self, prefix: Prefix, rest: bool, probability: float) -> None:
+        self.index[prefix, rest] = len(self.probabilities)
+        self.probabilities.append(probability)
 
     def of_sample(self, tokens: Sequence[int]) -> int | None:
-        """The cell of a continuation; None if the law rules it out."""
+        """Return the cell of a continuation, or None if the target gives it probability 0."""
         prefix: Prefix = ()
-        while (law := self.branches.get(prefix)) is not None:
+        while (distribution := self.branches.get(prefix)) is not None:
             token = tokens[len(prefix)]
-            if law[token] == 0:
+            if distribution[token] == 0:
                 return None
             longer = (*prefix, token)
             if longer not in self.branches and (longer, False) not in self.index:
@@ -70,5 +79,5 @@ class Cells:
 
     @property
     def entropy(self) -> float:
-        """In nats: how evenly a continuation falls into the cells."""
-        return -sum(chance * math.log(chance) for chance in self.chances)
+        """Entropy of the cells in nats: higher where continuations spread more evenly over them."""
+        return -sum(p * math.log(p) for p in self.probabilities)

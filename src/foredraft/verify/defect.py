@@ -1,7 +1,7 @@
-"""A defect to plant: the classic one, the correction drawn from p instead of the residual max(p - q, 0).
+"""The defect that the self-test plants: corrections are drawn from p instead of norm(max(p - q, 0)).
 
-It passes every greedy test, and every test in which the drafter is the target itself. A verification that
-cannot find it proves nothing.
+Every greedy test passes with this defect, and so does every test whose drafter is the target itself. A
+verification that cannot find it proves nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ __all__ = ["without_residual"]
 
 @contextmanager
 def without_residual(engine: Engine) -> Iterator[None]:
-    """Within, the rounds of this engine draw every correction from p; `coupled` rows have no residual."""
+    """Plant the defect in the rounds of this engine within the context.
+
+    Rows under the `coupled` rule are unchanged: that rule has no residual.
+    """
 
     def defective(
         draft: Draft,
@@ -35,18 +38,18 @@ def without_residual(engine: Engine) -> Iterator[None]:
         is_coupled: list[bool],
         rollback: Rollback | None,
     ) -> Verdict:
-        verdict = sound(draft, p, keys, noise, is_coupled, rollback)
+        verdict = accept(draft, p, keys, noise, is_coupled, rollback)
 
         def pick(weights: Tensor) -> Tensor:
             assert keys is not None
             return noise.pick(weights, keys.columns(verdict.accepted), RESIDUAL)
 
         drawn = p.position(verdict.accepted).draw(pick)[:, 0]
-        spared = upload(is_coupled, drawn.device)
-        return replace(verdict, next_token=torch.where(spared, verdict.next_token, drawn))
+        unchanged = upload(is_coupled, drawn.device)
+        return replace(verdict, next_token=torch.where(unchanged, verdict.next_token, drawn))
 
-    sound, engine.accept = engine.accept, defective
+    accept, engine.accept = engine.accept, defective
     try:
         yield
     finally:
-        engine.accept = sound
+        engine.accept = accept

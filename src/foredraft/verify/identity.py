@@ -1,7 +1,8 @@
-"""Token identity at temperature 0: every output against plain decoding, one prompt at a time.
+"""Token identity at temperature 0: every output must equal plain decoding of the same prompt alone.
 
-Three runs are held against it: the drafter alone, plain decoding in a batch, and the drafter in a batch. A
-divergence is reported with the target's margin between its two best tokens there, and never explained away.
+Three runs are compared with it: the drafter on one prompt at a time, plain decoding in a batch, and the
+drafter in a batch. A divergence is reported with the target's margin between its two most likely tokens at
+that position, and is a failure however small the margin.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from foredraft.decode.params import SamplingParams
 from foredraft.llm import LLM, Output
-from foredraft.verify.plain import PlainTarget
+from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.report import Divergence, Identity
 
 __all__ = ["compare_tokens"]
@@ -24,7 +25,16 @@ def compare_tokens(
     tokens: int,
     progress: Callable[[int, int], None],
 ) -> Identity:
-    """`tokens`: of each prompt at most; fewer where the text ends."""
+    """Compare greedy outputs with plain decoding's.
+
+    Args:
+        llm: The loaded models.
+        plain: Computes the target's logits where an output diverges.
+        prompts: Token ids of each prompt.
+        drafter: Name of the drafter.
+        tokens: Maximum number of new tokens per prompt.
+        progress: Called as (outputs done, outputs in all).
+    """
     runs = ((drafter, False), ("none", True), (drafter, True))
     done, total = 0, len(prompts) * (1 + len(runs))
 
@@ -33,10 +43,9 @@ def compare_tokens(
         params = SamplingParams(temperature=0.0, max_new_tokens=tokens, drafter=name)
         outputs: list[Output] = []
         for group in [prompts] if batched else [[prompt] for prompt in prompts]:
-            company = (
-                [*group, *group] if batched and len(group) == 1 else group
-            )  # nobody shares with itself alone
-            outputs += llm.generate(company, params)[: len(group)]
+            # A single prompt runs beside a copy of itself, so that the batch has two rows.
+            rows = [*group, *group] if batched and len(group) == 1 else group
+            outputs += llm.generate(rows, params)[: len(group)]
             done += len(group)
             progress(done, total)
         return outputs
@@ -51,25 +60,25 @@ def compare_tokens(
             if got.error:
                 errors.append(f"prompt {i}, {name}: {got.error}")
             elif not want.error and got.token_ids != want.token_ids:
-                divergences.append(_divergence(plain, i, prompts[i], name, batched, want, got))
+                at = _first_difference(want.token_ids, got.token_ids)
+                logits, best = plain.logits(prompts[i], want.token_ids[:at]).topk(2)
+                divergences.append(
+                    Divergence(
+                        prompt=i,
+                        drafter=name,
+                        batched=batched,
+                        position=at,
+                        expected=want.token_ids[at] if at < len(want.token_ids) else None,
+                        found=got.token_ids[at] if at < len(got.token_ids) else None,
+                        best=(int(best[0]), int(best[1])),
+                        logits=(float(logits[0]), float(logits[1])),
+                    )
+                )
     count = sum(len(output.token_ids) for output in expected)
     return Identity(len(prompts), count, runs, drafted, tuple(divergences), tuple(errors))
 
 
-def _divergence(
-    plain: PlainTarget, number: int, prompt: list[int], drafter: str, batched: bool, want: Output, got: Output
-) -> Divergence:
-    expected, found = want.token_ids, got.token_ids
+def _first_difference(expected: list[int], found: list[int]) -> int:
+    """Return the first position at which the tokens differ, or the length of the shorter list."""
     shorter = min(len(expected), len(found))
-    at = next((i for i in range(shorter) if expected[i] != found[i]), shorter)
-    logits, best = plain.logits(prompt, expected[:at]).topk(2)
-    return Divergence(
-        prompt=number,
-        drafter=drafter,
-        batched=batched,
-        position=at,
-        expected=expected[at] if at < len(expected) else None,
-        found=found[at] if at < len(found) else None,
-        best=(int(best[0]), int(best[1])),
-        logits=(float(logits[0]), float(logits[1])),
-    )
+    return next((i for i in range(shorter) if expected[i] != found[i]), shorter)

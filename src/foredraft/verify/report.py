@@ -1,7 +1,7 @@
-"""What a verification found: records, for the command line and for programs.
+"""Records of a verification, for the command line and for programs.
 
-A record judges itself. A failure is a fact; *inconclusive* means that nothing failed, but that a difference
-worth finding could have been missed.
+The verdict is *failed* if a check found a difference, *inconclusive* if none did but the evidence is weak,
+and *passed* otherwise.
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Divergence", "Identity", "LawTest", "Report", "Verdict"]
+__all__ = ["DistributionTest", "Divergence", "Identity", "Report", "Verdict"]
 
 Verdict = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where an output at temperature 0 first leaves plain decoding's.
+    """The first difference between an output at temperature 0 and plain decoding.
 
-    position: among the new tokens, from 0. expected, found: None where that output had ended.
-    best, logits: the target's two best tokens there, read plainly after the common prefix.
+    Attributes:
+        prompt: Number of the prompt.
+        drafter: The run's drafter; "none" is plain decoding.
+        batched: The run decoded all prompts in one batch.
+        position: Position among the new tokens, from 0.
+        expected: Plain decoding's token; None if its text had ended.
+        found: The run's token; None if its text had ended.
+        best: The target's two most likely tokens there, by plain forwards over the common prefix.
+        logits: Logits of these two.
     """
 
     prompt: int
@@ -34,15 +41,25 @@ class Divergence:
 
     @property
     def margin(self) -> float:
+        """Logit difference between the target's two most likely tokens."""
         return self.logits[0] - self.logits[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Temperature 0 against plain decoding at batch 1. runs: (drafter, batched), each over every prompt."""
+    """Token identity at temperature 0, against plain decoding of one prompt at a time.
+
+    Attributes:
+        prompts: Number of prompts.
+        tokens: Plain decoding's new tokens over all prompts.
+        runs: (drafter, batched) of each run that was compared, over every prompt.
+        drafted: Drafted tokens over all runs.
+        divergences: First difference of every output that differs.
+        errors: Requests that failed.
+    """
 
     prompts: int
-    tokens: int  # of plain decoding, over all prompts
+    tokens: int
     runs: tuple[tuple[str, bool], ...]
     drafted: int
     divergences: tuple[Divergence, ...]
@@ -53,15 +70,33 @@ class Identity:
         return not self.divergences and not self.errors
 
     def diverged(self, drafter: str, batched: bool) -> int:
+        """Return the number of prompts on which a run differs."""
         return sum((d.drafter, d.batched) == (drafter, batched) for d in self.divergences)
 
 
 @dataclass(frozen=True, slots=True)
-class LawTest:
-    """A chi-square test of `samples` continuations of one prompt against the target's exact joint law.
+class DistributionTest:
+    """A chi-square test of samples against the target's exact joint distribution.
 
-    cells: after merging. detectable: the least total variation over the cells that it finds with the
-    report's power. impossible: samples that the law rules out; a single one fails the test.
+    Attributes:
+        prompt: Number of the prompt.
+        drafter: The drafter; "none" is plain decoding, the control.
+        acceptance: The acceptance rule.
+        temperature: Sampling temperature.
+        top_k: Sampling parameter; 0 is off.
+        top_p: Sampling parameter; 1 is off.
+        samples: Number of samples.
+        positions: Tokens of each sample.
+        cells: Number of cells after merging.
+        statistic: Pearson's statistic.
+        p_value: Its p-value; 0 if a sample was impossible.
+        level: Significance level.
+        detectable: Smallest total variation distance over the cells that the test detects with the report's
+            `power`.
+        impossible: Samples to which the target gives probability 0; one of them fails the test.
+        drafted: Drafted tokens.
+        accepted: Accepted tokens.
+        errors: Errors of requests that failed, each once.
     """
 
     prompt: int
@@ -84,6 +119,7 @@ class LawTest:
 
     @property
     def control(self) -> bool:
+        """Whether the samples come from plain decoding."""
         return self.drafter == "none"
 
     @property
@@ -93,16 +129,23 @@ class LawTest:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """about: what was tested, and on what. detect: the total variation that must not be missed.
+    """The result of a verification.
 
-    power: of `detectable` in every test. family_level: the probability that any test of a lossless set-up
-    fails. planted: the defect that was planted to see it found, if one was.
+    Attributes:
+        about: What was tested (drafter, policy, dtype, ...) and where (versions, system).
+        seed: Random seed of the samples.
+        identity: Token identity at temperature 0.
+        tests: The chi-square tests, controls last.
+        detect: Total variation distance that each test of the drafter must detect.
+        power: Probability with which a test detects its `detectable` distance.
+        family_level: Probability that any of the tests fails although the set-up is lossless, at most.
+        planted: The planted defect; None without a self-test.
     """
 
     about: dict[str, Any]
     seed: int
     identity: Identity
-    tests: tuple[LawTest, ...]
+    tests: tuple[DistributionTest, ...]
     detect: float
     power: float
     family_level: float
@@ -110,40 +153,41 @@ class Report:
 
     @property
     def detectable(self) -> float:
-        """Of the weakest of the drafter's tests."""
+        """Total variation distance that every test of the drafter detects."""
         return max(test.detectable for test in self.tests if not test.control)
 
     @property
     def doubts(self) -> list[str]:
-        """Why a difference could have been missed."""
+        """Reasons why the evidence is weak."""
         return list(self._doubts())
 
     def _doubts(self) -> Iterator[str]:
         if self.detectable > self.detect:
             yield (
-                f"a total variation below {self.detectable:.4f} could have been missed, and {self.detect:g}"
-                " must not be; take more samples, or prompts whose continuation is less certain"
+                f"the tests detect a total variation distance of {self.detectable:.4f} at best, but"
+                f" {self.detect:g} is required; take more samples, or prompts whose continuation is less"
+                " certain"
             )
         if self.about["max_batch"] < 2:
-            yield "there was room for one sequence, so no two shared a batch; raise max_batch"
+            yield "the batch has room for one sequence only, so no two shared a batch; allow a larger batch"
         if not self.identity.drafted:
             yield "nothing was drafted at temperature 0; take other prompts, or more tokens"
-        silent = sum(not test.drafted for test in self.tests if not test.control)
-        if silent:
-            yield f"nothing was drafted in {silent} of the sampled tests; take other prompts"
+        undrafted = sum(not test.drafted for test in self.tests if not test.control)
+        if undrafted:
+            yield f"nothing was drafted in {undrafted} of the chi-square tests; take other prompts"
 
     @property
     def found_planted(self) -> bool:
-        """Whether a test of the rule that holds the planted defect failed, and no control did."""
+        """Whether a test of the rule with the planted defect failed, and no control did."""
         if self.identity.errors or any(test.errors for test in self.tests):
-            return False  # what broke off for another reason shows nothing
+            return False  # a failed request is no evidence of the defect
         failed = [test for test in self.tests if not test.passed]
         hit = any(test.acceptance == "speculative" and not test.control for test in failed)
         return hit and not any(test.control for test in failed)
 
     @property
     def verdict(self) -> Verdict:
-        """With a planted defect: failed = it was found, as it must be."""
+        """The outcome. With a planted defect, "failed" means that the tests found it, as they must."""
         if self.planted is not None:
             return "failed" if self.found_planted else "inconclusive"
         if not self.identity.passed or not all(test.passed for test in self.tests):
@@ -151,7 +195,7 @@ class Report:
         return "inconclusive" if self.doubts else "passed"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the records, and what they say of themselves. Holds no NaN."""
+        """Return the report for JSON, with its verdicts. It contains no NaN."""
         identity = asdict(self.identity) | {"passed": self.identity.passed}
         identity["runs"] = [{"drafter": name, "batched": batched} for name, batched in self.identity.runs]
         identity["divergences"] = [asdict(d) | {"margin": d.margin} for d in self.identity.divergences]

@@ -1,4 +1,4 @@
-"""The whole verification: which runs and tests there are, and the record of what was tested."""
+"""The whole verification: runs every check and returns the report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import platform
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,23 +18,34 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
 from foredraft.model.device import dtype_name
-from foredraft.verify.chi_square import samples_for
+from foredraft.verify.chi_square import samples_needed
 from foredraft.verify.defect import without_residual
+from foredraft.verify.distribution_tests import (
+    POWER,
+    WIDTHS,
+    Sampler,
+    SamplingCase,
+    choose_prompts,
+    run_test,
+)
 from foredraft.verify.identity import compare_tokens
-from foredraft.verify.joint import POWER, WIDTHS, Distribution, Sampler, choose_prompts, run_test
-from foredraft.verify.options import RULES, Options
-from foredraft.verify.plain import PlainTarget
-from foredraft.verify.report import LawTest, Report
+from foredraft.verify.options import RULES, Options, no_drafter
+from foredraft.verify.plain_target import PlainTarget
+from foredraft.verify.report import DistributionTest, Report
 
-__all__ = ["room", "verify"]
+__all__ = ["max_new_tokens", "verify"]
 
-FAMILY_LEVEL = 1e-3  # of all tests together, by Bonferroni's inequality
+# Probability that any of the chi-square tests rejects a lossless set-up. Each test gets an equal share of
+# it, by Bonferroni's inequality.
+FAMILY_LEVEL = 1e-3
+# Sampling parameters that are tested: the full distribution, and a truncated one.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
 )
 DEFAULTS = Options()
-CONTROL_SHARE = 8  # a control gets one of so many samples: it looks at the method, and its steps are slow
+# A control has 1 / CONTROL_SHARE of the drafter's samples: it checks the method, and plain steps are slow.
+CONTROL_SHARE = 8
 
 
 def verify(
@@ -43,28 +56,40 @@ def verify(
     truncate: Literal["left"] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
-    """Hold `llm` with its default drafter against its target alone.
+    """Compare `llm` with its default drafter against plain decoding of its target.
 
-    prompts: as `LLM.generate` takes them; the tests of the sampled law choose among the first 40.
-    truncate: "left" drops the oldest tokens of a prompt that is too long. progress: (stage, done, total).
-    Raises ConfigError or RequestError before anything is tested, and RequestError of a target whose logits
-    are not finite.
+    Two things are checked. At temperature 0, the new tokens of every prompt must be those of plain decoding
+    of that prompt alone: with the drafter on one prompt at a time, plainly in a batch, and with the drafter
+    in a batch. At temperatures above 0, samples of three tokens must follow the target's exact joint
+    distribution, by chi-square tests under each lossless acceptance rule and two settings; the same tests
+    of plain decoding are the controls.
+
+    Args:
+        llm: The loaded models. The default drafter is verified.
+        prompts: Prompts as `LLM.generate` takes them. The chi-square tests choose among the first 40.
+        options: Options of the verification.
+        truncate: "left" drops the oldest tokens of a prompt that is too long.
+        progress: Called as (stage, done, total).
+
+    Raises:
+        ConfigError: There is no drafter, or a prompt is empty.
+        RequestError: A prompt does not fit or is invalid, or the target's logits are not finite.
     """
     drafter = llm.default_drafter
     if drafter is None:
-        raise ConfigError("nothing drafts, so there is nothing to verify; give draft=, or drafter='lookup'")
+        raise no_drafter()
     encoded = llm.encode(prompts)
     if not all(encoded):
-        raise ConfigError("a prompt is empty, or there are none; give at least one token")
-    longest = room(options)
-    encoded = [llm.fitting(ids, longest, truncate) for ids in encoded]
+        raise ConfigError("a prompt is empty, or there are none", remedy="give at least one token")
+    new_tokens = max_new_tokens(options)
+    encoded = [llm.fitting(ids, new_tokens, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
-    plain = PlainTarget(llm, max(map(len, encoded)) + longest)
+    plain = PlainTarget(llm, max(map(len, encoded)) + new_tokens)
     with without_residual(llm.engine) if options.self_test else nullcontext():
         identity = compare_tokens(
-            llm, plain, encoded, drafter, options.tokens, lambda *at: progress("Temperature 0", *at)
+            llm, plain, encoded, drafter, options.tokens, partial(progress, "Temperature 0")
         )
-        tests = _sampled_tests(Sampler(llm, seed), plain, encoded, drafter, options, progress)
+        tests = _run_tests(Sampler(llm, seed), plain, encoded, drafter, options, progress)
     return Report(
         about=_about(llm, drafter),
         seed=seed,
@@ -77,55 +102,56 @@ def verify(
     )
 
 
-def room(options: Options) -> int:
-    """New tokens of the longest continuation."""
+def max_new_tokens(options: Options) -> int:
+    """Return the new tokens of the longest continuation that a verification generates."""
     return max(options.tokens, len(WIDTHS))
 
 
-def _sampled_tests(
+def _run_tests(
     sampler: Sampler,
     plain: PlainTarget,
     prompts: Sequence[list[int]],
     drafter: str,
     options: Options,
     progress: Callable[[str, int, int], None],
-) -> list[LawTest]:
-    """Each rule at each setting, on prompts that take turns, and each setting without a drafter."""
-    rules = RULES if options.rule is None else (options.rule,)
-    first = SamplingParams(**SETTINGS[0], acceptance=rules[0], drafter=drafter)
-    count = len(rules) * len(SETTINGS)
+) -> list[DistributionTest]:
+    """Run a test for each rule and setting on prompts that take turns, and a control for each setting."""
+    rules = RULES if options.acceptance is None else (options.acceptance,)
+    drafted = [
+        SamplingParams(**setting, acceptance=rule, drafter=drafter) for rule in rules for setting in SETTINGS
+    ]
+    controls = [replace(params, drafter="none") for params in drafted[: len(SETTINGS)]]
     chosen = choose_prompts(
-        sampler, plain, prompts, first, count, lambda *at: progress("Choosing prompts", *at)
+        sampler, plain, prompts, drafted[0], len(drafted), partial(progress, "Choosing prompts")
     )
-    plans = [(drafter, rule, setting) for rule in rules for setting in SETTINGS]
-    plans += [("none", rules[0], setting) for setting in SETTINGS]
-    level = FAMILY_LEVEL / len(plans)
-    tests: list[LawTest] = []
-    for number, (name, rule, setting) in enumerate(plans):
-        prompt = chosen[number % count % len(chosen)]  # a control has the prompt of its setting's first test
-        share = CONTROL_SHARE if name == "none" else 1
-
-        def samples(cells: int, share: int = share) -> int:
-            if options.samples is not None:
-                return max(1, options.samples // share)
-            return -(-samples_for(options.detect, cells - 1, level, POWER) // share)
-
-        stage = f"Sampled law {number + 1} of {len(plans)}"
-        law = Distribution(prompt, prompts[prompt], SamplingParams(**setting, acceptance=rule, drafter=name))
+    total = len(drafted) + len(controls)
+    level = FAMILY_LEVEL / total
+    tests: list[DistributionTest] = []
+    for number, params in enumerate([*drafted, *controls]):
+        # A control has the prompt of the first test of its setting.
+        prompt = chosen[number % len(drafted) % len(chosen)]
         tests.append(
             run_test(
                 sampler,
                 plain,
-                law,
+                SamplingCase(prompt, prompts[prompt], params),
                 level=level,
-                samples=samples,
-                progress=lambda done, total, stage=stage: progress(stage, done, total),  # type: ignore[misc]
+                sample_count=partial(_sample_count, options, level, params.drafter == "none"),
+                progress=partial(progress, f"Chi-square test {number + 1} of {total}"),
             )
         )
     return tests
 
 
+def _sample_count(options: Options, level: float, is_control: bool, cells: int) -> int:
+    share = CONTROL_SHARE if is_control else 1
+    if options.samples is not None:
+        return max(1, options.samples // share)
+    return -(-samples_needed(options.detect, cells - 1, level, POWER) // share)
+
+
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:
+    """Return what is tested, and on which machine."""
     engine = llm.engine
     drafting = engine.drafters[drafter]
     return {

@@ -163,6 +163,7 @@ class Auto(Policy):
     ) -> None:
         self.max_draft = max_draft
         self.use(greedy or CostTable.unmeasured(), sampled)
+        self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
         self._round: list[tuple[RequestState, str | None, Round]] = []  # the last round, until it is settled
         self._read_ms = 0.0  # in that round, as far as it counts as loss
@@ -170,7 +171,7 @@ class Auto(Policy):
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
         """Decide by these costs from now on; not while a sequence has a row."""
-        self.greedy, self.sampled = greedy, sampled or greedy
+        self.greedy, self.sampled, self.measured = greedy, sampled or greedy, True
         self.table = greedy
 
     def start(self) -> RequestState:
@@ -194,7 +195,7 @@ class Auto(Policy):
             last.rejected = 0 if outcome.accepted else last.rejected + 1
         self._round.append((state, drafter, outcome))
 
-    def why_plain(self, sequence: Sequence) -> str | None:
+    def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
         return state.why or "no drafter had anything to propose"
 
@@ -231,9 +232,9 @@ class Auto(Policy):
                 _state(row).why = self._why(row, batch)
 
     def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[Standing]:
-        """Return the plans that give the most tokens per ms, shortened until the batch can bear that they fail.
+        """Return the plans that give the most tokens per ms, shortened to what the batch can bear to lose.
 
-        It bears REJECTED_DRAFTS such rounds, and what the drafters read before the first.
+        It must bear REJECTED_DRAFTS rounds of rejected drafts, and what the drafters read before the first.
         """
         names = [self._best(row, len(rows)) for row in rows]
         limit = self.max_draft
@@ -255,8 +256,8 @@ class Auto(Policy):
     def _best(self, row: Candidates, batch: int) -> str | None:
         """Return the drafter that gives the most tokens per ms for the rest of the request, if any may serve.
 
-        A drafter that has nothing to read stays in the choice even where it pays only beside rows that share its
-        steps.
+        A drafter that has nothing to read stays in the choice even where it pays only beside rows that share
+        its steps.
         """
         plain_rate, rest = batch / self.table.plain(batch), batch * row.sequence.remaining
         best, chosen = 0.0, None
@@ -273,8 +274,8 @@ class Auto(Policy):
     def _try_another(self, rows: Seq[Candidates], plans: list[Standing], left: float, plain: float) -> bool:
         """Plan a trial of a drafter that was not chosen, if one is due; return whether one is.
 
-        One row tries it. Where no row drafts and the drafter is unknown, as many rows do as the cap bears: a round
-        tells more then for what its draft steps cost.
+        One row tries it. Where no row drafts and the drafter is unknown, as many rows do as the cap bears: a
+        round tells more then for what its draft steps cost.
         """
         drafts, tried = any(plan.decision.budget for plan in plans), None
         for at, row in enumerate(rows):

@@ -127,6 +127,6 @@ class Policy:
         Called for every row that decodes, in rounds in which `decide` was asked.
         """
 
-    def why_plain(self, sequence: Sequence) -> str | None:
-        """Return why the sequence was decoded without drafts, in a few words; None where it was not."""
-        return None
+    def why_plain(self, sequence: Sequence) -> str:
+        """Return why a sequence that has drafters was decoded without drafts, in a few words."""
+        return "the drafter had nothing to propose"

@@ -1,4 +1,4 @@
-"""One `forward` over a batch, and what it hides: exact shapes (`shapes`) and packed products (`packed`)."""
+"""The runner: one `forward` over a ragged batch, and the exact shapes and packed weights behind it."""
 
 from foredraft.model.runner.body import Forward
 from foredraft.model.runner.compiled import check_compiler

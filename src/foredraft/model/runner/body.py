@@ -1,8 +1,8 @@
-"""The body of a pass: all that runs on the device, as a function of tensors.
+"""The device side of a pass, as a function of tensors.
 
-Contract: everything that decides which operators run, and on which shapes, is the `Bucket`; everything that
-changes between two passes of one bucket is in `Inputs`. So a body may be recorded once per bucket and
-replayed on other inputs (`graphs`). No device value is read by the host.
+Contract: a `Bucket` holds everything that decides which operators run, on which shapes; `Inputs` holds
+everything that differs between two passes of one bucket. So a pass can be captured once per bucket as a CUDA
+graph and replayed on other inputs (`graphs`). The host reads no device value.
 """
 
 from __future__ import annotations
@@ -22,32 +22,53 @@ from foredraft.model.runner.passes import PassShape, build_pass
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What two passes have in common that run the same operators on the same shapes."""
+    """The key of all passes that run the same operators on the same shapes.
 
-    shape: PassShape  # its queries are T', the columns padded
-    columns: int  # T
+    Attributes:
+        shape: The shape of the pass; its queries are T', the columns padded.
+        columns: T, the columns that the caller asked for.
+        plan: The sub-layers that run.
+        start: The first layer.
+        stop: The layer after the last.
+        taps: The depths whose entering states are returned.
+        head: Compute logits.
+    """
+
+    shape: PassShape
+    columns: int
     plan: Plan
-    start: int  # the pass enters this layer,
-    stop: int  # and leaves before this one
+    start: int
+    stop: int
     taps: tuple[int, ...]
     head: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a pass computes on."""
+    """The values that a pass computes on.
 
-    starts: Tensor | int  # [B]; a single row's may be a number, for slices cost the host less than indices
-    tokens: Tensor | None  # [B, T]
-    hidden: Tensor | None = None  # [B, T, D] states entering the bucket's first layer, instead of tokens
-    real: Tensor | None = None  # [N] columns b * T' + t that are computed, where not all are
-    at: Tensor | None = None  # [B] the columns whose logits are wanted, where not all are
+    Attributes:
+        starts: The position of each row's first column, [B]; a number for a single row, because slices cost
+            the host less than indices.
+        tokens: Token ids, [B, T]; None where `hidden` is given.
+        hidden: States that enter the bucket's first layer, [B, T, D]; None where `tokens` are given.
+        real: The columns b * T' + t that a ragged pass computes, [N]; None computes all.
+        at: The column of each row whose logits are wanted, [B]; None wants all.
+    """
+
+    starts: Tensor | int
+    tokens: Tensor | None
+    hidden: Tensor | None = None
+    real: Tensor | None = None
+    at: Tensor | None = None
 
     def signature(self) -> tuple[object, ...]:
-        """What of them is fixed: which there are, of what shape and dtype."""
+        """Return what a captured graph fixes: which inputs there are, of which shapes and dtypes."""
         return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in self._all())
 
     def copied(self) -> Inputs:
+        """Return inputs with tensors of their own."""
+
         def copy(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.clone()
 
@@ -55,7 +76,7 @@ class Inputs:
         return Inputs(starts, copy(self.tokens), copy(self.hidden), copy(self.real), copy(self.at))
 
     def fill(self, other: Inputs) -> None:
-        """Take the values of others of the same signature."""
+        """Copy the values of inputs of the same signature into these tensors."""
         for mine, theirs in zip(self._all(), other._all(), strict=True):
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
                 mine.copy_(theirs, non_blocking=True)
@@ -66,41 +87,55 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What came out of a forward. What it holds of columns that are not real means nothing, but is finite
-    where the row is."""
+    """The result of a forward. Padding columns mean nothing, and are finite where the row's real ones are.
 
-    logits: Tensor | None  # [B, T, V] float32, or [B, 1, V] where `at` chose a column
-    hidden: Tensor  # [B, T, D] states at `stop`
-    taps: dict[int, Tensor]  # depth -> [B, T, D] states entering that layer
+    Attributes:
+        logits: [B, T, V] float32, or [B, 1, V] where `at` chose a column; None where no logits were wanted.
+        hidden: States that leave the last layer of the pass, [B, T, D].
+        taps: By depth, the states that enter the layer, [B, T, D].
+    """
+
+    logits: Tensor | None
+    hidden: Tensor
+    taps: dict[int, Tensor]
 
     def copied(self) -> Forward:
+        """Return a result with tensors of its own."""
         logits = None if self.logits is None else self.logits.clone()
         return Forward(logits, self.hidden.clone(), {d: tap.clone() for d, tap in self.taps.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A decoder's passes over one cache."""
+    """The passes of a decoder over one cache.
+
+    Attributes:
+        decoder: The weights.
+        run: `Decoder.run`, compiled or not.
+        tables: The rotary tables, [P, 2, D] each.
+        cache: The KV cache.
+    """
 
     decoder: Decoder
-    run: RunLayers  # the decoder's own, or a compiled one
-    tables: Mapping[Rope, Tensor]  # rotary, [P, 2, D]
+    run: RunLayers
+    tables: Mapping[Rope, Tensor]
     cache: KVCache
 
     def __call__(self, bucket: Bucket, inputs: Inputs) -> Forward:
+        """Run a pass."""
         shape, real = bucket.shape, inputs.real
         pass_ = build_pass(self.decoder.spec, self.tables, self.cache, shape, inputs.starts, real)
         hidden = self._entering(bucket, inputs)
-        kept: dict[int, Tensor] = {}
+        taps: dict[int, Tensor] = {}
         start = bucket.start
         for depth in sorted({*bucket.taps, bucket.stop}):
             hidden = self.run(hidden, pass_, bucket.plan, start, depth)
             start = depth
             if depth in bucket.taps:
-                kept[depth] = _columns(hidden, bucket, real)
+                taps[depth] = _columns(hidden, bucket, real)
         states = _columns(hidden, bucket, real)
         if not bucket.head:
-            return Forward(None, states, kept)
+            return Forward(None, states, taps)
         if inputs.at is not None:
             rows = torch.arange(shape.batch, device=states.device)
             logits = self.decoder.head(states[rows, inputs.at][:, None], shape.span)
@@ -108,10 +143,10 @@ class Body:
             logits = _columns(self.decoder.head(hidden, shape.span), bucket, real)
         else:
             logits = self.decoder.head(states, shape.span)
-        return Forward(logits, states, kept)
+        return Forward(logits, states, taps)
 
     def _entering(self, bucket: Bucket, inputs: Inputs) -> Tensor:
-        """[B, T', D], or [N, D] of a gathered pass."""
+        """Return the states that enter the first layer: [B, T', D], or [N, D] of a ragged pass."""
         padding, real = bucket.shape.queries - bucket.columns, inputs.real
         if inputs.hidden is not None:
             hidden = F.pad(inputs.hidden, (0, 0, 0, padding))
@@ -122,7 +157,7 @@ class Body:
 
 
 def _columns(computed: Tensor, bucket: Bucket, real: Tensor | None) -> Tensor:
-    """[B, T, ...] of the columns that were computed: [B, T', ...], or [N, ...] of a gathered pass."""
+    """Return the caller's columns [B, T, ...] of [B, T', ...], or of [N, ...] in a ragged pass."""
     if real is None:
         return computed[:, : bucket.columns]
     batch, queries = bucket.shape.batch, bucket.shape.queries

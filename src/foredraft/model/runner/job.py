@@ -1,4 +1,4 @@
-"""What a runner is asked for: one forward, checked against its cache and padded; a draft in one call."""
+"""The arguments of a forward, resolved and checked, and the arguments and results of a fused draft."""
 
 from __future__ import annotations
 
@@ -15,48 +15,77 @@ from foredraft.model.runner.shapes import ExactShapes
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a drafter already computed of a verifying pass: states entering layer `depth`."""
+    """Hidden states of a verifying pass that a drafter has already computed.
+
+    Attributes:
+        depth: The layer that the states enter. The pass runs the layers below it only for unknown columns.
+        hidden: The states, [B, T, D]; columns past `known` are ignored.
+        known: The leading columns of each row whose state is known, [B], 0 to T.
+    """
 
     depth: int
-    hidden: Tensor  # [B, T, D]
-    known: list[int]  # [B] leading columns whose state is known, 0 to T
+    hidden: Tensor
+    known: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How tokens are drawn from logits, a row of parameters each; None where nobody uses one."""
+    """Sampling parameters and noise of a fused draft. None stands for a parameter that no row uses.
 
-    temperature: Tensor  # [B] float32, as the others but for
-    top_k: Tensor | None  # [B] int64
-    top_p: Tensor | None  # [B]
-    min_p: Tensor | None  # [B]
-    cut: Tensor | None  # [B] bool: rows with a top_p or a min_p
-    keys: Tensor  # [B, K] int64: the noise of each draw
+    Attributes:
+        temperature: [B] float32.
+        top_k: [B] int64, 0 in rows without one.
+        top_p: [B] float32, 1 in rows without one.
+        min_p: [B] float32, 0 in rows without one.
+        cut: [B] bool, the rows that have a top_p or a min_p.
+        keys: [B, K] int64, the noise key of each draw.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    cut: Tensor | None
+    keys: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StopThresholds:
-    """Where drafts end by how sure their model is, a row each. float32, and as kernels read them: one after
-    the other.
+    """Thresholds at which a fused draft stops. All tensors are float32 and contiguous, for the kernels.
 
-    Sure is the probability of the likeliest token, by softmax of the logits as they are. A place survives by
-    the chance of its bin, times what the places before it do. Where that is below `keep`, no token is drawn;
-    where it is below `more`, no step follows.
+    The top probability of a step, softmax of the unchanged logits, falls into one of N bins. Its bin gives
+    the chance that the token survives verification, given that the tokens before it do; the product of these
+    chances is the survival of the draft up to the token. Below `keep` the token is not drawn; below `more` no
+    step follows.
+
+    Attributes:
+        edges: The rising bounds between the bins, [N - 1].
+        chances: The chance of survival of each bin, [B, N].
+        keep: The least survival at which the token of a step is drawn, [B, K].
+        more: The least survival at which another step follows, [B, K].
     """
 
-    edges: Tensor  # [N - 1], rising, between the bins
-    chances: Tensor  # [B, N]
-    keep: Tensor  # [B, K]
-    more: Tensor  # [B, K]
+    edges: Tensor
+    chances: Tensor
+    keep: Tensor
+    more: Tensor
 
     def __post_init__(self) -> None:
-        several = self.edges, self.chances, self.keep, self.more
-        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in several)
+        tensors = self.edges, self.chances, self.keep, self.more
+        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
         assert self.chances.shape == (len(self.keep), len(self.edges) + 1)
         assert self.keep.shape == self.more.shape
 
     def survival(self, sure: Tensor, before: Tensor) -> Tensor:
-        """Of the next place, all [B]; NaN where `sure` is."""
+        """Return the survival of each row's draft up to its next token.
+
+        Args:
+            sure: The top probability of the step, [B].
+            before: The survival up to the token before, [B].
+
+        Returns:
+            The survival, [B]; NaN where `sure` is NaN.
+        """
         bins = torch.bucketize(sure.contiguous(), self.edges, right=True)
         chance = self.chances.gather(1, bins[:, None])[:, 0]
         return (before * chance).where(sure == sure, sure)
@@ -64,53 +93,90 @@ class StopThresholds:
 
 @dataclass(frozen=True, slots=True)
 class FusedDraft:
-    """Tokens that a model gave itself, one after the other; zeros past a row's own number."""
+    """The draft of a batch whose steps all ran in one call.
 
-    tokens: Tensor  # [B, K] int64
-    finite: Tensor  # [B, K] bool: the logits that each was drawn from
-    probs: Tensor | None  # [B, K, V] float32: their laws; None: they are the likeliest
-    counts: list[int]  # [B] tokens of each row
-    steps: list[int]  # [B] that it took for them: one more where none was drawn of the last
-    sure: Tensor | None = None  # [B, K] float32, of every step that was taken, else -1; None unless it stops
+    Attributes:
+        tokens: The drafted tokens, [B, K] int64; 0 past a row's count.
+        finite: Whether the logits of each token are finite, [B, K] bool.
+        probs: The distribution of each token, [B, K, V] float32; None: the draft is greedy.
+        counts: The tokens of each row, [B].
+        steps: The steps that each row took, [B]: its tokens, and one more where the last step drew none.
+        sure: The top probability of every step that ran, [B, K] float32, and -1 elsewhere; None without
+            stop thresholds.
+    """
+
+    tokens: Tensor
+    finite: Tensor
+    probs: Tensor | None
+    counts: list[int]
+    steps: list[int]
+    sure: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Job:
-    """The arguments of one forward, resolved."""
+    """The resolved arguments of one forward.
+
+    Attributes:
+        cache: The KV cache.
+        shapes: The shapes that the pass may have.
+        tokens: Token ids, [B, T].
+        starts: The position of each row's first column, [B].
+        first_row: The cache row of row 0.
+        active: The rows that are not idle.
+        real: The columns of each row that are computed, [B]; the others are padding.
+        plan: The sub-layers that run.
+        stop: The layer after the last.
+        taps: The depths whose entering states are returned.
+        head: Compute logits.
+        capturable: The pass may be captured and replayed as a CUDA graph.
+    """
 
     cache: KVCache
     shapes: ExactShapes
-    tokens: Tensor  # [B, T]
+    tokens: Tensor
     starts: list[int]
     first_row: int
     active: list[int]
-    real: list[range]  # of each row, the columns that somebody wants
+    real: list[range]
     plan: Plan
     stop: int
     taps: tuple[int, ...]
     head: bool
-    recorded: bool  # may be replayed from a recording
+    capturable: bool
 
     def check(self, queries: int) -> int:
-        """The last position that a row starts from; so many columns of each fit into the cache."""
+        """Check that `queries` columns per row fit into the cache, and return the largest start of a row.
+
+        Raises:
+            ValueError: The columns pass the end of a cache row, or its slack.
+        """
         cache, last = self.cache, max(self.starts[b] for b in self.active)
         if last + queries > cache.scratch:
             raise ValueError(
                 f"{queries} columns at position {last} overrun a cache row of {cache.positions} positions"
             )
         if queries > cache.slack:
-            raise ValueError(f"{queries} columns are more than the slack of {cache.slack} positions holds")
+            raise ValueError(f"{queries} columns exceed the cache's slack of {cache.slack} positions")
         return last
 
     def shape(self) -> PassShape:
-        """Padded, and within the cache."""
+        """Return the shape of the pass: queries and attended length padded to the job's shapes.
+
+        Raises:
+            ValueError: The padded columns do not fit into the cache.
+        """
         shapes, (batch, width) = self.shapes, self.tokens.shape
         queries = shapes.queries(width, batch)
         length = min(shapes.length(self.check(queries) + width), self.cache.stored)
         return PassShape(self.first_row, batch, queries, length, shapes.span, shapes.apart)
 
+    def real_columns(self, queries: int) -> list[int]:
+        """Return the indices of the real columns among [B, queries] columns, in row-major order."""
+        return [b * queries + t for b, columns in enumerate(self.real) for t in columns]
+
     def unknown(self, resume: Resume) -> Job | None:
-        """The pass below `resume.depth` over the columns whose state is not known; None: all are."""
+        """Return the pass below `resume.depth` over the columns of unknown state; None: all are known."""
         unknown = [
             range(max(real.start, known), real.stop)
             for real, known in zip(self.real, resume.known, strict=True)

@@ -1,7 +1,6 @@
-"""Building the `Pass` of one forward: positions, rotary rows, masks and write indices on the device.
+"""Build the `Pass` of one forward: positions, rotary rows, masks and write indices, on the device.
 
-Contract: no device value is read by the host. The masks are each row's own: they follow from where the row
-starts, never from its batch.
+Contract: the host reads no device value. The mask of a row depends on the row's start, never on the batch.
 """
 
 from __future__ import annotations
@@ -21,12 +20,21 @@ from foredraft.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What is fixed of a pass, whatever it is over."""
+    """The part of a pass that does not depend on its inputs.
+
+    Attributes:
+        first_row: The cache row of row 0.
+        batch: B.
+        queries: T, padding included.
+        length: L, the positions that are attended.
+        span: The row counts at which products are exact; None allows any.
+        apart: Attend row by row.
+    """
 
     first_row: int
-    batch: int  # B
-    queries: int  # T, padding included
-    length: int  # L, attended
+    batch: int
+    queries: int
+    length: int
     span: RowSpan | None
     apart: bool
 
@@ -39,9 +47,15 @@ def build_pass(
     starts: Tensor | int,
     real: Tensor | None = None,
 ) -> Pass:
-    """The pass of `queries` columns at positions starts[b] + t, of all of them or of the `real` ones [N].
+    """Return the pass of the columns at positions starts[b] + t.
 
-    `tables` are the rotary tables [P, 2, D]. A single row's start may be a number.
+    Args:
+        spec: The model.
+        tables: The rotary tables, [P, 2, D] each.
+        cache: The KV cache.
+        shape: The shape of the pass.
+        starts: The position of each row's first column, [B], or the number of a single row.
+        real: The columns b * T + t that a ragged pass computes, [N]; None computes all.
     """
     columns = torch.arange(shape.queries, device=cache.device)
     if isinstance(starts, int):
@@ -74,13 +88,13 @@ def build_pass(
 def rope_tables(
     spec: ModelSpec, positions: int, device: torch.device, dtype: torch.dtype
 ) -> dict[Rope, Tensor]:
-    """The rotary tables of every kind of layer, [P, 2, D] each."""
+    """Return the rotary table [P, 2, D] of every rope that a layer of the model uses."""
     ropes = dict.fromkeys(spec.rope_of(window) for window in spec.windows)
     return {rope: rope_table(rope, spec.head_dim, positions, device, dtype) for rope in ropes}
 
 
 def _lanes(cache: KVCache, kv_heads: int, positions: Tensor, first_row: int) -> Tensor:
-    """[B * T, 2 * Hk]: where k and v of every column go in a layer seen as [2 * R * Hk * P, D]."""
+    """Return where the keys and values of every column go in a layer [2 * R * Hk * P, D]: [B * T, 2 * Hk]."""
     batch = positions.shape[0]
     heads = torch.arange(kv_heads, device=positions.device)
     rows = torch.arange(first_row, first_row + batch, device=positions.device)

@@ -1,9 +1,9 @@
-"""Probes: inputs whose exact results nearly cancel, so that the order of the additions shows in the bits.
+"""Cancelling probes: inputs whose exact results are near zero, so that the bits show the order of additions.
 
-Contract: two kernels that add the same terms in different orders differ by a last bit of float32, which
-rounding to bfloat16 hides all but once in ten thousand values: a comparison on ordinary inputs passes, and a
-long text diverges all the same. Here every sum is of terms against their negatives at shuffled places. What
-is left *is* the rounding error, and it is kept in full precision.
+Contract: two kernels that add the same terms in different orders differ in a last bit of float32. Rounding to
+bfloat16 hides that in all but one of ten thousand values, so a comparison on ordinary inputs passes, and a
+long text diverges all the same. A probe sums terms and their negatives at shuffled places: the result *is*
+the rounding error, in full precision.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from foredraft.model.cache import KVCache
 from foredraft.model.layers import Product
 from foredraft.model.spec import ModelSpec
 
-BLOCK = 512  # output channels of a probing weight that differ; they repeat from there on
-AMPLITUDE = 1000.0  # of queries and keys, scaled: the rounding of their products must move a softmax
+DISTINCT_OUTPUTS = 512  # outputs of a probing weight that differ; the others repeat them
+AMPLITUDE = (
+    1000.0  # of queries and keys, the attention scale included: the rounding of scores must move the softmax
+)
 
 
 class ProductProbe:
-    """The product that `make` makes of a weight [M, K], on a weight and on rows that cancel.
+    """A product on a cancelling weight and cancelling rows. It keeps no weight besides the product's own.
 
-    Where the product is packed, nothing else of the weight is kept.
+    Args:
+        make: Makes the product of a weight [M, K].
+        shape: (M, K).
+        rows: The rows of x, at most.
+        like: A tensor of the device and dtype.
+        random: The source of values.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class ProductProbe:
     ) -> None:
         outputs, columns = shape
         half = columns // 2
-        weight, x = _normal((min(outputs, BLOCK), half), random), _normal((rows, half), random)
+        weight, x = _normal((min(outputs, DISTINCT_OUTPUTS), half), random), _normal((rows, half), random)
         order = torch.randperm(2 * half, generator=random)
         weight, x = weight.to(like.dtype), x.to(like.dtype)
         both = torch.zeros(weight.shape[0], columns, dtype=like.dtype)
@@ -51,18 +58,26 @@ class ProductProbe:
         self.product = make(whole)
 
     def agrees(self, rows: int, reference: int) -> bool:
-        """Whether a product of so many rows gives each the bits that one of `reference` rows gives it."""
+        """Return whether products of `rows` and of `reference` rows give their shared rows the same bits."""
         shared = min(rows, reference)
-        # the shared rows stand at the other end, among other neighbours
+        # the shared rows come last, among other neighbours
         moved = self.product(self.rows.roll(rows - shared, 0)[:rows])[rows - shared :]
         return torch.equal(moved, self.product(self.rows[:reference])[:shared])
 
 
 class AttentionProbe:
-    """Attention of one row over a context whose scores are rounding, and half of whose output is.
+    """Attention of one row whose scores are rounding errors, and so is half of its output.
 
-    Keys come in pairs with opposite values in the first half of the channels: the weighted sum of those
-    cancels. The other half does not, and shows the scores.
+    Every query cancels against every key. Keys come in equal pairs whose values are opposite in the first
+    half of the channels, so the weighted sum of that half cancels; the other half shows the scores.
+
+    Args:
+        spec: The model.
+        context: Positions before the first query.
+        queries: The queries, at most.
+        like: A tensor of the device and dtype.
+        random: The source of values.
+        blocked: Store keys in the layout of the C kernels.
     """
 
     def __init__(
@@ -74,13 +89,13 @@ class AttentionProbe:
         random: torch.Generator,
         blocked: bool = False,
     ) -> None:
-        """blocked: for the kernels."""
         self.spec = replace(spec, layers=1, windows=(None,))
         self.context, self.queries = context, queries
         heads, dim, half = spec.kv_heads, spec.head_dim, spec.head_dim // 2
         positions = context + queries
         order = torch.randperm(dim, generator=random)
-        amplitude = AMPLITUDE / spec.attention_scale**0.5  # shared out, for float16 ends at 65504
+        # queries and keys share the inverse of the scale, because float16 ends at 65504
+        amplitude = AMPLITUDE / spec.attention_scale**0.5
         q = _normal((1, heads, queries * spec.groups, half), random) * amplitude
         k = _normal((1, heads, positions, half), random) * amplitude
         v = _normal((1, heads, positions, dim), random)
@@ -97,8 +112,16 @@ class AttentionProbe:
         self.cache = KVCache(self.spec, 8, 3584, device=like.device, dtype=like.dtype, blocked=blocked)
 
     def output(self, batch: int, queries: int, length: int, place: int, scale: float, apart: bool) -> Tensor:
-        """[T, Hk, G, D] of the probed row, at `place` in a batch, with garbage of `scale` past its
-        context."""
+        """Return the attention output of the probed row by PyTorch operators, [T, Hk, G, D].
+
+        Args:
+            batch: B.
+            queries: T.
+            length: L, the attended length.
+            place: The row of the batch that is probed.
+            scale: The magnitude of the garbage past the row's context.
+            apart: Attend row by row.
+        """
         self.fill(batch, length, place, scale)
         k, v = self.cache.read(0, 0, batch, length)
         q, groups = self.queries_of(batch, queries, place), self.spec.groups
@@ -109,14 +132,14 @@ class AttentionProbe:
         return out.view(-1, queries, groups, out.shape[-1]).transpose(0, 1)
 
     def fill(self, batch: int, length: int, place: int, scale: float) -> None:
-        """Have the cache hold the probed row, at `place` in the batch, and garbage."""
+        """Fill the cache with garbage and, in the row `place`, with the keys and values of the probed row."""
         noise = self.noise[0].repeat(1, length // 1024 + 1, 1)[:, :length] * scale  # [Hk, L, D]
         for row in range(batch):
             self.cache.write(0, row, 0, noise, noise)
         self.cache.write(0, place, 0, self.k[0], self.v[0])
 
     def queries_of(self, batch: int, queries: int, place: int) -> Tensor:
-        """[B, Hk, T * G, D]: the probed row's, and others."""
+        """Return the queries of a batch with the probed row at `place`, [B, Hk, T * G, D]."""
         count = queries * self.spec.groups
         q = self.q[:, :, :count].flip(2).repeat(batch, 1, 1, 1)
         q[place] = self.q[0, :, :count]

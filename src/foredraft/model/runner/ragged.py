@@ -1,12 +1,13 @@
-"""Gathered passes: products over the real columns of a batch only, [Σ counts], instead of [B, T].
+"""Ragged passes: products over the real columns [N] of a batch instead of the padded [B, T].
 
-Contract: the rows of a batch seldom have equally much to compute: drafts differ in length, and idle rows have
-nothing. A gathered pass leaves the padding out of embedding, norms, products and head, and writes no keys
-for it; attention still sees every row's own query bucket, so the bits are those of the padded pass.
+Contract: the rows of a batch have different numbers of real columns, because drafts differ in length and idle
+rows have none. A ragged pass gathers the real columns, so embedding, norms, products and head skip the
+padding, and no keys are written for it. Attention still sees the query bucket of every row, so a real column
+has the bits of the padded pass.
 
-The rule: scattering queries and gathering outputs costs each layer a fixed amount, and up to some row count
-a product costs what reading its weight costs. So a pass is gathered where the product rows that it saves
-beyond that count are worth more than the moves.
+The rule: gathering costs each layer a fixed time (queries are scattered, outputs gathered), and up to some
+row count a product costs what reading its weight costs. So a pass gathers where the rows that it saves beyond
+that count are worth more than the moves.
 """
 
 from __future__ import annotations
@@ -19,29 +20,35 @@ from foredraft.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
-    """When a pass is gathered."""
+class RaggedRule:
+    """The rule that decides whether a pass gathers its real columns.
 
-    free_rows: int  # products of up to so many rows cost about the same
-    least: int  # product rows beyond these that must be saved
+    Attributes:
+        free_rows: Products of up to so many rows cost about the same.
+        min_saved: The rows beyond `free_rows` that a ragged pass must save.
+    """
+
+    free_rows: int
+    min_saved: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, device: torch.device) -> Gathering:
+    def of(cls, spec: ModelSpec, device: torch.device) -> RaggedRule:
+        """Return the rule of a model on a device."""
         free_rows, moves = COSTS[device.type]
         heads = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
-        weights = spec.hidden_size * (heads + 3 * spec.intermediate_size)  # of a layer's products
+        weights = spec.hidden_size * (heads + 3 * spec.intermediate_size)  # of the products of a layer
         return cls(free_rows, moves // weights + 1)
 
     def pays(self, padded: int, real: int) -> bool:
-        """Whether to gather so many real rows out of so many padded ones."""
-        return padded - max(real, self.free_rows) >= self.least
+        """Return whether to gather `real` columns out of `padded` ones."""
+        return padded - max(real, self.free_rows) >= self.min_saved
 
     def __str__(self) -> str:
-        return f"batches of more than {self.free_rows} rows gathered where that saves {self.least}"
+        return f"ragged passes where they save {self.min_saved} rows beyond {self.free_rows}"
 
 
-# Free rows, and what the moves cost a layer in multiply-adds of its products. CPU: timed on one core with
-# bfloat16 dot products, where the moves take 14 µs and a multiply-add 4 ps; doubled, for products use all
-# cores and moves do not. CUDA: three launches of 5 µs on a device of 350e12 multiply-adds a second that is
-# bound by memory below some 256 rows; arithmetic, not timed.
+# By device: the free rows, and the cost of a layer's moves in multiply-adds of its products. CPU: timed on
+# one core with bfloat16 dot products, where the moves take 14 µs and a multiply-add 4 ps; doubled, because
+# products use all cores and moves do not. CUDA: computed, not timed: three launches of 5 µs on a device of
+# 350e12 multiply-adds per second that is bound by memory below some 256 rows.
 COSTS = {"cpu": (8, 2**23), "cuda": (256, 2**32)}

@@ -1,9 +1,9 @@
 """The runner: the one `forward` that every pass of a decoder goes through.
 
-Contract: `forward` computes the same bits for a column whatever its neighbours in the batch and in the pass,
-as long as `exact` is left on, `deterministic` too, and the self-check at loading found agreeing shapes
-(docs/losslessness.md). It writes keys and values at absolute positions and leaves `cache.lengths` alone.
-Callers see no padding: not of the queries, not of the rows, not of the attended length.
+Contract: `forward` gives a column the same bits whatever else is in the batch and in the pass, unless `exact`
+or `deterministic` is off; the self-check at loading finds the shapes for that (docs/losslessness.md). It
+writes keys and values at absolute positions and leaves `cache.lengths` alone. Callers see no padding: neither
+of queries, nor of rows, nor of the attended length.
 """
 
 from __future__ import annotations
@@ -18,32 +18,47 @@ from torch import Tensor
 
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.device import upload
+from foredraft.model.device import dtype_name, upload
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
-from foredraft.model.runner.graphs import CudaRecorder, Graphs, coarse_length
+from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.runner.job import FusedDraft, Job, Resume, SamplingInputs, StopThresholds
-from foredraft.model.runner.native import NativePasses, stretch
+from foredraft.model.runner.native import NativePasses, run_layers
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
-from foredraft.model.runner.ragged import Gathering
-from foredraft.model.runner.shapes import ANY, LOOSE, ExactShapes, find_shapes
+from foredraft.model.runner.ragged import RaggedRule
+from foredraft.model.runner.shapes import INEXACT, KERNEL_SHAPES, ExactShapes, find_shapes
 
 CHUNK = 256  # positions of a prefill pass; prompts are cut at its multiples
-TAILS = (8, 16, 32, 64, 128, CHUNK)  # query buckets of a prompt's last chunk
+PREFILL_BUCKETS = (8, 16, 32, 64, 128, CHUNK)  # columns that a prefill pass is padded to
+MAX_QUERIES = 64  # columns per row of a verifying pass where any shape is allowed
 
 
 def next_chunk(position: int, stop: int, chunk: int) -> int:
-    """Where the prefill pass that starts at `position` ends: at multiples of `chunk`, never by load."""
+    """Return where the prefill pass from `position` ends: at the next multiple of `chunk`, or at `stop`.
+
+    The load of the batch never changes it: the bits of a prompt's keys depend on how the prompt is cut.
+    """
     return min((position // chunk + 1) * chunk, stop)
 
 
 class Runner:
-    """Forwards of one decoder over caches of its making.
+    """Runs the passes of one decoder, over caches that it makes.
 
-    gathers: whether passes leave the padding of their batch out (`gather`); None: where it pays.
-    graphs: the recordings of its passes (`graphs`); None: they run as they are.
+    Args:
+        decoder: The weights.
+        deterministic: Keep passes to exact shapes.
+        probed: The result of `probe_shapes` for this decoder; None probes now.
+        compile: Run the steps of each layer through torch.compile.
+
+    Attributes:
+        shapes: The shapes of its passes.
+        max_queries: The columns per row that one verifying pass takes, at most.
+        chunk: Positions of a prefill pass.
+        forwarded: Real columns that were computed so far, of all passes.
+        gathers: Whether passes gather the real columns of a ragged batch; None: where it pays (`ragged`).
+        graphs: The captured CUDA graphs; None: passes are not captured.
     """
 
     def __init__(
@@ -54,52 +69,51 @@ class Runner:
         probed: ExactShapes | None = None,
         compile: bool = False,
     ) -> None:
-        """probed: what `probe_shapes` gave for this decoder before it was loaded; None probes now."""
         self.decoder = decoder
         self.compiled = compile
         self._run = partial(decoder.run, steps=compiled_steps()) if compile else decoder.run
         self.chunk = CHUNK
         self.forwarded = 0
         self.gathers: bool | None = None
-        self.graphs = Graphs(CudaRecorder(decoder.device)) if decoder.device.type == "cuda" else None
-        self._gathering = Gathering.of(decoder.spec, decoder.device)
+        self.graphs = Graphs(CudaGraphCapturer(decoder.device)) if decoder.device.type == "cuda" else None
+        self._ragged_rule = RaggedRule.of(decoder.spec, decoder.device)
         self._full = Plan.full(decoder.spec.layers)
         self._tables: dict[Rope, Tensor] = {}
-        self._positions = 0  # that the rotary tables hold
+        self._positions = 0  # of the rotary tables
         self._native = NativePasses.of(decoder)
-        self._reserve(2 * CHUNK)
+        self._reserve_positions(2 * CHUNK)
         self.shapes = self._shapes(deterministic, probed)
-        self.max_queries = max(self.shapes.query_buckets, default=64)
+        self.max_queries = max(self.shapes.query_buckets, default=MAX_QUERIES)
 
     def _shapes(self, deterministic: bool, probed: ExactShapes | None) -> ExactShapes:
         if self._native is not None:
-            return ANY
-        return find_shapes(self.decoder, probed, self._run) if deterministic else LOOSE
+            return KERNEL_SHAPES
+        return find_shapes(self.decoder, probed, self._run) if deterministic else INEXACT
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels of our own run its passes."""
+        """Whether the C kernels run its passes."""
         return self._native is not None
 
     @property
     def choices(self) -> str:
-        """What was chosen for this decoder, on this machine, in words."""
+        """How it runs this decoder on this machine, for the log."""
         device, dtype = self.decoder.device, self.decoder.dtype
         if self._native is not None:
-            how = ["kernels of our own, which are exact at any shape"]
+            parts = ["C kernels, exact at any shape"]
         else:
-            why_not = unpacked_because(device, dtype)
-            how = [
-                "products packed" if why_not is None else f"products not packed ({why_not})",
+            reason = unpacked_because(device, dtype)
+            parts = [
+                "packed weights" if reason is None else f"weights not packed ({reason})",
                 str(self.shapes),
-                f"steps {'' if self.compiled else 'not '}compiled",
-                f"passes {'not ' if self.graphs is None else ''}recorded",
-                str(self._gathering),
+                "compiled steps" if self.compiled else "steps not compiled",
+                "CUDA graphs" if self.graphs is not None else "no CUDA graphs",
+                str(self._ragged_rule),
             ]
-        return "; ".join([f"{str(dtype).removeprefix('torch.')} on {device}", *how])
+        return "; ".join([f"{dtype_name(dtype)} on {device}", *parts])
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
-        """A zeroed cache for `rows` sequences of at most `positions` tokens."""
+        """Return a zeroed cache for `rows` sequences of at most `positions` tokens."""
         decoder = self.decoder
         cache = KVCache(
             decoder.spec,
@@ -110,7 +124,7 @@ class Runner:
             slack=CHUNK,
             blocked=self._native is not None,
         )
-        self._reserve(cache.stored)
+        self._reserve_positions(cache.stored)
         return cache
 
     @torch.inference_mode()
@@ -131,18 +145,32 @@ class Runner:
         want_logits: bool = True,
         exact: bool = True,
     ) -> Forward:
-        """One pass over tokens [B, T]: row b is the cache's row first_row + b, column t its position
-        starts[b] + t.
+        """Run one pass: column t of row b is position starts[b] + t of the cache row first_row + b.
 
-        `counts` says how many columns of each row are real (all, where it is left out): of the others, what
-        comes out means nothing. Rows marked `idle` are dummies that touch no sequence. `exact=False` is for
-        draft passes: any shape.
+        Args:
+            cache: A cache of `new_cache`.
+            tokens: Token ids, [B, T].
+            starts: The position of each row's first column, [B].
+            first_row: The cache row of row 0.
+            idle: Rows that touch no sequence, [B]; None: no row is idle.
+            counts: The leading columns of each row that are real, [B]; the others are padding, and their
+                results mean nothing. None: all are real.
+            plan: The sub-layers that run; None runs all.
+            stop: The layer after the last; None runs all.
+            resume: States that a drafter has already computed.
+            taps: The depths whose entering states are returned.
+            at: The column of each row whose logits are wanted, [B]; None wants all.
+            want_logits: Compute logits, where the pass runs to the last layer.
+            exact: Keep to exact shapes. False allows any shape; draft passes use it.
+
+        Raises:
+            ValueError: Every row is idle, or the pass is too wide, or the columns do not fit into the cache.
         """
-        shapes = self.shapes if exact or self._native else LOOSE
+        shapes = self.shapes if exact or self._native else INEXACT
         idle = idle or [False] * len(starts)
         active = [b for b, dummy in enumerate(idle) if not dummy]
         if not active:
-            raise ValueError("every row of the batch is idle; forward needs an active one")
+            raise ValueError("every row of the batch is idle; forward needs an active row")
         width = tokens.shape[1]
         real = [width] * len(starts) if counts is None else counts
         real = [0 if dummy else count for count, dummy in zip(real, idle, strict=True)]
@@ -160,7 +188,7 @@ class Runner:
             stop=depth,
             taps=tuple(taps),
             head=want_logits and depth == self.decoder.spec.layers,
-            recorded=True,
+            capturable=True,
         )
         return self._forward(job, resume, at)
 
@@ -176,20 +204,31 @@ class Runner:
         plan: Plan | None = None,
         stop: int | None = None,
     ) -> Forward:
-        """One chunk of a prompt, without logits.
+        """Run one chunk of a prompt, without logits.
 
-        Its shape depends on the chunk's place in the prompt only, never on load: a chunk may not cross a
-        multiple of `chunk`, and is padded to a bucket of its own that no other kind of pass has to agree
-        with.
+        The shape of the pass depends on the chunk's place in the prompt, never on the load: a chunk lies
+        between two multiples of `chunk`, and is padded to a bucket that only prefill uses.
+
+        Args:
+            cache: A cache of `new_cache`.
+            row: The cache row.
+            tokens: Token ids of the chunk.
+            start: The position of the first.
+            taps: The depths whose entering states are returned.
+            plan: The sub-layers that run; None runs all.
+            stop: The layer after the last; None runs all.
+
+        Raises:
+            ValueError: The chunk is empty or crosses a multiple of `chunk`.
         """
         if not tokens or start // CHUNK != (start + len(tokens) - 1) // CHUNK:
             raise ValueError(
-                f"a prefill chunk of {len(tokens)} tokens at {start} must lie within a multiple of {CHUNK}"
+                f"a prefill chunk of {len(tokens)} tokens at {start} must lie between multiples of {CHUNK}"
             )
         self.forwarded += len(tokens)
         job = Job(
             cache=cache,
-            shapes=self.shapes if self._native else self.shapes.for_prefill(TAILS),
+            shapes=self.shapes if self._native else self.shapes.for_prefill(PREFILL_BUCKETS),
             tokens=upload([tokens], self.decoder.device),
             starts=[start],
             first_row=row,
@@ -199,7 +238,7 @@ class Runner:
             stop=self.decoder.spec.layers if stop is None else stop,
             taps=tuple(taps),
             head=False,
-            recorded=False,  # many columns: their kernels take longer than their launches
+            capturable=False,  # the kernels of many columns take longer than their launches
         )
         return self._forward(job)
 
@@ -214,11 +253,25 @@ class Runner:
         *,
         plan: Plan | None = None,
     ) -> FusedDraft | None:
-        """Row b reads tokens[b] from position starts[b] on, and then most[b] tokens of its own, one after the
-        other, all in one call; rows with most[b] = 0 do nothing. drawing: None for the likeliest. stops:
-        where a row ends before that.
+        """Run a fused draft: all draft steps of the batch in one call of the C kernels.
 
-        None where no kernels serve: the caller takes the steps by itself.
+        Row b reads tokens[b] from position starts[b] on, then drafts up to most[b] tokens one by one.
+
+        Args:
+            cache: A cache of `new_cache`; row b of the draft is its row b.
+            tokens: The tokens that each row reads first, [B] lists.
+            starts: The position of the first of them, [B].
+            most: The tokens that each row drafts, at most, [B]; 0: the row does nothing.
+            sampling_inputs: Sampling parameters and noise; None drafts greedily.
+            stops: Thresholds at which rows stop earlier; None: no row does.
+            plan: The sub-layers that run; None runs all.
+
+        Returns:
+            The draft; None where the kernels do not run this decoder, and the caller takes the steps one by
+            one.
+
+        Raises:
+            ValueError: The draft does not fit into the cache.
         """
         if self._native is None:
             return None
@@ -228,57 +281,48 @@ class Runner:
             raise ValueError(
                 f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
             )
-        flat = [token for row in active for token in tokens[row]]
-        drafted = self._native.draft(
-            flat,
-            cache,
-            [(row, starts[row], len(tokens[row])) for row in active],
-            plan or self._full,
-            self.decoder.spec.layers,
-            [most[row] for row in active],
-            sampling_inputs,
-            stops,
-            len(most),
-        )
-        self.forwarded += len(flat) + sum(steps - 1 for steps in drafted.steps if steps)
+        drafted = self._native.draft(cache, tokens, starts, most, plan or self._full, sampling_inputs, stops)
+        read = sum(len(tokens[row]) for row in active)
+        self.forwarded += read + sum(steps - 1 for steps in drafted.steps if steps)
         return drafted
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [B, T, V] of states after the last layer [B, T, D], at any shape: for those of a prompt."""
+        """Return the logits [B, T, V] of states [B, T, D] after the last layer, at any shape."""
         if self._native is None:
             return self.decoder.head(hidden)
         return self._native.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def _forward(self, job: Job, resume: Resume | None = None, at: Tensor | None = None) -> Forward:
+        """Run a job, from the states of `resume` on where they are given."""
         if resume is None:
-            return self._stretch(job, at=at)
+            return self._run_layers(job, at=at)
         if any(tap < resume.depth for tap in job.taps):
             raise ValueError(f"taps {job.taps} below the resumed depth {resume.depth} are not computed")
-        return self._stretch(job, self._join(job, resume), resume.depth, at)
+        return self._run_layers(job, self._join(job, resume), resume.depth, at)
 
     def _join(self, job: Job, resume: Resume) -> Tensor:
-        """States entering layer `depth` of all columns: the known ones, and the rest computed now."""
+        """Return the states of all columns that enter layer `resume.depth`: known, or computed here."""
         rest = job.unknown(resume)
         if rest is None:
             return resume.hidden
         width, computed = job.tokens.shape[1], rest.tokens.shape[1]
-        below = F.pad(self._stretch(rest).hidden, (0, 0, width - computed, 0))  # [B, T, D]
+        below = F.pad(self._run_layers(rest).hidden, (0, 0, width - computed, 0))  # [B, T, D]
         columns = torch.arange(width, device=below.device)
         known = columns < upload(resume.known, below.device)[:, None]  # [B, T]
         return torch.where(known[:, :, None], resume.hidden, below)
 
-    def _stretch(
+    def _run_layers(
         self, job: Job, hidden: Tensor | None = None, start: int = 0, at: Tensor | None = None
     ) -> Forward:
-        """The job's pass from layer `start` on, which `hidden` enters; without it, the tokens enter."""
+        """Run layers [start, job.stop) of a job on `hidden`, or on the embedded tokens where that is None."""
         cache, device = job.cache, self.decoder.device
         if self._native is not None:
-            return stretch(self._native, job, hidden, start, at)
+            return run_layers(self._native, job, hidden, start, at)
         shape = job.shape()
         starts = [min(start, cache.scratch) for start in job.starts]
         real = self._gathered(job, shape)
-        graphs = self.graphs if job.recorded and real is None else None
+        graphs = self.graphs if job.capturable and real is None else None
         if graphs is not None:
             shape = replace(shape, length=min(coarse_length(shape.length), cache.stored))
         bucket = Bucket(shape, job.tokens.shape[1], job.plan, start, job.stop, job.taps, job.head)
@@ -293,19 +337,19 @@ class Runner:
         return body(bucket, inputs) if graphs is None else graphs.run(body, bucket, inputs)
 
     def _gathered(self, job: Job, shape: PassShape) -> list[int] | None:
-        """The columns b * T' + t that a gathered pass computes; None: all, in place."""
+        """Return the columns b * T' + t that a ragged pass computes; None: the pass computes all columns."""
         if shape.batch == 1 or self.gathers is False:
             return None
         padded, count = shape.batch * shape.queries, sum(map(len, job.real))
-        if self.gathers is None and not self._gathering.pays(padded, count):
+        if self.gathers is None and not self._ragged_rule.pays(padded, count):
             return None
-        return [b * shape.queries + t for b, columns in enumerate(job.real) for t in columns]
+        return job.real_columns(shape.queries)
 
-    def _reserve(self, positions: int) -> None:
-        """Have rotary tables of at least that many positions."""
+    def _reserve_positions(self, positions: int) -> None:
+        """Extend the rotary tables to at least so many positions."""
         if self._positions < positions:
             decoder = self.decoder
             self._tables = rope_tables(decoder.spec, positions, decoder.device, decoder.dtype)
             self._positions = positions
             if self._native is not None:
-                self._native.rotate_by(self._tables)
+                self._native.use_rotary_tables(self._tables)

@@ -1,8 +1,8 @@
-"""What the self-check found, kept between runs in the user's cache folder.
+"""The result of probing for exact shapes, kept in the user's cache between runs.
 
-Contract: only what probing finds is kept, for it depends on shapes, machine and code alone, and all of these
-are in the key. The confirmation on the model's own layers also depends on their weights; it is short, and
-runs at every load. What found no agreement is not kept.
+Contract: the result of probing depends on shapes, machine and code alone, and the cache key holds all of
+these. The confirmation on the model's own layers also depends on their weights; it is short, and runs at
+every load. A result without exact shapes is not kept.
 """
 
 from __future__ import annotations
@@ -25,26 +25,32 @@ from foredraft.model.runner.packed import packs
 from foredraft.model.runner.shapes import ExactShapes
 
 KIND = "shapes"  # of the user's cache
-CODE = (attention, layers, packed, probes, shapes)  # what probes and what is probed
-# variables by which the libraries underneath choose their kernels
-KERNELS = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
+CODE = (attention, layers, packed, probes, shapes)  # the probing code, and the code that it probes
+# prefixes of the variables by which the libraries below PyTorch choose their kernels
+VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 
 
 def cached_shapes(
     outline: Decoder, device: torch.device, probe: Callable[[Decoder, torch.device], ExactShapes]
 ) -> ExactShapes:
-    """What `probe` finds, or found here before under the same circumstances."""
-    key = _circumstances(outline, device)
-    if (kept := _parsed(user_cache.read(KIND, key))) is not None:
-        return kept
+    """Return the shapes that `probe` finds, from the cache where it holds them.
+
+    Args:
+        outline: The decoder, with or without weights.
+        device: The device that it is to run on.
+        probe: `probe_shapes`, as a rule.
+    """
+    key = _cache_key(outline, device)
+    if (cached := _parsed(user_cache.read(KIND, key))) is not None:
+        return cached
     found = probe(outline, device)
     if found.found:
         user_cache.write(KIND, key, asdict(found))
     return found
 
 
-def _circumstances(outline: Decoder, device: torch.device) -> dict[str, Any]:
-    """Everything that could change what probing finds."""
+def _cache_key(outline: Decoder, device: torch.device) -> dict[str, Any]:
+    """Return everything that could change the result of probing."""
     backends: Any = torch.backends
     return {
         "model": repr(outline.spec),
@@ -65,19 +71,19 @@ def _circumstances(outline: Decoder, device: torch.device) -> dict[str, Any]:
             backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         ],
         "environment": sorted(
-            f"{name}={value}" for name, value in os.environ.items() if name.startswith(KERNELS)
+            f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES)
         ),
         "code": [_hash_of(module.__file__) for module in CODE],
     }
 
 
 def _gpu(device: torch.device) -> list[str]:
-    about = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     cudnn: Any = torch.backends.cudnn
     return [
-        about.name,
-        f"{about.major}.{about.minor}",
-        str(about.multi_processor_count),
+        properties.name,
+        f"{properties.major}.{properties.minor}",
+        str(properties.multi_processor_count),
         str(torch.version.cuda),
         str(cudnn.version()),
     ]
@@ -88,24 +94,25 @@ def _hash_of(file: str | None) -> str:
 
 
 def _parsed(document: Any) -> ExactShapes | None:
+    """Return the shapes in a document of the cache; None where probing could not have written them."""
     try:
         found = ExactShapes(**document | {"query_buckets": tuple(document["query_buckets"])})
-        return found if _sensible(found) else None
+        return found if _plausible(found) else None
     except (LookupError, TypeError):
         return None
 
 
-def _sensible(found: ExactShapes) -> bool:
-    """Whether the self-check could have found it."""
+def _plausible(found: ExactShapes) -> bool:
+    """Return whether probing can find these shapes."""
     numbers = (*found.query_buckets, found.row_low, found.row_high, found.length_quantum, found.row_step)
     return (
         all(type(number) is int for number in numbers)
         and found.found is True
         and type(found.apart) is bool
-        and found.length_quantum in shapes.QUANTA
+        and found.length_quantum in shapes.LENGTH_QUANTA
         and len(found.query_buckets) > 1
-        and list(found.query_buckets) == [n for n in shapes.QUERIES if n in found.query_buckets]
-        and {found.row_low, found.row_high} <= set(shapes.ROWS)
+        and list(found.query_buckets) == [n for n in shapes.QUERY_COUNTS if n in found.query_buckets]
+        and {found.row_low, found.row_high} <= set(shapes.ROW_COUNTS)
         and found.row_low <= shapes.REFERENCE <= found.row_high
-        and found.row_step in shapes.STEPS
+        and found.row_step in shapes.ROW_STEPS
     )

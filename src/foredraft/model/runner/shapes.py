@@ -1,13 +1,15 @@
-"""Exact shapes: the shapes of a pass at which this model's own operators give every row the same bits.
+"""Exact shapes: the shapes of a pass at which a model's operators give every row the same bits.
 
-Contract: found, never assumed. A product's kernel is chosen by its row count and an attention's by its query
-count and length, so the same position can come out different in its last bits from a pass of another shape
-(docs/losslessness.md). The self-check runs the model's operators at many shapes, on probes that cancel
-(`probes`), compares with one reference shape bit for bit, and keeps the shapes that agree; two layers of the
-real decoder confirm them. Passes are then padded, and products cut, to kept shapes.
+Contract: exact shapes are measured, never assumed. Libraries choose the kernel of a product by its row count,
+and that of attention by query count and length, so a position's last bits can differ between passes of
+different shapes (docs/losslessness.md). The self-check runs the model's operators at many shapes on
+cancelling probes (`probes`), compares them bit for bit with a reference shape, and keeps the shapes that
+agree; two layers of the loaded decoder confirm them. Passes are then padded, and products cut, to these
+shapes.
 
-Memory: a probe is as large as what it stands for, twice where it is packed, but needs no weight of the model.
-So `probe_shapes` comes before the weights, with one probe at a time, and only the small confirmation after.
+Memory: a probe is as large as the operator that it stands for, twice where it is packed, but needs no weight
+of the model. So `probe_shapes` runs before the weights are loaded, one probe at a time, and only the small
+confirmation runs after.
 """
 
 from __future__ import annotations
@@ -28,30 +30,41 @@ from foredraft.model.runner.probes import AttentionProbe, ProductProbe
 
 logger = logging.getLogger(__name__)
 
-QUERIES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
-SPOT_QUERIES = (1, 2, 4, 8, 16, 64)  # those that are also tried in further batches and lengths
-ROWS = (*range(1, 17), 20, 24, 32, 48, 64)
-STEPS = (1, 2, 4, 8)
-QUANTA = (256, 512, 1024)
-REFERENCE = 8  # queries and rows of the reference shape
+QUERY_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)  # candidates for query buckets
+SPOT_QUERY_COUNTS = (1, 2, 4, 8, 16, 64)  # candidates that are also tried in further batches and lengths
+ROW_COUNTS = (*range(1, 17), 20, 24, 32, 48, 64)  # candidates for row counts of products
+ROW_STEPS = (1, 2, 4, 8)  # candidates for the step between row counts
+LENGTH_QUANTA = (256, 512, 1024)  # candidates for the quantum of attended lengths, in positions
+REFERENCE = 8  # queries and rows of the reference shape: a common verifying pass
+TRIAL_START = 150  # first position of the confirmed row, whose context lies within one quantum
 
 
 @dataclass(frozen=True, slots=True)
 class ExactShapes:
-    """Shapes that agree; empty buckets and no rows mean that any shape will do."""
+    """Shapes that passes may have.
+
+    Attributes:
+        query_buckets: The columns per row that a pass is padded to; empty allows any number.
+        row_low: The rows of a product, at least.
+        row_high: The rows of a product, at most; 0 allows any number.
+        length_quantum: Attended lengths are multiples of it, in positions.
+        row_step: The rows of a product are multiples of it.
+        apart: Attend row by row, because the bits of attention depend on the batch size.
+        found: False: the self-check found no two shapes that agree, and one fixed shape serves all passes.
+    """
 
     query_buckets: tuple[int, ...]
     row_low: int
     row_high: int
     length_quantum: int
     row_step: int = 1
-    apart: bool = False  # attention's bits depend on the batch: attend row by row
-    found: bool = True  # False: the self-check found no agreement, and one fixed shape is used
+    apart: bool = False
+    found: bool = True
 
     def __str__(self) -> str:
         if not self.query_buckets:
-            return "any shapes: not deterministic"
-        kind = "exact shapes" if self.found else "one shape for every pass, for no two agree"
+            return "any shape, not deterministic"
+        kind = "exact shapes" if self.found else "one shape for all passes, because no two agree"
         columns = ", ".join(map(str, self.query_buckets))
         step = "" if self.row_step == 1 else f" by {self.row_step}"
         apart = ", attention row by row" if self.apart else ""
@@ -60,33 +73,45 @@ class ExactShapes:
 
     @property
     def span(self) -> RowSpan | None:
+        """The row counts of products; None allows any."""
         return RowSpan(self.row_low, self.row_high, self.row_step) if self.row_high else None
 
     def queries(self, width: int, batch: int) -> int:
-        """The query count for `width` columns: the smallest bucket that also feeds the products enough
-        rows."""
+        """Return the query count for a pass of `width` columns per row.
+
+        The result is the smallest bucket that also gives the products enough rows, so that they need no
+        padding.
+
+        Raises:
+            ValueError: No bucket is wide enough.
+        """
         if not self.query_buckets:
             return width
         fitting = [bucket for bucket in self.query_buckets if bucket >= width]
         if not fitting:
             most = self.query_buckets[-1]
-            raise ValueError(f"{width} columns are more than the longest exact pass takes ({most})")
+            raise ValueError(f"{width} columns exceed the widest exact pass ({most})")
         return next((bucket for bucket in fitting if bucket * batch >= self.row_low), fitting[0])
 
     def length(self, positions: int) -> int:
-        """The attended length that covers `positions`."""
+        """Return the attended length that covers `positions`."""
         return math.ceil(positions / self.length_quantum) * self.length_quantum
 
     def for_prefill(self, buckets: tuple[int, ...]) -> ExactShapes:
-        """The same lengths, other query counts, products uncut: a prompt's passes agree with themselves
-        only."""
+        """Return shapes for prefill: the same lengths, other buckets, and products of any row count.
+
+        A chunk of a prompt always has the same shape, so its passes need not agree with others.
+        """
         return replace(self, query_buckets=buckets, row_low=0, row_high=0, row_step=1)
 
 
-LOOSE = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
-# what the kernels compute does not depend on the shape at all
-ANY = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
-# one shape for everything: whatever the kernels do, they do it alike for every pass
+ONE_SHAPE = "every pass uses one fixed shape"  # what FALLBACK means, for the log
+
+# any shape, without a promise about bits
+INEXACT = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=64)
+# for the C kernels, which are exact at any shape
+KERNEL_SHAPES = ExactShapes(query_buckets=(), row_low=0, row_high=0, length_quantum=1)
+# one shape for every pass: libraries then choose the same kernels for all
 FALLBACK = ExactShapes(
     query_buckets=(REFERENCE,),
     row_low=REFERENCE,
@@ -100,28 +125,32 @@ FALLBACK = ExactShapes(
 
 @torch.inference_mode()
 def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
-    """The shapes at which probes of a decoder's operators agree on `device`, for `find_shapes` to confirm.
+    """Return the shapes at which probes of a decoder's operators agree, for `find_shapes` to confirm.
 
-    The values of the decoder do not matter: it may be its outline, on torch's meta device.
+    Args:
+        outline: The decoder. The values of its weights do not matter; it may be on torch's meta device.
+        device: The device that the decoder is to run on.
     """
     random = torch.Generator().manual_seed(0)
     like = torch.empty(0, device=device, dtype=outline.dtype)
     span = _agreeing_rows(outline, like, random)
     if span is None:
-        logger.warning("no two row counts of this model's products agree bit for bit; using one fixed shape")
+        logger.warning("no two row counts of the model's products agree bit for bit; %s", ONE_SHAPE)
         return FALLBACK
-    probe = AttentionProbe(outline.spec, QUANTA[0] - max(QUERIES) - 5, max(QUERIES), like, random)
+    queries = max(QUERY_COUNTS)
+    context = LENGTH_QUANTA[0] - queries - 5  # the columns end within the shortest quantum
+    probe = AttentionProbe(outline.spec, context, queries, like, random)
     for apart in (False, True):
         best: tuple[int, ...] = ()
-        for quantum in QUANTA:
+        for quantum in LENGTH_QUANTA:
             kept = _agreeing_queries(probe, quantum, apart)
             if len(kept) > len(best):
                 best, shapes = kept, ExactShapes(kept, span.low, span.high, quantum, span.step, apart)
-            if 2 * len(kept) > len(QUERIES):
+            if 2 * len(kept) > len(QUERY_COUNTS):
                 break  # a longer quantum costs more than the few buckets that it may add
         if len(best) > 1:
             return shapes
-    logger.warning("no two query counts of this model's attention agree bit for bit; using one fixed shape")
+    logger.warning("no two query counts of the model's attention agree bit for bit; %s", ONE_SHAPE)
     return FALLBACK
 
 
@@ -129,24 +158,29 @@ def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
 def find_shapes(
     decoder: Decoder, probed: ExactShapes | None = None, run: RunLayers | None = None
 ) -> ExactShapes:
-    """The exact shapes of a decoder, on its device, in its dtype: those that were probed for it (None: that
-    are probed now) and that its layers confirm, as `run` runs them (None: as the decoder does)."""
+    """Return the exact shapes of a decoder on its device, in its dtype.
+
+    Args:
+        decoder: The decoder, with its weights.
+        probed: The result of `probe_shapes` for it; None probes now.
+        run: Runs the layers that confirm the shapes; None is `decoder.run`.
+    """
     shapes = probe_shapes(decoder, decoder.device) if probed is None else probed
     if not shapes.found:
         return shapes
-    for apart in sorted({shapes.apart, True}):  # what agrees in batches agrees row by row: probed already
+    for apart in sorted({shapes.apart, True}):  # shapes that agree in batches agree row by row, too
         tried = replace(shapes, apart=apart)
-        buckets = _confirmed(decoder, tried, run or decoder.run)
+        buckets = _confirmed_buckets(decoder, tried, run or decoder.run)
         if len(buckets) > 1:
             return replace(tried, query_buckets=buckets)
-    logger.warning("no two query counts of this model's layers agree bit for bit; using one fixed shape")
+    logger.warning("no two query counts of the model's layers agree bit for bit; %s", ONE_SHAPE)
     return FALLBACK
 
 
 def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> RowSpan | None:
-    """The longest run of row counts around the reference at which every product agrees with it."""
+    """Return the widest span of row counts at which every product agrees; None: there is no such span."""
     layer = outline.layers[0]
-    agreeing = set(ROWS)
+    agreeing = set(ROW_COUNTS)
     for product in (
         layer.attention.qkv,
         layer.attention.output,
@@ -154,23 +188,32 @@ def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> R
         layer.mlp.down,
         outline.output,
     ):
-        agreeing = _agreeing(agreeing, product.shape, like, random)
-    for step in STEPS:
-        low = _run(agreeing, [rows for rows in reversed(ROWS) if rows <= REFERENCE and rows % step == 0])
-        high = _run(agreeing, [rows for rows in ROWS if rows >= REFERENCE and rows % step == 0])
+        agreeing = _agreeing_counts(agreeing, product.shape, like, random)
+    for step in ROW_STEPS:
+        low = _last_agreeing(
+            agreeing, [rows for rows in reversed(ROW_COUNTS) if rows <= REFERENCE and rows % step == 0]
+        )
+        high = _last_agreeing(
+            agreeing, [rows for rows in ROW_COUNTS if rows >= REFERENCE and rows % step == 0]
+        )
         if high >= 2 * REFERENCE:
             return RowSpan(low, high, step)
     return None
 
 
-def _agreeing(counts: set[int], shape: tuple[int, int], like: Tensor, random: torch.Generator) -> set[int]:
-    """Those of the row counts at which a product of this shape agrees; its probe is gone before the next."""
-    probe = ProductProbe(pack, shape, max(ROWS), like, random)
+def _agreeing_counts(
+    counts: set[int], shape: tuple[int, int], like: Tensor, random: torch.Generator
+) -> set[int]:
+    """Return the row counts at which a product of this shape agrees with the reference.
+
+    The probe is freed before the next is made.
+    """
+    probe = ProductProbe(pack, shape, max(ROW_COUNTS), like, random)
     return {rows for rows in counts if probe.agrees(rows, REFERENCE)}
 
 
-def _run(agreeing: set[int], counts: list[int]) -> int:
-    """The last of the leading counts that agree."""
+def _last_agreeing(agreeing: set[int], counts: list[int]) -> int:
+    """Return the last of the counts before the first that does not agree."""
     last = REFERENCE
     for rows in counts:
         if rows not in agreeing:
@@ -180,7 +223,7 @@ def _run(agreeing: set[int], counts: list[int]) -> int:
 
 
 def _agreeing_queries(probe: AttentionProbe, quantum: int, apart: bool) -> tuple[int, ...]:
-    """The query counts whose attention agrees with the reference at this quantum, alone and in batches."""
+    """Return the query counts at which attention agrees at a quantum, alone and in batches."""
     reference = probe.output(1, REFERENCE, quantum, 0, 1.0, apart)
 
     def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
@@ -192,10 +235,10 @@ def _agreeing_queries(probe: AttentionProbe, quantum: int, apart: bool) -> tuple
         return ()  # the bits depend on the padded length, so no query count can agree
     kept = [
         queries
-        for queries in QUERIES
+        for queries in QUERY_COUNTS
         if agrees(1, queries, 4 * quantum, 0, 3.0) and agrees(3, queries, quantum, 2, 0.0)
     ]
-    for queries in SPOT_QUERIES:
+    for queries in SPOT_QUERY_COUNTS:
         further = queries in kept and (
             agrees(1, queries, quantum, 0, 5.0),
             agrees(8, queries, 2 * quantum, 5, 2.0),
@@ -205,8 +248,8 @@ def _agreeing_queries(probe: AttentionProbe, quantum: int, apart: bool) -> tuple
     return tuple(kept)
 
 
-def _confirmed(decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> tuple[int, ...]:
-    """The query buckets at which two layers of the real decoder agree too, norms and activations included."""
+def _confirmed_buckets(decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> tuple[int, ...]:
+    """Return the query buckets at which two whole layers of the decoder agree, too."""
     trial = _Trial(decoder, shapes, run)
     alone = trial.states(1, REFERENCE, 0)
     kept = []
@@ -218,7 +261,7 @@ def _confirmed(decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> tuple[i
 
 
 class _Trial:
-    """Passes of the first two layers over a scratch cache of random values."""
+    """Passes of the first two layers of a decoder over a small cache of random values."""
 
     def __init__(self, decoder: Decoder, shapes: ExactShapes, run: RunLayers) -> None:
         depth = min(2, decoder.spec.layers)
@@ -227,19 +270,20 @@ class _Trial:
         random = torch.Generator().manual_seed(1)
         self.cache = KVCache(self.spec, 2, 256, device=decoder.device, dtype=decoder.dtype)
         context = torch.randn(self.cache.data[:, :, :1].shape, generator=random)
-        self.context = context.to(decoder.device, decoder.dtype)  # of either row
-        hidden = torch.randn(max(QUERIES), self.spec.hidden_size, generator=random)
+        self.context = context.to(decoder.device, decoder.dtype)  # of both rows
+        hidden = torch.randn(max(QUERY_COUNTS), self.spec.hidden_size, generator=random)
         self.hidden = hidden.to(decoder.device, decoder.dtype)  # [T, D]
         self.tables = rope_tables(self.spec, 512, decoder.device, decoder.dtype)
 
     def states(self, batch: int, queries: int, place: int) -> Tensor:
-        """[T, D] of the tried row, at `place` among other rows."""
+        """Return the states that leave the layers [T, D], of a row at `place` in a batch."""
         self.cache.data.copy_(self.context)
         hidden = self.hidden[:queries].flip(0).repeat(batch, 1, 1)
         hidden[place] = self.hidden[:queries]
-        shape = PassShape(
-            0, batch, queries, self.shapes.length(150 + queries), self.shapes.span, self.shapes.apart
+        length = self.shapes.length(TRIAL_START + queries)
+        shape = PassShape(0, batch, queries, length, self.shapes.span, self.shapes.apart)
+        starts = [TRIAL_START - 7 * abs(row - place) for row in range(batch)]
+        pass_ = build_pass(
+            self.spec, self.tables, self.cache, shape, torch.tensor(starts, device=hidden.device)
         )
-        starts = torch.tensor([150 - 7 * abs(row - place) for row in range(batch)], device=hidden.device)
-        pass_ = build_pass(self.spec, self.tables, self.cache, shape, starts)
         return self.run(hidden, pass_, Plan.full(self.spec.layers), 0, self.spec.layers)[place]

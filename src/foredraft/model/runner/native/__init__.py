@@ -1,9 +1,17 @@
-"""Passes of a CPU by kernels of our own, compiled where they run (kernels.c, passes.inc)."""
+"""Forward passes by the project's own C kernels for CPUs (kernels/kernels.c)."""
 
 from foredraft.kernels.compilation import library
 from foredraft.model.runner.native.check import unserved_because
-from foredraft.model.runner.native.fused import stretch
-from foredraft.model.runner.native.linear import NativeLinear, arrange, fits
+from foredraft.model.runner.native.forward import run_layers
+from foredraft.model.runner.native.linear import NativeLinear, fits, pack_native
 from foredraft.model.runner.native.passes import NativePasses
 
-__all__ = ["NativeLinear", "NativePasses", "arrange", "fits", "library", "stretch", "unserved_because"]
+__all__ = [
+    "NativeLinear",
+    "NativePasses",
+    "fits",
+    "library",
+    "pack_native",
+    "run_layers",
+    "unserved_because",
+]

@@ -1,4 +1,4 @@
-"""A product on a weight that is laid out for the kernels: blocks of 32 outputs, read once from end to end."""
+"""Products with weights that are packed for the C kernels: blocks of 32 outputs, read in order."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from foredraft.kernels.compilation import declare, library
 from foredraft.kernels.huge_pages import Arena
 
-__all__ = ["NativeLinear", "arrange", "fits", "suffix"]
+__all__ = ["NativeLinear", "fits", "pack_native", "suffix"]
 
-BLOCK = 32
-WORD = {torch.float32: 1, torch.bfloat16: 2}  # values to a word of 32 bits
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+BLOCK = 32  # outputs of a block, as in kernels.c
+WORD = {torch.float32: 1, torch.bfloat16: 2}  # values per 32-bit word
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # in the names of C functions
 
 
 class CLinear(ctypes.Structure):
-    """`Linear` of kernels.c."""
+    """`Linear` in kernels.c."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -34,30 +34,38 @@ class CLinear(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """The product on an arranged weight."""
+    """The product of x [N, K] with a packed weight [M, K], plus its bias.
 
-    weight: Tensor  # [ceil(M / 32), K, 32] of the weight's dtype, opaque
-    shape: tuple[int, int]  # (M, K)
-    bias: Tensor | None  # [M, padded to whole blocks] float32
+    Attributes:
+        weight: The packed weight, [ceil(M / 32), K, 32] of the weight's dtype; only the kernels read it.
+        shape: (M, K).
+        bias: [M, padded to whole blocks] float32, or None.
+    """
+
+    weight: Tensor
+    shape: tuple[int, int]
+    bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return x [..., K] times the weight, plus the bias: [..., M]."""
         x = x.contiguous()
         assert x.dtype == self.weight.dtype and x.shape[-1] == self.shape[1]
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         rows = x.numel() // self.shape[1]
-        linear = self.view()
+        linear = self.as_struct()
         _product(x.dtype)(
             ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
         )
         return out
 
-    def view(self) -> CLinear:
-        """For the kernels; valid while this product lives."""
+    def as_struct(self) -> CLinear:
+        """Return the C struct of this product, which is valid as long as this object lives."""
         return CLinear(
             self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), *self.shape
         )
 
     def dense(self) -> Tensor:
+        """Return the weight as an ordinary tensor [M, K], a copy."""
         rows, columns = self.shape
         word = WORD[self.weight.dtype]
         blocks = self.weight.view(-1, columns // word, BLOCK, word).transpose(1, 2)
@@ -65,12 +73,18 @@ class NativeLinear:
 
 
 def fits(dtype: torch.dtype, columns: int) -> bool:
-    """Whether weights of so many columns can be arranged."""
+    """Return whether weights [M, columns] of this dtype can be packed for the kernels."""
     return dtype in WORD and columns % WORD[dtype] == 0
 
 
-def arrange(weight: Tensor, bias: Tensor | None, arena: Arena | None = None) -> NativeLinear:
-    """The product on a copy of this weight [M, K], which lies in the arena, where one is given."""
+def pack_native(weight: Tensor, bias: Tensor | None, arena: Arena | None = None) -> NativeLinear:
+    """Return the product with a packed copy of a weight.
+
+    Args:
+        weight: [M, K] of a dtype and a width that `fits` accepts.
+        bias: [M], or None.
+        arena: Holds the packed weight; None allocates it by itself.
+    """
     weight = weight.contiguous()
     rows, columns = weight.shape
     missing = -rows % BLOCK
@@ -78,11 +92,12 @@ def arrange(weight: Tensor, bias: Tensor | None, arena: Arena | None = None) -> 
     packed = weight.new_empty(shape) if arena is None else arena.empty(shape, weight.dtype)
     words = columns // WORD[weight.dtype]
     _pack()(weight.data_ptr(), rows, words, packed.data_ptr(), torch.get_num_threads())
-    offset = None if bias is None else torch.nn.functional.pad(bias.float(), (0, missing))
-    return NativeLinear(packed, (rows, columns), offset)
+    padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, missing))
+    return NativeLinear(packed, (rows, columns), padded)
 
 
 def suffix(dtype: torch.dtype) -> str:
+    """Return the suffix of the C functions for this dtype."""
     return f"_{NAMES[dtype]}"
 
 
@@ -99,5 +114,5 @@ def _product(dtype: torch.dtype) -> Any:
 
 def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None, "no weight is arranged where there are no kernels"
+    assert found is not None, "weights are packed only where the kernels are available"
     return found

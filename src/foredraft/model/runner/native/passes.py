@@ -1,8 +1,8 @@
-"""Whole stretches of layers in one call: what `Decoder.run` and `Decoder.head` do, by the kernels.
+"""Ranges of layers, the head and fused drafts by the C kernels.
 
-Contract: a column costs what it costs and no padding is computed; whatever shares the pass, a column's bits
-are the same, because no sum's order depends on the pass (kernels.c). Weights stay where the decoder has
-them; this object holds addresses, and the decoder that owns them.
+Contract: a pass computes the real columns of a ragged batch and no padding. A column's bits do not depend on
+the pass, because the order of no sum does (kernels.c). The weights stay in the decoder; `NativePasses` holds
+their addresses, and the decoder, so that these stay valid.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from foredraft.model.rope import Rope
 from foredraft.model.runner.job import FusedDraft, SamplingInputs, StopThresholds
 from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
-__all__ = ["Columns", "NativePasses"]
+__all__ = ["Groups", "NativePasses"]
 
-WIDEST_HEAD = 512  # channels of a head, as kernels.c has room for
-Columns = Sequence[tuple[int, int, int]]  # (cache row, first position, how many)
+MAX_HEAD_DIM = 512  # the head dimension that buffers in kernels.c have room for
+Groups = Sequence[tuple[int, int, int]]  # runs of columns: (cache row, first position, number of columns)
+
+# The structures below mirror those of kernels.c, field by field.
 
 
 class CNorm(ctypes.Structure):
@@ -70,11 +72,11 @@ class CPass(ctypes.Structure):
     )
 
 
-DRAWING = ("temperature", "top_k", "top_p", "min_p", "cut")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "cut")
 
 
-class CDrawing(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in DRAWING)
+class CSampling(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in SAMPLING)
 
 
 class CStops(ctypes.Structure):
@@ -84,18 +86,27 @@ class CStops(ctypes.Structure):
     )
 
 
+class CDraft(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        *((name, c_int64) for name in ("columns", "steps")),
+        *((name, c_void_p) for name in ("slot", "limit", "sampling", "keys", "stops")),
+        *((name, c_void_p) for name in ("drawn", "finite", "probs", "counts")),
+    )
+
+
 class NativePasses:
-    """The passes of one decoder."""
+    """The passes of one decoder by the C kernels."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> NativePasses | None:
-        """None where one of its products, or a head, is not for the kernels."""
+        """Return the passes of a decoder; None where one of its weights is not packed for the kernels."""
         products = [decoder.output]
         for layer in decoder.layers:
             attention, mlp = layer.attention, layer.mlp
             products += [attention.qkv, attention.output, mlp.gate_up, mlp.down]
-        arranged = all(isinstance(product, NativeLinear) for product in products)
-        return cls(decoder) if arranged and decoder.spec.head_dim <= WIDEST_HEAD else None
+        packed = all(isinstance(product, NativeLinear) for product in products)
+        return cls(decoder) if packed and decoder.spec.head_dim <= MAX_HEAD_DIM else None
 
     def __init__(self, decoder: Decoder) -> None:
         spec, kernels = decoder.spec, library()
@@ -103,8 +114,8 @@ class NativePasses:
         self.decoder = decoder
         self.ropes = list(dict.fromkeys(spec.rope_of(window) for window in spec.windows))
         inner = decoder.layers[0].mlp.down.shape[1]
-        self._embedding = decoder.embedding.contiguous()  # whose address the kernels have
-        self._layers = (CLayer * spec.layers)(*map(self._layer, range(spec.layers)))
+        self._embedding = decoder.embedding.contiguous()  # kept alive for its address
+        self._layers = (CLayer * spec.layers)(*map(self._layer_struct, range(spec.layers)))
         self._model = CModel(
             spec.layers,
             spec.hidden_size,
@@ -118,13 +129,13 @@ class NativePasses:
             spec.logit_softcap or 0.0,
             self._embedding.data_ptr(),
             decoder.embedding_scale or 0.0,
-            _norm(decoder.norm),
-            _linear(decoder.output),
+            _norm_struct(decoder.norm),
+            _linear_struct(decoder.output),
             self._layers,
         )
-        mixed, width = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self._room = spec.hidden_size + max(width, 2 * inner) + max(mixed, inner)  # elements a column
-        self._kept = self._embedding.new_empty(0)
+        output, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        self._scratch_per_column = spec.hidden_size + max(qkv, 2 * inner) + max(output, inner)  # elements
+        self._scratch_memory = self._embedding.new_empty(0)
         self._rotary: Sequence[int] = ()
         self._tables: Mapping[Rope, Tensor] = {}
         forward, head, draft = (
@@ -138,16 +149,13 @@ class NativePasses:
         self._head = declare(head, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int))
         self._draft = declare(
             draft,
-            (
-                *(c_void_p,) * 3, c_int64, c_char_p, c_char_p, c_int64, *(c_void_p,) * 2, c_int64,
-                *(c_void_p,) * 9, c_int,
-            ),
+            (*(c_void_p,) * 3, c_char_p, c_char_p, c_int64, c_void_p, c_void_p, c_int),
             allocates=True,
-        )  # fmt: skip
+        )
 
-    def rotate_by(self, tables: Mapping[Rope, Tensor]) -> None:
-        """Use these rotary tables, [P, 2, D] each."""
-        self._tables = tables  # alive as long as their addresses are used
+    def use_rotary_tables(self, tables: Mapping[Rope, Tensor]) -> None:
+        """Set the rotary tables of all further passes, [P, 2, D] each."""
+        self._tables = tables  # kept alive for their addresses
         self._rotary = [tables[rope].data_ptr() for rope in self.ropes]
 
     def forward(
@@ -155,120 +163,131 @@ class NativePasses:
         tokens: Tensor | None,
         hidden: Tensor,
         cache: KVCache,
-        columns: Columns,
+        groups: Groups,
         plan: Plan,
         start: int,
         stop: int,
         *,
         head: bool = False,
     ) -> Tensor | None:
-        """States [N, D] entering layer `start` -> states entering layer `stop`, in place; their keys and
-        values go to the cache. tokens [N]: embedded first, into `hidden`. head: gives logits
-        [N, V] float32."""
+        """Run layers [start, stop) on states, in place, and store their keys and values in the cache.
+
+        Args:
+            tokens: Token ids [N] that are embedded into `hidden` first; None: `hidden` holds the states.
+            hidden: States entering layer `start`, [N, D]; afterwards those entering layer `stop`.
+            cache: The cache, with keys in blocks.
+            groups: The rows and positions of the N columns.
+            plan: The sub-layers that run.
+            start: The first layer.
+            stop: The layer after the last.
+            head: Compute logits.
+
+        Returns:
+            Logits [N, V] in float32 where `head` asks for them, else None.
+        """
         count = len(hidden)
-        pass_ = pass_over(cache, columns, self._rotary)
-        room = self._space(count * self._room)
+        pass_ = pass_struct(cache, groups, self._rotary)
+        scratch = self._scratch(count * self._scratch_per_column)
         logits = self._logits(hidden) if head else None
         self._forward(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
-            None if tokens is None else tokens.data_ptr(),
+            _address(tokens),
             hidden.data_ptr(),
             count,
             bytes(plan.attention),
             bytes(plan.mlp),
             start,
             stop,
-            room.data_ptr(),
-            None if logits is None else logits.data_ptr(),
+            scratch.data_ptr(),
+            _address(logits),
             torch.get_num_threads(),
         )
         return logits
 
     def draft(
         self,
-        tokens: Sequence[int],
         cache: KVCache,
-        columns: Columns,
-        plan: Plan,
-        stop: int,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
         most: Sequence[int],
+        plan: Plan,
         sampling_inputs: SamplingInputs | None,
         stops: StopThresholds | None,
-        rows: int,
     ) -> FusedDraft:
-        """Tokens [N] of the columns, then most[g] tokens of each group g's own, one after the other. rows: of
-        the batch, whose first the columns' first cache row is. drawing: None for the likeliest."""
-        spec, groups, steps = self.decoder.spec, len(columns), max(most)
-        pass_ = pass_over(cache, columns, self._rotary)
-        given = array("q", (*tokens, *(row for row, _, _ in columns), *most))
-        at, _ = given.buffer_info()
-        slots = at + 8 * len(tokens)
-        room = self._space(len(tokens) * (self._room + spec.hidden_size))
+        """Run all steps of a draft in one call; see `Runner.draft` for the arguments."""
+        rows, steps, vocabulary = len(most), max(most), self.decoder.spec.vocab_size
+        active = [row for row, limit in enumerate(most) if limit]
+        read = [token for row in active for token in tokens[row]]
+        pass_ = pass_struct(cache, [(row, starts[row], len(tokens[row])) for row in active], self._rotary)
+        numbers = array("q", (*read, *active, *(most[row] for row in active)))
+        address, _ = numbers.buffer_info()
+        active_address = address + numbers.itemsize * len(read)
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
         finite = torch.zeros(rows, steps, dtype=torch.bool)
-        probs = None if sampling_inputs is None else torch.zeros(rows, steps, spec.vocab_size)
-        logits = torch.empty(groups, spec.vocab_size)
-        how = CDrawing()
+        sampling, keys, probs = CSampling(), None, None
         if sampling_inputs is not None:
-            how = CDrawing(*(_address(getattr(sampling_inputs, name)) for name in DRAWING))
-        counts, sure, end = array("q", bytes(16 * rows)), None, None
-        if stops is not None:
-            assert stops.keep.shape == (rows, steps)  # the kernel takes that for granted
-            sure = torch.full((rows, steps), -1.0)
-            ours = stops.edges, stops.chances, stops.keep, stops.more, sure
-            end = CStops(stops.chances.shape[1], *(x.data_ptr() for x in ours))
+            sampling = CSampling(*(_address(getattr(sampling_inputs, name)) for name in SAMPLING))
+            keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
+        sure = None if stops is None else torch.full((rows, steps), -1.0)
+        stops_struct = None if stops is None or sure is None else _stops_struct(stops, sure)
+        counts = array("q", bytes(2 * numbers.itemsize * rows))
+        draft = CDraft(
+            tokens=address,
+            columns=len(read),
+            steps=steps,
+            slot=active_address,
+            limit=active_address + numbers.itemsize * len(active),
+            sampling=ctypes.addressof(sampling),
+            keys=_address(keys),
+            stops=None if stops_struct is None else ctypes.addressof(stops_struct),
+            drawn=drawn.data_ptr(),
+            finite=finite.data_ptr(),
+            probs=_address(probs),
+            counts=counts.buffer_info()[0],
+        )
+        scratch = self._scratch(len(read) * (self._scratch_per_column + self.decoder.spec.hidden_size))
+        logits = torch.empty(len(active), vocabulary)
         self._draft(
             ctypes.addressof(self._model),
             ctypes.addressof(pass_),
-            at,
-            len(tokens),
+            ctypes.addressof(draft),
             bytes(plan.attention),
             bytes(plan.mlp),
-            stop,
-            slots,
-            slots + 8 * groups,
-            steps,
-            ctypes.addressof(how),
-            None if sampling_inputs is None else sampling_inputs.keys.data_ptr(),
-            room.data_ptr(),
+            self.decoder.spec.layers,
+            scratch.data_ptr(),
             logits.data_ptr(),
-            drawn.data_ptr(),
-            finite.data_ptr(),
-            None if probs is None else probs.data_ptr(),
-            None if end is None else ctypes.addressof(end),
-            counts.buffer_info()[0],
             torch.get_num_threads(),
         )
         return FusedDraft(drawn, finite, probs, counts[::2].tolist(), counts[1::2].tolist(), sure)
 
-    def _space(self, values: int) -> Tensor:
-        """To work in during one call: kept, since the next needs about as much."""
-        if len(self._kept) < values:
-            self._kept = self._embedding.new_empty(values)
-        return self._kept
+    def _scratch(self, values: int) -> Tensor:
+        """Return work memory of at least `values` elements, which the next call can use again."""
+        if len(self._scratch_memory) < values:
+            self._scratch_memory = self._embedding.new_empty(values)
+        return self._scratch_memory
 
-    def states(self, count: int) -> Tensor:
-        """Room for the states of so many columns [N, D]."""
+    def new_states(self, count: int) -> Tensor:
+        """Return an uninitialised tensor for the states of `count` columns, [N, D]."""
         return self._embedding.new_empty(count, self.decoder.spec.hidden_size)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return hidden.new_empty(len(hidden), self.decoder.spec.vocab_size, dtype=torch.float32)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """States after the last layer [N, D] -> logits [N, V] float32, the soft-cap included."""
-        logits, room = self._logits(hidden), torch.empty_like(hidden)
+        """Return the logits [N, V] in float32, soft-capped, of states [N, D] after the last layer."""
+        logits, scratch = self._logits(hidden), torch.empty_like(hidden)
         self._head(
             ctypes.addressof(self._model),
             hidden.data_ptr(),
             len(hidden),
             logits.data_ptr(),
-            room.data_ptr(),
+            scratch.data_ptr(),
             torch.get_num_threads(),
         )
         return logits
 
-    def _layer(self, index: int) -> CLayer:
+    def _layer_struct(self, index: int) -> CLayer:
         layer, spec = self.decoder.layers[index], self.decoder.spec
         attention, mlp, window = layer.attention, layer.mlp, spec.windows[index]
         norms = (
@@ -281,36 +300,49 @@ class NativePasses:
         )
         products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         rope = self.ropes.index(spec.rope_of(window))
-        return CLayer(*map(_norm, norms), *map(_linear, products), window or 0, rope)
+        return CLayer(*map(_norm_struct, norms), *map(_linear_struct, products), window or 0, rope)
 
 
-def pass_over(cache: KVCache, columns: Columns, rotary: Sequence[int]) -> CPass:
-    """The pass of these columns, one after the other; rotary: the addresses of the tables."""
+def pass_struct(cache: KVCache, groups: Groups, rotary: Sequence[int]) -> CPass:
+    """Return the C struct of a pass.
+
+    Args:
+        cache: The cache, with keys in blocks.
+        groups: The rows and positions of the columns, in the order of the columns.
+        rotary: The addresses of the rotary tables.
+    """
     assert cache.blocked, "the kernels read keys in blocks"
-    groups = len(columns)
-    rows, starts, counts = zip(*columns, strict=True)
+    rows, starts, counts = zip(*groups, strict=True)
     numbers = array("q", (*accumulate(counts[:-1], initial=0), *counts, *starts, *rows))
-    at, _ = numbers.buffer_info()
+    address, _ = numbers.buffer_info()
+    size = numbers.itemsize * len(groups)  # bytes of each of the four arrays
     pass_ = CPass(
-        groups,
-        *range(at, at + 32 * groups, 8 * groups),
+        len(groups),
+        *range(address, address + 4 * size, size),
         (c_void_p * len(rotary))(*rotary),
         cache.memory.data_ptr(),
         cache.rows,
         cache.stored,
     )
-    pass_.numbers = numbers  # alive as long as the pass
+    pass_.numbers = numbers  # kept alive for their addresses
     return pass_
+
+
+def _stops_struct(stops: StopThresholds, sure: Tensor) -> CStops:
+    """Return the C struct of stop thresholds whose kernel writes top probabilities to `sure` [B, K]."""
+    assert stops.keep.shape == sure.shape  # the kernel does not check
+    arrays = stops.edges, stops.chances, stops.keep, stops.more, sure
+    return CStops(stops.chances.shape[1], *(x.data_ptr() for x in arrays))
 
 
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _norm(norm: RMSNorm | None) -> CNorm:
+def _norm_struct(norm: RMSNorm | None) -> CNorm:
     return CNorm(None, 0.0, 0) if norm is None else CNorm(norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-def _linear(product: Product) -> CLinear:
+def _linear_struct(product: Product) -> CLinear:
     assert isinstance(product, NativeLinear)
-    return product.view()
+    return product.as_struct()

@@ -1,0 +1,38 @@
+"""Errors on stderr: one line each, with options spelled as flags."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from foredraft.cli.stdin import STDIN
+from foredraft.errors import NO_VALUE, ForedraftError, Option
+
+__all__ = ["as_flag", "one_line", "print_error"]
+
+# Parameters of the Python API that the command line calls otherwise.
+FLAG_NAMES = {"path": "model", "policy_options": "policy-option"}
+
+
+def as_flag(option: Option) -> str:
+    """Return the option as a flag.
+
+    Example:
+        >>> as_flag(Option("max_batch")), as_flag(Option("dtype", "bfloat16")), as_flag(Option("json", True))
+        ('--max-batch', '--dtype bfloat16', '--json')
+    """
+    name = FLAG_NAMES.get(option.name, option.name).replace("_", "-")
+    if isinstance(option.value, bool):
+        return f"--{name}" if option.value else f"--no-{name}"
+    return f"--{name}" if option.value is NO_VALUE else f"--{name} {shlex.quote(str(option.value))}"
+
+
+def one_line(error: Exception | str) -> str:
+    """Return the message on one line, with options as flags and the stdin marker as `-`."""
+    message = error.describe(as_flag) if isinstance(error, ForedraftError) else str(error)
+    return " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
+
+
+def print_error(error: Exception | str) -> None:
+    """Print `foredraft: error: ...` to stderr."""
+    print(f"foredraft: error: {one_line(error)}", file=sys.stderr)
