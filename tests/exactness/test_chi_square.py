@@ -112,7 +112,9 @@ def test_samples_do_not_depend_on_each_other() -> None:
     product = {a + b: p * q for a, p in one.items() for b, q in one.items()}
     pairs = []
     for seed in range(1500):
-        pairs.append([Sequence(2 * seed + i, [1], params, seed, i, drafters=("draft-model",)) for i in range(2)])
+        pairs.append(
+            [Sequence(2 * seed + i, [1], params, seed, i, drafters=("draft-model",)) for i in range(2)]
+        )
     run(make_engine(TARGET, DRAFT, Fixed(1), rows=48), [sequence for pair in pairs for sequence in pair])
     assert_law([a.new_ids + b.new_ids for a, b in pairs], product)
 

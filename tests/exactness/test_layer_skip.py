@@ -112,7 +112,7 @@ def test_any_layers_may_be_left_out(llm: LLM, plain: list[list[int]], data: st.D
     runner: Any = llm.engine.target
     llm.engine.drafters["layer-skip"] = LayerSkip(runner, llm.engine.cache, data.draw(skips))
     llm.engine.policy = Fixed(data.draw(st.integers(1, 7)))
-    params = replace(GREEDY, max_new_tokens=16)
+    params = replace(GREEDY, max_new_tokens=16, drafter="layer-skip")
     assert [output.token_ids for output in llm.generate(PROMPTS[1:5], params)] == [
         ids[:16] for ids in plain[1:5]
     ]
