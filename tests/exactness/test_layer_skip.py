@@ -50,7 +50,13 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
         if by == "operators":
             patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
         llm = foredraft.load(
-            folder, plan="skip:none", dtype=dtype, device="cpu", max_batch=ROWS, max_length=512
+            folder,
+            plan="skip:none",
+            dtype=dtype,
+            device="cpu",
+            max_batch=ROWS,
+            max_length=512,
+            policy="fixed",
         )
     runner: Any = llm.engine.target
     assert (runner._native is not None) == (by == "kernels")
