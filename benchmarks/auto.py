@@ -1,15 +1,15 @@
-"""What the cost model makes of good, bad and fickle drafters: `auto` beside plain decoding and fixed lengths.
+"""What policy `auto` makes of good, bad and fickle drafters, beside plain decoding and fixed draft lengths.
 
-The demo target decodes held-out prompts. Drafters that misbehave are the demo's draft model with other
-words put into its mouth: it takes its time, and is then right or wrong as the case says. Every contender has
-models of its own, loaded for it, and all run at once, warm, a slice of some rounds at a time in turns: what
-disturbs the machine for longer disturbs all of them. `auto` runs both as it meets a drafter for the first
-time and as it knows it from earlier requests. Ratios are of the seconds of the same requests, plain over the
-other, prompts included: medians and quartiles, and of all seconds together. Plain decoding takes part twice:
-its own ratio is 1 but for what the machine disturbs. Beside each stand whether its tokens are plain
-decoding's, its mean draft length, its mean accepted length, and the share of repeated 4-grams. Above
-temperature 0, requests have a seed, so that all contenders write the same text. `auto` goes by costs that it
-measures when the models were loaded, and measures again: so all are loaded several times.
+The demo target, or the same with padding layers that change nothing (--layers), decodes held-out prompts. A
+drafter that misbehaves is the demo's draft model with other tokens put in place of its own: it takes its
+time, and is then right or wrong as the case says. Every contender has models of its own, loaded for it, and
+all run at once, warm, a slice of some rounds at a time in turns, so that a longer disturbance burdens all of
+them. `auto` runs both as it meets a drafter for the first time and as it knows it from earlier requests.
+Ratios are of the seconds of the same requests, plain over the other, prompts included: medians and quartiles,
+and of all seconds together. Plain decoding takes part twice: its own ratio is 1 but for disturbances. Beside
+each stand whether its tokens are plain decoding's, its mean draft length, its mean accepted length, and the
+share of repeated 4-grams. Above temperature 0, requests have a seed, so that all contenders write the same
+text.
 
     random      the draft model is never right
     dear        the target drafts for itself: always right, and as slow
@@ -22,12 +22,11 @@ and on prompts whose plain output repeats under 30 % of its 4-grams within 64 to
 
     pays        the draft model as it is; the best fixed length is the best of all that are timed
     long        the same after a prompt of 700 tokens, whatever its output repeats
-    choice      lookup, layer skip (a plan that `foredraft tune` found) or the draft model, beside each alone;
-                the last two also with drafts that end by their length alone
+    choice      lookup, layer skip (a plan that `foredraft tune` found) or the draft model, beside each alone
     batch       the draft model for eight sequences together
     copies      lookup, on prompts whose answer copies much of them (the workload `edit-file`)
 
-    python benchmarks/auto.py --new-tokens 256 --repeats 5 --loads 3
+    python benchmarks/auto.py --layers 128 --new-tokens 256 --repeats 3 --loads 2
 """
 
 from __future__ import annotations
@@ -39,24 +38,26 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from foredraft.decode.policy.stopping import stops_of
 from timing import spread
 from torch import Tensor
-from workload import fluent, heldout, machine, write
+from workload import fluent, heldout, machine, padded_demo, write
 
 import foredraft
-from foredraft import LLM, Output, SamplingParams
+from foredraft import LLM, Output, SamplingParams, demo
 from foredraft.decode.policy import Auto, CostTable, Fixed, Policy
 from foredraft.decode.sequence import State
-from foredraft.decode.stats import Round, Stats
+from foredraft.decode.stats import Stats
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.model.device import synchronise
-from foredraft.model.runner import FusedDraft, SamplingInputs, StopThresholds
+from foredraft.model.runner import FusedDraft, SamplingInputs
 from foredraft.ngrams import repeated
+from foredraft.profiling.profile import measure_profile
 
 POSITIONS = 1024
 WARM = 1  # turns that do not count
@@ -80,7 +81,8 @@ CASES: dict[str, tuple[int, Right | None]] = {
 FLUENT = {"pays": "free", "choice": "free", "batch": "free", "copies": "edit-file"}
 LONG = 700  # tokens of a prompt, in the cases that begin with that word
 WHO = {"choice": "auto", "copies": "lookup"}  # drafts, if not the draft model
-PLAN = "skip:attn=1-3,5-7,9-11,13-15/mlp=1-7,9-11,13-15"
+PLAN = "skip:attn=1-3,5-7,9-11,13-15{more}/mlp=1-7,9-11,13-15{more}"
+DEMO_LAYERS = 16
 MODELS = "layer-skip", "draft-model"
 
 
@@ -104,17 +106,16 @@ class Ventriloquist(DraftModel):
             logits[row, self._words(row, starts[row] + counts[row], 1)[0]] = 1.0
         return logits
 
-    def draft(
+    def fused_draft(
         self,
         tokens: list[list[int]],
         starts: list[int],
-        most: list[int],
-        sampling_inputs: SamplingInputs | None,
-        stops: StopThresholds | None = None,
+        lengths: list[int],
+        sampling: SamplingInputs | None,
     ) -> FusedDraft | None:
-        made = super().draft(tokens, starts, most, sampling_inputs, stops)
+        made = super().fused_draft(tokens, starts, lengths, sampling)
         if made is not None:
-            for row, count in enumerate(made.counts):
+            for row, count in enumerate(lengths):
                 first = starts[row] + len(tokens[row])
                 made.tokens[row, :count] = torch.tensor(self._words(row, first, count), dtype=torch.int64)
         return made
@@ -136,20 +137,10 @@ class Ventriloquist(DraftModel):
         if row >= len(sequences) or sequences[row].id not in self._texts:
             return [0] * count  # its rounds are being timed
         index, output = self._texts[sequences[row].id]
-        first = self.began(sequences[row]) + position - len(sequences[row].prompt)
+        first = self.context_start(sequences[row]) + position - len(sequences[row].prompt)
         said = [output[place] if place < len(output) else 0 for place in range(first, first + count)]
         places = enumerate(said, start=first)
         return [token if self.right(index, place) else (token + 1) % words for place, token in places]
-
-
-class ByLength(Auto):
-    """It does not hear how sure a drafter is."""
-
-    def stops(self, sequences: Sequence[Any], budgets: Sequence[int], device: torch.device) -> StopThresholds:
-        return stops_of([None for _ in sequences], max(budgets), device)
-
-    def learn(self, sequence: Any, outcome: Round, sure: float | None) -> None:
-        super().learn(sequence, replace(outcome, sure=()), sure)
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
@@ -162,14 +153,9 @@ def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
     return DraftModel(target, rows, POSITIONS) if case == "dear" else own
 
 
-def with_table(policy: Auto, known: Callable[[], Auto]) -> Auto:
-    policy.table = known().table
-    return policy
-
-
 @dataclass
 class Contender:
-    """On models of its own. policy: of its next requests; speculation: who drafts."""
+    """Models of its own, the policy of its next requests, and the drafter."""
 
     llm: LLM
     policy: Callable[[], Policy]
@@ -209,8 +195,7 @@ class Running:
 
 @dataclass
 class Runs:
-    """Of all contenders of a case: seconds of each turn, what they wrote, and whether it was what plain
-    decoding writes. tables: the costs that `auto` went by, of each load, at its end."""
+    """Seconds, outputs and identity of all contenders of a case; tables: the costs of `auto`, of each load."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, list[Output]] = field(default_factory=lambda: defaultdict(list))
@@ -219,7 +204,10 @@ class Runs:
 
 
 def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender]:
-    """By name. One that meets its drafter for the first time knows what `auto` knows of costs."""
+    """Return the contenders by name.
+
+    One that meets its drafter for the first time shares the costs of `auto`.
+    """
 
     def known() -> Auto:
         policy = contenders["auto"].llm.engine.policy
@@ -227,32 +215,36 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
         return policy
 
     def loaded(make: Callable[[], Policy] | None, drafter: str) -> Contender:
+        more = f",{DEMO_LAYERS}-{options.layers - 1}" if options.layers > DEMO_LAYERS else ""
         llm = foredraft.load(
+            options.model,
+            draft=None if options.model is None else str(demo.draft_path()),
+            drafter="draft-model",
             dtype=options.dtype,
             device=options.device,
             max_batch=CASES[case][0],
             max_length=POSITIONS,
             max_draft=options.max_draft,
-            plan=PLAN if case == "choice" else None,
+            plan=PLAN.format(more=more) if case == "choice" else None,
         )
         own = llm.engine.policy
-        drafter = llm.engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
-        llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *drafter.caches)}.values())
+        stand_in = llm.engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
+        llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *stand_in.caches)}.values())
+        if isinstance(own, Auto) and case == "dear":  # the stand-in costs what the target costs
+            profile = measure_profile(llm.engine, own.max_draft)
+            own.use(profile.greedy, profile.sampled)
         return Contender(llm, make or (lambda: own), drafter)
 
     who = WHO.get(case, "draft-model")
     contenders = {
         "auto": loaded(None, who),
-        "auto, first request": loaded(lambda: Auto(known().max_draft, known().table), who),
-        "plain": loaded(lambda: Fixed(1), "none"),  # which measures no costs
+        "auto, first request": loaded(lambda: Auto(known().max_draft, known().greedy, known().sampled), who),
+        "plain": loaded(lambda: Fixed(1), "none"),
         "plain, again": loaded(lambda: Fixed(1), "none"),
     }
     if case == "choice":
-        contenders["auto, lookup"] = loaded(None, "lookup")
-        for name in MODELS:
+        for name in ("lookup", "layer-skip", "draft-model"):
             contenders[f"auto, {name}"] = loaded(None, name)
-            by_length = ByLength(known().max_draft)
-            contenders[f"by length, {name}"] = loaded(partial(with_table, by_length, known), name)
     fixed = "draft-model" if who == "auto" else who
     for gamma in (int(length) for length in options.lengths.split(",")):
         contenders[f"fixed {gamma}"] = loaded(partial(Fixed, gamma), fixed)
@@ -303,7 +295,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
                     runs.outputs[name] += outputs
     policy = llm.engine.policy
     assert isinstance(policy, Auto)
-    runs.tables.append(policy.table)
+    runs.tables.append(policy.greedy)
 
 
 def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -315,7 +307,7 @@ def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "case": case,
         "batch": CASES[case][0],
-        "tables": [{"passes": table.passes, "drafts": table.drafts} for table in runs.tables],
+        "tables": [table.as_dict() for table in runs.tables],
         "contenders": [
             {
                 "name": name,
@@ -343,12 +335,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="turns on each prompt, after a first one")
     parser.add_argument("--loads", type=int, default=3, help="times that the models are loaded")
     parser.add_argument("--max-draft", type=int)
+    parser.add_argument("--layers", type=int, default=DEMO_LAYERS, help="of the target, padding included")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="auto")
     options = parser.parse_args(arguments)
-    result: dict[str, Any] = {"what": vars(options), "machine": machine(), "cases": []}
-    with torch.inference_mode():
+    result: dict[str, Any] = {"what": dict(vars(options)), "machine": machine(), "cases": []}
+    with torch.inference_mode(), TemporaryDirectory() as folder:
+        options.model = None
+        if options.layers > DEMO_LAYERS:
+            options.model = str(padded_demo(Path(folder) / "target", options.layers))
         for case in options.cases.split(","):
             result["cases"].append(compare(case, options))
     write(options.name, result)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
-from foredraft import LLM, SamplingParams
+from safetensors.torch import load_file, save_file
+
+from foredraft import LLM, SamplingParams, demo
 from foredraft.bench.machine import machine
 from foredraft.bench.options import MAX_REPEATED
 from foredraft.bench.workload import load_workloads
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated
 
-__all__ = ["fluent", "heldout", "machine", "write"]
+__all__ = ["fluent", "heldout", "machine", "padded_demo", "write"]
 
 HERE = Path(__file__).parent
 CHECKED_TOKENS = 64  # new tokens in which repeated 4-grams are counted: loops of a small model start earlier
@@ -36,6 +39,28 @@ def fluent(llm: LLM, count: int, workload: str = "free") -> list[list[int]]:
         if len(kept) < count and repeated(llm.generate([prompt], plain)[0].token_ids) < MAX_REPEATED:
             kept.append(prompt)
     return kept
+
+
+def padded_demo(folder: Path, layers: int) -> Path:
+    """Write the demo target with layers that change nothing added, so that a step takes longer; return it.
+
+    The added layers have random weights, but their output projections are zero: the residual stream, and so
+    every logit, stays the same bit for bit.
+    """
+    copytree(demo.target_path(), folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    first, config["num_hidden_layers"] = config["num_hidden_layers"], layers
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    [file] = folder.glob("*.safetensors")
+    weights = load_file(file)
+    for name in [name for name in weights if name.startswith("model.layers.0.")]:
+        for layer in range(first, layers):
+            added = weights[name].clone()
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                added.zero_()
+            weights[name.replace("layers.0.", f"layers.{layer}.")] = added
+    save_file(weights, file, {"format": "pt"})
+    return folder
 
 
 def write(name: str, result: dict[str, Any]) -> None:

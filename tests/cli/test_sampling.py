@@ -97,10 +97,10 @@ def test_a_trace_page_is_written_and_replaced(
     draft = ["--draft", str(models / "small")]
     assert main([*generate, *draft, "--trace", str(file)]) == 0
     page = file.read_text(encoding="utf-8")
-    assert "drafter draft-model" in page
+    assert "drafter auto" in page
     capsys.readouterr()
     document(capsys, [*generate, "--n", "2", "--trace", str(file)])
-    assert "drafter none" in file.read_text(encoding="utf-8"), "an older page is replaced"
+    assert "drafter auto" in file.read_text(encoding="utf-8"), "an older page is replaced"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
 
 
@@ -114,7 +114,7 @@ def test_a_trace_page_is_written_and_replaced(
         (["--typical-p", "0"], "--typical-p is 0.0; give above 0"),
         (["--repetition-penalty", "-1"], "--repetition-penalty is -1.0"),
         (["--presence-penalty", "3"], "--presence-penalty is 3.0; give from -2 to 2"),
-        (["--min-new-tokens", "30"], "--min-new-tokens is 30 but --max-new-tokens is 24"),
+        (["--min-new-tokens", "30"], "--min-new-tokens is 30, but --max-new-tokens is 24"),
         (["--stop", ""], "none of them empty"),
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias is '5=1 5=2'; give each token once"),
         (["--logprobs", "2"], "--logprobs has no effect without --json; add --json, or leave it out"),

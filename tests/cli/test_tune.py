@@ -271,8 +271,8 @@ STAGE_LINES = tuple(STAGES.values())
         (["--trials", "many"], "'many' is no whole number"),
         (["--storage", ""], "--storage is ''; give it a value, or leave it out"),
         (["--prompts", ""], "--prompts is ''; give it a value, or leave it out"),
-        (["--out", ""], "--out is '' or '.'; give a file in a folder that there is"),
-        (["--html", ""], "--html is '' or '.'; give a file in a folder that there is"),
+        (["--out", ""], "--out is '' or '.'; give a file in a folder that exists"),
+        (["--html", ""], "--html is '' or '.'; give a file in a folder that exists"),
         (
             ["--max-draft", "100000"],
             "--max-draft is 100000, but this model's verifying pass takes 63 at most",

@@ -1,6 +1,6 @@
-"""Runners for a drafter with another tokenizer: one that knows what comes, and one that babbles.
+"""Runners for drafters with another tokenizer: one continues a known text, one gives pseudo-random tokens.
 
-Their caches hold token ids, and what they say comes of what the cache holds: a stale row says something else.
+Their caches hold token ids, and their logits depend on the ids in the cache, so that a stale row is noticed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from tests.support.checkpoints import TEXT
 __all__ = ["TRUTH", "Babbler", "Prophet"]
 
 TRUTH = TEXT + "A second look, and  a third: großer 🙂 Deich."
-SIZE = 700  # of the vocabulary
-PADDING = -1  # in a cache, where a pass wrote what is nobody's
+SIZE = 700  # ids of the vocabulary
+PADDING = -1  # marks cache positions that hold the padding of a ragged batch
 
 
 class Prophet:
-    """A runner that knows what comes: the next token of the truth after the text that its cache row holds.
+    """A runner that continues the text in its cache row by the next token of `truth`.
 
-    broken: by row, forwards with NaN to come.
-    forwarded, passes: tokens read and forwards made so far.
+    Attributes:
+        broken: Row -> coming forwards whose logits are NaN.
+        forwarded: Tokens read so far.
+        passes: Forwards made so far.
+        zeroed: Rows that were zeroed, in order.
     """
 
-    def __init__(self, spelling: ByteCodec, truth: str = TRUTH, *, positions: int = 10_000) -> None:
-        self.spelling, self.truth = spelling, truth.encode()
+    def __init__(self, codec: ByteCodec, truth: str = TRUTH, *, positions: int = 10_000) -> None:
+        self.codec, self.truth = codec, truth.encode()
         self.decoder = SimpleNamespace(
             device=torch.device("cpu"), spec=SimpleNamespace(max_positions=positions, vocab_size=SIZE)
         )
@@ -57,8 +60,8 @@ class Prophet:
         self.write(row, tokens, start)
 
     def write(self, row: int, tokens: list[int], start: int, padding: int = 0) -> None:
-        assert PADDING not in self.rows[row][:start], "it skipped a position"
-        assert start <= len(self.rows[row]), "it skipped a position"
+        assert PADDING not in self.rows[row][:start], "a position was skipped"
+        assert start <= len(self.rows[row]), "a position was skipped"
         assert start + len(tokens) <= self.positions
         self.rows[row][start:] = tokens + [PADDING] * padding
         self.forwarded += len(tokens)
@@ -82,7 +85,7 @@ class Prophet:
         self.passes += 1
         logits = torch.zeros(len(tokens), 1, SIZE)
         for b, ids in enumerate(tokens.tolist()):
-            if idle[b]:  # what comes of it nobody may look at
+            if idle[b]:  # logits that must not be read
                 logits[b] = math.nan if self.passes % 2 else torch.arange(SIZE) == 200 + self.passes % 99
                 continue
             row = first_row + b
@@ -94,29 +97,29 @@ class Prophet:
         return Forward(logits, logits, {})
 
     def next(self, ids: list[int]) -> int:
-        """Of ids in the cache; </s> where the truth does not go on from them."""
-        assert PADDING not in ids, "it read what padding wrote"
-        said = b"".join(self.spelling.of(id) or b"" for id in ids)
-        said = said[1:] if self.spelling.pads else said
-        if not self.truth.startswith(said) or said == self.truth:
+        """Return the id that follows the ids in the cache; </s> where `truth` does not continue them."""
+        assert PADDING not in ids, "padding was read"
+        text = b"".join(self.codec.of(id) or b"" for id in ids)
+        text = text[1:] if self.codec.pads else text
+        if not self.truth.startswith(text) or text == self.truth:
             return 2
-        start = len(said)
+        start = len(text)
         while self.truth[start] & 0xC0 == 0x80:  # within a character
             start -= 1
-        for id in self.spelling.spell(self.truth[start:].decode()):
-            if start == len(said):
+        for id in self.codec.spell(self.truth[start:].decode()):
+            if start == len(text):
                 return id
-            start += len(self.spelling.of(id) or b"")
+            start += len(self.codec.of(id) or b"")
         return 2
 
 
 class Babbler(Prophet):
-    """It says any of the truth's tokens, depending on every token that it has read."""
+    """Continues by a pseudo-random token of TRUTH that depends on all tokens in the cache row."""
 
     @cached_property
     def words(self) -> list[int]:
-        return self.spelling.spell(TRUTH)
+        return self.codec.spell(TRUTH)
 
     def next(self, ids: list[int]) -> int:
-        assert PADDING not in ids, "it read what padding wrote"
+        assert PADDING not in ids, "padding was read"
         return random.Random(str(ids)).choice(self.words)

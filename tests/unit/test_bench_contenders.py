@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
-from collections import deque
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -13,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from foredraft.bench.bare import draft_seconds
-from foredraft.bench.timing import parted, wrapped
-from foredraft.decode.calibration import Measured
 
 import foredraft
 from foredraft import ConfigError, RequestError
@@ -28,9 +23,15 @@ from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.records import DraftCost
 from foredraft.bench.weights import model_record
-from foredraft.decode.policy import Alone
+from foredraft.decode.observer import SILENT
+from foredraft.decode.policy import CostTable, Policy
 from foredraft.kinds import DRAFTERS, POLICIES, suits
 from foredraft.loading.policies import make_policy
+from foredraft.profiling import profile
+from foredraft.profiling.forwards import draft_seconds
+from foredraft.profiling.phases import RoundClock, observed
+from foredraft.profiling.profile import Profile
+from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
 
 PROMPTS = [list(range(3, 40)), list(range(100, 104)), list(range(50, 70))]
@@ -119,15 +120,16 @@ def test_prefill_and_decoding_are_timed_separately(
 
     monkeypatch.setattr(target, "prefill", advance(prefill, 1.0))
     monkeypatch.setattr(target, "forward", advance(forward, 10.0))
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     contender = ForedraftContender("plain", context.llm, "none")
     alone = contender.run(PROMPTS[:1], TOKENS)
     assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
     all_three = contender.run(PROMPTS, TOKENS)
     assert (all_three.prefill_seconds, all_three.decode_seconds) == (3.0, 10.0 * PASSES[3])
-    with parted(context.llm.engine) as parts:
+    parts = RoundClock(context.llm.engine)
+    with observed(context.llm.engine, parts):
         assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
-    assert (parts.verify, parts.draft) == (10.0 * TOKENS, 0.0)
+    assert (parts.seconds["verify"], parts.seconds["draft"]) == (10.0 * TOKENS, 0.0)
 
 
 def test_a_drafters_late_prompt_reading_counts_as_prefill(
@@ -143,15 +145,15 @@ def test_a_drafters_late_prompt_reading_counts_as_prefill(
         now += stop - start
         read(sequence, start, stop)
 
-    class Late(Alone):
-        name = "late"
-        weighs = True
+    class Late(Policy):
+        name, max_draft = "late", 2
+        uses_costs = True
 
         def budget(self, sequence: Any) -> int:
             return 2 if sequence.round_count == 3 else 0
 
     monkeypatch.setattr(drafter, "read", slow)
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     timing = ForedraftContender("draft-model", context.llm, "draft-model", policy=Late()).run(
         PROMPTS[:1], TOKENS
     )
@@ -172,32 +174,30 @@ def test_round_parts_separate_drafter_and_target(
         return step(*given)
 
     monkeypatch.setattr(drafter, "step", slow)
-    monkeypatch.setattr(drafter, "draft", lambda *_: None)  # so that the drafter takes single steps
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
-    with parted(engine) as parts:
+    monkeypatch.setattr(drafter, "fused_draft", lambda *_: None)  # so that the drafter takes single steps
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
+    parts = RoundClock(engine)
+    with observed(engine, parts):
         timing = ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS[:1], TOKENS)
     assert timing.stats is not None
-    assert parts.draft == timing.stats.drafted == timing.decode_seconds
-    assert parts.verify == 0
+    assert parts.seconds["draft"] == timing.stats.drafted == timing.decode_seconds
+    assert parts.seconds["verify"] == parts.host == 0
 
 
-def test_an_error_leaves_the_engine_unwrapped(context: BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_the_engine_unobserved(
+    context: BenchContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = context.llm.engine
 
-    def methods() -> list[Any]:
-        drafters: Any = engine.drafters
-        own = [drafters["lookup"].propose, drafters["draft-model"].step]
-        return [engine.step, engine.round, engine.target.forward, *own]
-
     def broken(*given: Any, **named: Any) -> Any:
-        assert "step" in vars(engine) and "round" in vars(engine)
+        assert engine.observer is not SILENT
         raise RequestError("broken")
 
     with monkeypatch.context() as patch:
         patch.setattr(context.llm, "generate", broken)
-        with pytest.raises(RequestError), parted(engine):
+        with pytest.raises(RequestError), observed(engine, RoundClock(engine)):
             ForedraftContender("plain", context.llm, "none").run(PROMPTS, TOKENS)
-    assert all(map(inspect.ismethod, methods()))  # a wrapper would be a plain function
+    assert engine.observer is SILENT
 
 
 def test_a_failed_request_raises_request_error(
@@ -275,7 +275,7 @@ def test_transformers_samples_without_truncation(context: BenchContext, models: 
 
 
 def test_costs_cover_every_row_count_and_drafter(context: BenchContext) -> None:
-    made = measure_costs(context.llm, 1, 40, 3, 1e-3, repeats=2)
+    made = measure_costs(context.llm, 1, 40, 3, read_seconds=1e-3, repeats=2)
     assert [cost.rows for cost in made.verifying] == [1, 2, 3, 4, 8, 16, 32]
     assert made.verifying[0].v == 1 and all(cost.seconds.count == 2 for cost in made.verifying)
     assert made.step_seconds == made.verifying[0].seconds.median
@@ -317,8 +317,8 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         drafter.draft_pass.runner, "draft", lambda *_, **__: None
     )  # so that the drafter takes single steps
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
-    made = measure_costs(context.llm, 1, 40, 3, 1.0, repeats=4)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
+    made = measure_costs(context.llm, 1, 40, 3, read_seconds=1.0, repeats=4)
     assert made.step_seconds == 10 and set(made.drafting) == {"lookup", "draft-model"}
     draft = made.drafting["draft-model"]
     assert (draft.first, draft.further) == pytest.approx((0.7, 0.1))
@@ -411,7 +411,7 @@ def test_drafters_run_under_several_policies(context: BenchContext, texts: Any) 
         used.append(engine.policy.name)
         return round()
 
-    with wrapped(engine, "round", noted):
+    with replaced(engine, "round", noted):
         for contender in lineup.contenders[1:-1]:
             used.clear()
             timing = contender.run(PROMPTS, TOKENS)
@@ -424,21 +424,19 @@ def test_contenders_with_the_same_policy_share_its_measured_costs(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target: Any = context.llm.engine.target
-    policy = make_policy("auto", {}, 3, target)
+    policy: Any = make_policy("auto", {}, 3, target)
     longest_drafts: list[int] = []
 
-    def take(measured: Measured, engine: Any) -> None:
-        longest_drafts.append(measured.longest)
-        trials = (None, 0), ("filler", 3), ("draft-model", 1), ("draft-model", 3)
-        measured.rounds = {trial: deque([1.0]) for trial in trials}
+    def measured(engine: Any, longest: int, progress: Any) -> Profile:
+        longest_drafts.append(longest)
+        table = CostTable({1: {1: 1.0}}, {"draft-model": {1: (0.5, 0.25)}})
+        return Profile(table, table)
 
-    monkeypatch.setattr(Measured, "take", take)
-    monkeypatch.setattr("foredraft.decode.calibration.RARE", 1e12)
+    monkeypatch.setattr(profile, "load_profile", measured)
     for drafter in ("lookup", "draft-model", "lookup"):
         ForedraftContender(drafter, context.llm, drafter).with_policy(policy).run(PROMPTS[:1], TOKENS)
     assert longest_drafts == [3]
-    made: Any = policy
-    assert made.table.drafts["draft-model"] == {1: (0.0, 0.0)}
+    assert policy.table.drafts["draft-model"] == {1: (0.5, 0.25)}
 
 
 def test_a_policy_that_no_contender_can_follow_is_refused(context: BenchContext) -> None:
@@ -457,7 +455,7 @@ def test_a_drafter_that_cannot_follow_the_loaded_policy_is_left_out(
 ) -> None:
     absent(monkeypatch, "transformers", "llama-cpp-python")
     target: Any = context.llm.engine.target
-    with wrapped(context.llm.engine, "policy", make_policy("confidence", {}, 3, target)):
+    with replaced(context.llm.engine, "policy", make_policy("confidence", {}, 3, target)):
         with pytest.raises(
             ConfigError, match="lookup cannot follow policy='confidence'; give another policy"
         ):
@@ -477,7 +475,7 @@ def test_contenders_share_a_policy_unless_their_longest_drafts_differ(context: B
     target: Any = context.llm.engine.target
     settings = {"threshold": 0.3}
     given = replace(context, max_draft=None, policy_options=settings, plan_max_draft=7)
-    with wrapped(context.llm.engine, "policy", make_policy("confidence", settings, None, target, 7)):
+    with replaced(context.llm.engine, "policy", make_policy("confidence", settings, None, target, 7)):
         own, other = (given.policy_for(drafter, "confidence") for drafter in ("layer-skip", "draft-model"))
         assert own is context.llm.engine.policy
         assert (other.max_draft, other.threshold) == (10, 0.3)  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foredraft.bench.timing import wrapped
 
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine
@@ -23,6 +22,7 @@ from foredraft.bench.run import bench
 from foredraft.bench.workload import Workload
 from foredraft.decode.stats import Stats
 from foredraft.drafters.plan_files import PlanFile, model_hash, write_plan
+from foredraft.profiling.timing import replaced
 from tests.support import checkpoints
 
 FOREDRAFT = ("plain", "lookup", "draft-model")
@@ -297,7 +297,7 @@ def test_a_batch_is_decoded_side_by_side(pair: dict[str, Any], monkeypatch: pyte
             seen.append(len(self.llm.engine.rows.sequences))
             return round()
 
-        with wrapped(self.llm.engine, "round", count_rows):
+        with replaced(self.llm.engine, "round", count_rows):
             return run(self, prompts, new_tokens)
 
     monkeypatch.setattr(ForedraftContender, "run", counting)

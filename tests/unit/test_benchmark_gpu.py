@@ -186,7 +186,7 @@ def test_works_run_untimed_before_they_are_timed(monkeypatch: pytest.MonkeyPatch
         now += 1.0 if name == before else 7.0
         before = name
 
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     works = {name: partial(work, name) for name in "ab"}
     assert timing.interleaved(works, CPU, 2, warm=0) == {"a": [7.0, 7.0], "b": [7.0, 1.0]}
     assert timing.interleaved(works, CPU, 2, warm=0, settle=1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
@@ -199,7 +199,7 @@ def test_works_settle_for_the_given_seconds(monkeypatch: pytest.MonkeyPatch) -> 
         nonlocal now, runs
         now, runs = now + 2.0, runs + 1
 
-    monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     for settle, before in ((0.0, 0), (1.0, 1), (4.0, 2), (5.0, 3)):
         runs = 0
         assert timing.interleaved({"it": work}, CPU, 1, warm=0, settle=settle) == {"it": [2.0]}

@@ -1,4 +1,4 @@
-"""Bytes of ids and ids of texts, of every kind of tokenizer."""
+"""Bytes of ids and ids of texts, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets
 from tests.support.checkpoints import TEXT
 
-SPELLINGS = {name: ByteCodec(alphabets.make(name)) for name in alphabets.KINDS}
+CODECS = {name: ByteCodec(alphabets.make(name)) for name in alphabets.KINDS}
 TEXTS = st.text(
     st.one_of(st.sampled_from("ab \n,;Zwölf ß🙂<s>Съешьいろ\t"), st.characters(codec="utf-8")), max_size=30
 )
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", CODECS)
 @given(text=TEXTS)
 @settings(max_examples=150)
-def test_a_spelling_has_the_very_bytes_of_its_text(name: str, text: str) -> None:
-    spelling = SPELLINGS[name]
-    assert spelling.join(spelling.spell(text)) == text.encode()
+def test_spelled_ids_have_exactly_the_bytes_of_the_text(name: str, text: str) -> None:
+    codec = CODECS[name]
+    assert codec.join(codec.spell(text)) == text.encode()
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", CODECS)
 @given(text=TEXTS)
 @settings(max_examples=100)
 def test_bytes_of_ids_add_up_to_the_decoded_text(name: str, text: str) -> None:
-    spelling, tokenizer = SPELLINGS[name], alphabets.make(name)
-    ids = spelling.encode(text)
-    joined = b"".join(spelling.of(id) or b"" for id in ids).decode()
-    assert joined == " " * spelling.pads * bool(ids) + text or (spelling.pads and joined == text)
-    assert tokenizer.decode(ids) == joined.removeprefix(" " * spelling.pads)
+    codec, tokenizer = CODECS[name], alphabets.make(name)
+    ids = codec.encode(text)
+    joined = b"".join(codec.of(id) or b"" for id in ids).decode()
+    assert joined == " " * codec.pads * bool(ids) + text or (codec.pads and joined == text)
+    assert tokenizer.decode(ids) == joined.removeprefix(" " * codec.pads)
 
 
-def test_what_stands_around_a_text() -> None:
-    assert {name: spelling.pads for name, spelling in SPELLINGS.items()} == {
+def test_prefixes_padding_and_special_tokens_are_known() -> None:
+    assert {name: codec.pads for name, codec in CODECS.items()} == {
         "byte-level": False, "coarse byte-level": False, "sentencepiece": True, "metaspace": True,
     }  # fmt: skip
-    assert all(spelling.prefix == [1] for spelling in SPELLINGS.values())
-    assert SPELLINGS["byte-level"].specials == {"<pad>": 0, "<s>": 1, "</s>": 2}
+    assert all(codec.prefix == [1] for codec in CODECS.values())
+    assert CODECS["byte-level"].specials == {"<pad>": 0, "<s>": 1, "</s>": 2}
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_special_tokens_are_no_text_and_their_names_are(name: str) -> None:
-    spelling = SPELLINGS[name]
-    assert spelling.of(1) is None
-    assert spelling.of(10**6) is None
-    ids = spelling.spell("a<s>b")
+@pytest.mark.parametrize("name", CODECS)
+def test_special_tokens_have_no_bytes_but_their_names_do(name: str) -> None:
+    codec = CODECS[name]
+    assert codec.of(1) is None
+    assert codec.of(10**6) is None
+    ids = codec.spell("a<s>b")
     assert 1 not in ids
-    assert spelling.join([*ids[:1], 1, *ids[1:]]) == spelling.join(ids[:1]), "up to what is no text"
+    assert codec.join([*ids[:1], 1, *ids[1:]]) == codec.join(ids[:1]), "bytes end at the first id without any"
 
 
-def test_part_of_a_character_has_its_bytes() -> None:
-    for name in SPELLINGS:
-        spelling = SPELLINGS[name]
-        ids = spelling.spell("🙃")  # in no training text, so of one byte each, or little more
-        parts = [spelling.of(id) for id in ids]
+def test_ids_of_partial_characters_have_their_bytes() -> None:
+    for name in CODECS:
+        codec = CODECS[name]
+        ids = codec.spell("🙃")  # not in the training text, so each id is about one byte
+        parts = [codec.of(id) for id in ids]
         assert len(parts) > 1
         assert b"".join(part or b"" for part in parts) == "🙃".encode()
 
 
-def test_a_tokenizer_that_changes_texts_spells_as_far_as_it_can() -> None:
-    spelling = ByteCodec(Tokenizer(alphabets.word_piece()))
-    ids = spelling.spell(" the target checks\nall")
-    assert spelling.join(ids) == b" the target checks"
-    assert spelling.spell("The") == []
+def test_a_tokenizer_that_changes_text_spells_as_far_as_it_can() -> None:
+    codec = ByteCodec(Tokenizer(alphabets.word_piece()))
+    ids = codec.spell(" the target checks\nall")
+    assert codec.join(ids) == b" the target checks"
+    assert codec.spell("The") == []
 
 
-def test_whole_characters() -> None:
+def test_characters_drops_an_incomplete_character_at_the_end() -> None:
     data = (TEXT[:20] + "🙂").encode()
     assert [characters(data[: len(data) - cut]) for cut in range(5)] == [TEXT[:20] + "🙂"] + [TEXT[:20]] * 4
     assert characters(b"\x9f\x98ab") == ""
@@ -79,8 +79,8 @@ def test_whole_characters() -> None:
 
 
 @pytest.mark.parametrize("name", alphabets.KINDS)
-def test_no_id_is_beyond_the_models(name: str) -> None:
-    """Added tokens that lie there are text: neither spelled, read nor carried over, nor put in front."""
+def test_all_ids_are_within_the_models_vocabulary(name: str) -> None:
+    """Names of added tokens beyond it are plain text, and such tokens are no prefix and no special token."""
     inner = alphabets.KINDS[name]()
     size = inner.get_vocab_size()
     inner.add_tokens(["<plain>"])

@@ -1,4 +1,4 @@
-"""The text so far in another tokenizer's tokens: the same whatever the steps it came in, and cheap to go on."""
+"""Translation gives the same tokens however the text arrives, and encodes only the end of it again."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ from tests.support import alphabets
 from tests.support.checkpoints import TEXT
 from tests.support.planting import Mutant, assert_caught
 
-SPELLINGS = {name: ByteCodec(alphabets.make(name)) for name in alphabets.KINDS}
-PAIRS = [pair for pair in itertools.product(SPELLINGS, SPELLINGS) if pair[0] != pair[1]]
+CODECS = {name: ByteCodec(alphabets.make(name)) for name in alphabets.KINDS}
+PAIRS = [pair for pair in itertools.product(CODECS, CODECS) if pair[0] != pair[1]]
 PROSE = (
     TEXT * 3 + "no spaces at all: " + "長" * 700 + " and\n\n   then  some.  " + TEXT[:90].replace(" ", "  ")
 )
 
 
 def texts_of(name: str) -> list[list[int]]:
-    """Ids of prose, of prose with special tokens in it, and any ids at all."""
-    spelling, dice = SPELLINGS[name], random.Random(3)
-    prose = [1, *spelling.encode(PROSE)]
+    """Return ids of prose, of prose with special tokens in it, and random ids."""
+    codec, dice = CODECS[name], random.Random(3)
+    prose = [1, *codec.encode(PROSE)]
     marked = [id for id in prose[:300] for id in ([id, dice.choice([1, 2])] if dice.random() < 0.1 else [id])]
     return [prose, marked, [dice.randrange(380) for _ in range(400)]]
 
 
 def translation(pair: tuple[str, str], tokens: list[int]) -> Translation:
-    made = Translation(SPELLINGS[pair[0]], SPELLINGS[pair[1]])
+    made = Translation(CODECS[pair[0]], CODECS[pair[1]])
     made.extend(tokens)
     return made
 
 
-def same(one: Translation, other: Translation) -> None:
+def assert_same(one: Translation, other: Translation) -> None:
     assert one.tokens() == other.tokens()
     assert one.held == other.held
 
 
-def steps_leave_no_trace(pair: tuple[str, str]) -> None:
+def check_that_steps_do_not_matter(pair: tuple[str, str]) -> None:
     for tokens in texts_of(pair[0]):
         dice = random.Random(7)
         grown = translation(pair, tokens[:1])
         for length in range(2, len(tokens) + 1):
             grown.extend(tokens[:length])
             if length % 23 == 0:
-                same(grown, translation(pair, tokens[:length]))
-            if length % 31 == 0:  # back, on with something else, back again
+                assert_same(grown, translation(pair, tokens[:length]))
+            if length % 31 == 0:  # roll back, read something else, roll back again
                 back = dice.randint(max(1, length - 60), length)
                 grown.keep(back)
                 grown.extend([*tokens[:back], *range(40, 40 + dice.randrange(20))])
                 grown.keep(back)
                 grown.extend(tokens[:length])
-                same(grown, translation(pair, tokens[:length]))
-        same(grown, translation(pair, tokens))
+                assert_same(grown, translation(pair, tokens[:length]))
+        assert_same(grown, translation(pair, tokens))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_the_steps_that_a_text_came_in_leave_no_trace(pair: tuple[str, str]) -> None:
-    steps_leave_no_trace(pair)
+def test_tokens_do_not_depend_on_the_steps_in_which_a_text_arrives(pair: tuple[str, str]) -> None:
+    check_that_steps_do_not_matter(pair)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_it_is_the_text(pair: tuple[str, str]) -> None:
-    source, reader = SPELLINGS[pair[0]], SPELLINGS[pair[1]]
+def test_translated_tokens_have_the_bytes_of_the_text(pair: tuple[str, str]) -> None:
+    source, reader = CODECS[pair[0]], CODECS[pair[1]]
     text = PROSE + "🙂"
     ids = source.encode(text)
     made = translation(pair, [1, *ids])
-    assert made.tokens()[0] == 1, "BOS is the reader's own"
+    assert made.tokens()[0] == 1, "the reader has its own BOS"
     assert reader.join(made.tokens()[1:]).decode() == " " * reader.pads + text
-    assert translation(pair, ids).tokens() == made.tokens(), "with or without"
-    # with the last character cut, its bytes are held
+    assert translation(pair, ids).tokens() == made.tokens(), "with or without BOS"
+    # where the last character is cut, its bytes are held
     for cut in range(1, 4):
         if source.join(ids).endswith(data := source.join(ids[-cut:])) and data in "🙂".encode()[1:]:
             short = translation(pair, ids[:-cut])
@@ -82,18 +82,18 @@ def test_it_is_the_text(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_chunks_are_cut_as_the_whole_text_would_be(pair: tuple[str, str]) -> None:
-    """Where words are apart, hardly a token differs."""
-    reader = SPELLINGS[pair[1]]
-    made = translation(pair, SPELLINGS[pair[0]].encode(TEXT * 4)).tokens()[1:]
+def test_chunks_give_nearly_the_tokens_of_the_whole_text(pair: tuple[str, str]) -> None:
+    """In prose with spaces, hardly a token differs."""
+    reader = CODECS[pair[1]]
+    made = translation(pair, CODECS[pair[0]].encode(TEXT * 4)).tokens()[1:]
     whole = reader.encode(TEXT * 4)
     pairs = {(a, b) for a, b in itertools.pairwise(whole)}
-    strange = sum((a, b) not in pairs for a, b in itertools.pairwise(made))
-    assert strange <= 0.03 * len(whole)
+    different = sum((a, b) not in pairs for a, b in itertools.pairwise(made))
+    assert different <= 0.03 * len(whole)
     assert abs(len(made) - len(whole)) <= 0.01 * len(whole)
 
 
-def test_special_tokens_go_over_under_their_names() -> None:
+def test_special_tokens_are_translated_by_name() -> None:
     inner = alphabets.byte_level()
     inner.add_special_tokens(["<user>", "<tool>"])
     source = ByteCodec(Tokenizer(inner))
@@ -105,13 +105,13 @@ def test_special_tokens_go_over_under_their_names() -> None:
     made.extend([1, user, *source.encode("Hello <user>"), tool, *source.encode("there"), 2, user])
     ids = made.tokens()
     place = [at for at, id in enumerate(ids) if id == reader.specials["<user>"]]
-    assert place == [1, len(ids) - 1], "the name in the text is text"
+    assert place == [1, len(ids) - 1], "the name of a special token within the text is plain text"
     assert ids[-2] == reader.specials["</s>"]
     assert reader.join(ids[2:]) == b" Hello <user>there"
 
 
-def test_only_the_end_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, reader = SPELLINGS["byte-level"], SPELLINGS["sentencepiece"]
+def test_only_the_end_of_the_text_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = CODECS["byte-level"], CODECS["sentencepiece"]
     tokens = source.encode(PROSE * 6)
     made = Translation(source, reader)
     made.extend(tokens[:-50])
@@ -128,11 +128,11 @@ def test_only_the_end_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: list[tuple[str, Any, str, str]] = [
-    ("nothing is forgotten", Translation.keep, "del self._closed[mark.ids :]", "pass"),
-    ("marks outlive their tokens", Translation.keep, "> count", "> count + 3"),
-    ("half a character is text", Translation._read, "decoder.decode(self.held + data)", "decoder.decode(self.held + data, True)"),
-    ("cut where the text ends", _cut, "return LONG if len(text) > LONG else None", "return len(text) if len(text) > SHORT else None"),
-    ("the rest of a chunk is lost", Translation.keep, "mark.rest", "''"),
+    ("rollback keeps closed chunks", Translation.keep, "del self._closed[last.ids :]", "pass"),
+    ("checkpoints outlive their tokens", Translation.keep, "> count", "> count + 3"),
+    ("an incomplete character is decoded", Translation._read, "decoder.decode(self.held + data)", "decoder.decode(self.held + data, True)"),
+    ("chunks end where the text ends", _cut, "return LONG if len(text) > LONG else None", "return len(text) if len(text) > SHORT else None"),
+    ("rollback loses the open chunk", Translation.keep, "last.rest", "''"),
 ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_defects_are_caught(defect: tuple[str, Any, str, str], monkeypatch: pyte
 
     def check() -> None:
         for pair in (("byte-level", "sentencepiece"), ("metaspace", "byte-level")):
-            steps_leave_no_trace(pair)
-            test_it_is_the_text(pair)
+            check_that_steps_do_not_matter(pair)
+            test_translated_tokens_have_the_bytes_of_the_text(pair)
 
     assert_caught(Mutant(name, ((function, old, new),), check), monkeypatch)

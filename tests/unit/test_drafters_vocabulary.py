@@ -1,4 +1,4 @@
-"""Vocabularies of relatives: whose tokenizer is the same, and the law over the target's ids."""
+"""Vocabularies of related models: which tokenizers are the same, and q over the target's ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_specials(inner: tokenizers.Tokenizer, *specials: str) -> tokenizers.Tok
 
 
 def moved(*specials: str, seed: int = 0) -> tuple[tokenizers.Tokenizer, list[int]]:
-    """The tokenizer under other ids, special tokens behind them; and the new id of each old or special one."""
+    """Return the tokenizer with permuted ids and special tokens added, and the new id of every old id."""
     inner, new = alphabets.permuted(INNER, seed)
     return with_specials(inner, *specials), [*new, *range(len(new), len(new) + len(specials))]
 
@@ -45,8 +45,8 @@ def set_in(*path: str, to: Any) -> Any:
     return change
 
 
-def without_pieces(count: int) -> Any:
-    """The last pieces and their merges."""
+def without_tokens(count: int) -> Any:
+    """Remove the last tokens and their merges."""
 
     def change(content: dict[str, Any]) -> None:
         model = content["model"]
@@ -58,7 +58,7 @@ def without_pieces(count: int) -> Any:
 
 
 def without_merges(content: dict[str, Any]) -> None:
-    """The pieces are there, and never come about."""
+    """Remove the last merges, so that their tokens never occur."""
     content["model"]["merges"] = content["model"]["merges"][:-20]
 
 
@@ -68,7 +68,7 @@ def swapped_merges(content: dict[str, Any]) -> None:
 
 
 def sequence_of_one(content: dict[str, Any]) -> None:
-    """The same steps, written otherwise."""
+    """Write the same steps as a nested sequence."""
     step = content["pre_tokenizer"]
     step["trim_offsets"] = not step["trim_offsets"]
     inner = {"type": "Sequence", "pretokenizers": [step, {"type": "Sequence", "pretokenizers": []}]}
@@ -80,20 +80,20 @@ SAME: dict[str, Any] = {
     "itself": lambda: INNER,
     "more special tokens": lambda: with_specials(INNER, "<tool>", "<think>"),
     "other ids": lambda: alphabets.permuted(INNER)[0],
-    "a few pieces fewer": lambda: alphabets.changed(INNER, without_pieces(3)),
+    "a few tokens fewer": lambda: alphabets.changed(INNER, without_tokens(3)),
     "no pre-tokenizer": lambda: alphabets.changed(INNER, set_in("pre_tokenizer", to=None)),
     "other offsets, in a sequence": lambda: alphabets.changed(SPECIAL, sequence_of_one),
     "no post-processor": lambda: alphabets.changed(INNER, set_in("post_processor", to=None)),
 }
 OTHER: dict[str, Any] = {
     "another vocabulary": lambda: checkpoints.tiny_tokenizer(600),
-    "fewer pieces": lambda: alphabets.changed(INNER, without_pieces(20)),
+    "fewer tokens": lambda: alphabets.changed(INNER, without_tokens(20)),
     "fewer merges": lambda: alphabets.changed(INNER, without_merges),
     "merges in another order": lambda: alphabets.changed(INNER, swapped_merges),
     "another pre-tokenizer": lambda: alphabets.changed(
         with_specials(INNER, "<x>"), set_in("pre_tokenizer", "add_prefix_space", to=True)
     ),
-    "pieces that mean other text": lambda: alphabets.changed(
+    "tokens with other bytes": lambda: alphabets.changed(
         with_specials(INNER, "<x>"), set_in("decoder", to={"type": "Fuse"})
     ),
     "another type": lambda: alphabets.word_piece(),
@@ -102,13 +102,13 @@ OTHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*SAME, *OTHER])
-def test_who_has_the_same_tokenizer(name: str) -> None:
+def test_related_tokenizers_are_the_same_and_others_are_not(name: str) -> None:
     relative = Tokenizer((SAME | OTHER)[name]())
     mine = Tokenizer(INNER)
     assert same_tokenizer(mine, relative) == same_tokenizer(relative, mine) == (name in SAME)
 
 
-def test_a_sequence_of_no_steps_is_none() -> None:
+def test_an_empty_sequence_of_steps_counts_as_no_steps() -> None:
     nothing = alphabets.changed(SPECIAL, set_in("normalizer", to={"type": "Sequence", "normalizers": []}))
     one = alphabets.changed(INNER, set_in("normalizer", to={"type": "NFC"}))
     two = alphabets.changed(SPECIAL, set_in("normalizer", to={"type": "NFKC"}))
@@ -117,14 +117,14 @@ def test_a_sequence_of_no_steps_is_none() -> None:
     assert not same_tokenizer(Tokenizer(one), Tokenizer(two))
 
 
-def test_the_two_spellings_of_sentencepiece_are_one_tokenizer() -> None:
-    """A normalizer in the one file does what a pre-tokenizer does in the other."""
+def test_both_file_forms_of_sentencepiece_are_the_same_tokenizer() -> None:
+    """One file has a normalizer where the other has a pre-tokenizer."""
     one, other = alphabets.sentencepiece(), alphabets.sentencepiece(metaspace=True)
     assert same_tokenizer(Tokenizer(one), Tokenizer(other))
 
 
-def test_the_law_is_over_the_ids_that_both_have() -> None:
-    """The target lacks the draft's 0 and 5, the draft lacks the target's 1 and 6; one is out of the draft's size."""
+def test_q_is_a_distribution_over_the_shared_ids() -> None:
+    """The target lacks the draft's ids 0 and 5; the draft lacks the target's 1 and 6, and 5, whose id is too large."""
     pairs = [(0, 4), (2, 1), (3, 3), (4, 2), (5, 9), (9, 0)]
     vocabulary = VocabularyMap(pairs, (7, 6), 5, CPU)
     logits = torch.tensor([[9.0, 1.0, -1.0, 0.5, 2.0, 8.0]])
@@ -132,14 +132,16 @@ def test_the_law_is_over_the_ids_that_both_have() -> None:
     assert columns.shape == (1, 7)
     assert columns[0, [0, 2, 3, 4]].tolist() == [2.0, 1.0, 0.5, -1.0]
     for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.6, temperature=3e38)):
-        law, finite = distribution_of(columns[:, None], SamplingTable.of([params], CPU))
-        q = law.dense(7)[0, 0]
+        distribution, finite = distribution_of(columns[:, None], SamplingTable.of([params], CPU))
+        q = distribution.dense(7)[0, 0]
         assert finite.all()
-        assert q[[1, 5, 6]].tolist() == [0, 0, 0], "what the draft lacks is never drafted"
+        assert q[[1, 5, 6]].tolist() == [0, 0, 0], "ids that the draft lacks are never drafted"
         if params.top_k == 0 and params.top_p == 1:
             torch.testing.assert_close(q[[0, 2, 3, 4]], torch.tensor([2.0, 1.0, 0.5, -1.0]).softmax(0))
         if params.top_k:
-            assert (q > 0).tolist() == [True, False, True, *[False] * 4], "what only it has takes no place"
+            assert (q > 0).tolist() == [True, False, True, *[False] * 4], (
+                "ids that only the draft has do not count for top-k"
+            )
     assert vocabulary.read(torch.arange(7)).tolist() == [4, 5, 1, 3, 2, 5, 5]
     assert vocabulary.draft_ids == [4, 5, 1, 3, 2, 5, 5]
 
@@ -159,7 +161,7 @@ def test_tokens_are_matched_by_their_text() -> None:
     assert columns[0, 385] == new[384]
 
 
-def test_an_unknown_token_is_the_stand_in() -> None:
+def test_the_unknown_token_is_the_stand_in() -> None:
     inner = alphabets.sentencepiece()
     vocabulary = VocabularyMap.between(
         Tokenizer(with_specials(inner, "<x>")), Tokenizer(inner), (421, 420), CPU
@@ -168,8 +170,8 @@ def test_an_unknown_token_is_the_stand_in() -> None:
     assert vocabulary.draft_ids[420] == inner.token_to_id("<unk>") == 0
 
 
-def test_the_stand_in_is_one_of_the_drafts_own_ids() -> None:
-    """Its only special tokens, and the unknown one, may lie beyond them."""
+def test_the_stand_in_is_within_the_drafts_vocabulary() -> None:
+    """Special tokens and the unknown token may lie beyond it."""
     bare = alphabets.changed(INNER, set_in("added_tokens", to=[]))
     for change in (set_in("model", "unk_token", to=None), set_in("model", "unk_token", to="<tool>")):
         draft = Tokenizer(alphabets.changed(with_specials(bare, "<tool>"), change))
@@ -181,7 +183,7 @@ def test_the_stand_in_is_one_of_the_drafts_own_ids() -> None:
         assert wider.draft_ids[399] == 384
 
 
-def test_one_vocabulary_needs_no_map() -> None:
+def test_equal_vocabularies_need_no_map() -> None:
     mine = Tokenizer(INNER)
     assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 384), CPU) is None
     assert VocabularyMap.between(mine, Tokenizer(INNER), (384, 400), CPU) is not None
@@ -191,8 +193,10 @@ def test_one_vocabulary_needs_no_map() -> None:
 
 
 def relative_of(folder: Path, target: Path, seed: int, padding: int, specials: tuple[str, ...]) -> Path:
-    """The target's own weights under other ids, special tokens and padding that only it has among them. Their
-    logits would win everywhere."""
+    """Save the target's weights under permuted ids, with special tokens and padding that only this model has.
+
+    Without the map, the logits of these extra ids would always be the largest.
+    """
     permuted, new = moved(*specials, seed=seed)
     size = permuted.get_vocab_size() + padding
     checkpoints.save_checkpoint(folder, seed=1, vocab_size=size)
@@ -221,8 +225,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def accepted_whole(models: Path) -> None:
-    """The draft is the target, under other ids: any id read or said wrongly, or any mass outside, would show."""
+def check_full_acceptance(models: Path) -> None:
+    """The draft model is the target under other ids, so a wrong id or probability mass outside would show."""
     llm = foredraft.load(
         models / "target", draft=models / "relative", device="cpu", max_batch=3, policy="fixed"
     )
@@ -237,12 +241,12 @@ def accepted_whole(models: Path) -> None:
             assert output.stats.accepted == output.stats.drafted
 
 
-def test_a_relative_with_the_targets_weights_is_accepted_whole(models: Path) -> None:
-    accepted_whole(models)
+def test_a_relative_with_the_targets_weights_is_fully_accepted(models: Path) -> None:
+    check_full_acceptance(models)
 
 
-def test_the_text_is_the_targets_own(models: Path, tmp_path: Path) -> None:
-    """Drafts of a weak relative, and a target whose own padding it says and the draft lacks."""
+def test_text_drafted_by_a_relative_is_the_targets(models: Path, tmp_path: Path) -> None:
+    """The draft model is weak, and the target emits padding ids that the draft model lacks."""
     target = checkpoints.save_checkpoint(tmp_path / "padded", seed=1, vocab_size=450)
     alphabets.save(INNER, target)
     for params in (
@@ -250,7 +254,7 @@ def test_the_text_is_the_targets_own(models: Path, tmp_path: Path) -> None:
         SamplingParams(max_new_tokens=40, seed=8),
     ):
         plain = foredraft.load(target, device="cpu").generate(PROMPTS, params)
-        assert any(id >= 384 for output in plain for id in output.token_ids), "padding was said"
+        assert any(id >= 384 for output in plain for id in output.token_ids), "the target emits padding ids"
         drafted = foredraft.load(target, draft=models / "relative", device="cpu", policy="fixed").generate(
             PROMPTS, params
         )
@@ -258,24 +262,24 @@ def test_the_text_is_the_targets_own(models: Path, tmp_path: Path) -> None:
         assert sum(output.stats.drafted for output in drafted) > 0
 
 
-def law(*_: object) -> None:
-    test_the_law_is_over_the_ids_that_both_have()
+def check_q(*_: object) -> None:
+    test_q_is_a_distribution_over_the_shared_ids()
 
 
-def text(*_: object) -> None:
+def check_matching(*_: object) -> None:
     test_tokens_are_matched_by_their_text()
 
 
 MAP = VocabularyMap.__init__
 DEFECTS: list[tuple[str, Any, str, str, Any]] = [
-    ("the map inverted", MAP, "self.draft_ids[target] = draft", "self.draft_ids[draft % sizes[0]] = target % sizes[1]", law),
-    ("mass for what is lacking", VocabularyMap.columns, "self._lacking is None", "True", law),
-    ("not masked but zero", VocabularyMap.columns, "-math.inf", "0.0", law),
-    ("special tokens one off", VocabularyMap.between.__func__, "theirs[token])", "theirs[token] + (id >= 384))", text),  # type: ignore[attr-defined]
-    ("matched by id", VocabularyMap.between.__func__, "(id, theirs[token])", "(id, id)", text),  # type: ignore[attr-defined]
-    ("read as they are", DraftModel.step, "tokens = self.vocabulary.read(tokens)", "pass", accepted_whole),
-    ("the prompt read as it is", DraftModel.read, "if self.vocabulary is not None:", "if False:", accepted_whole),
-    ("padding kept", MAP, "if target < sizes[0] and draft < sizes[1]:", "if target < sizes[0]:", law),
+    ("the map is inverted", MAP, "self.draft_ids[target] = draft", "self.draft_ids[draft % sizes[0]] = target % sizes[1]", check_q),
+    ("missing ids get probability", VocabularyMap.columns, "self._lacking is None", "True", check_q),
+    ("missing ids get logit 0", VocabularyMap.columns, "-math.inf", "0.0", check_q),
+    ("special tokens are off by one", VocabularyMap.between.__func__, "draft_vocab[token])", "draft_vocab[token] + (id >= 384))", check_matching),  # type: ignore[attr-defined]
+    ("tokens are matched by id", VocabularyMap.between.__func__, "(id, draft_vocab[token])", "(id, id)", check_matching),  # type: ignore[attr-defined]
+    ("steps read target ids", DraftModel.step, "tokens = self.vocabulary.read(tokens)", "pass", check_full_acceptance),
+    ("prompts read target ids", DraftModel.read, "if self.vocabulary is not None:", "if False:", check_full_acceptance),
+    ("ids beyond the draft are kept", MAP, "if target < sizes[0] and draft < sizes[1]:", "if target < sizes[0]:", check_q),
 ]  # fmt: skip
 
 

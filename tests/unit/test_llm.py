@@ -411,8 +411,10 @@ def test_plain_requests_skip_signals_that_only_the_policy_reads(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    certainty = round_results.certainty
-    monkeypatch.setattr(round_results, "certainty", lambda *about: asked.append(0) or certainty(*about))
+    confidence = round_results.target_confidence
+    monkeypatch.setattr(
+        round_results, "target_confidence", lambda *about: asked.append(0) or confidence(*about)
+    )
     monkeypatch.setattr(llm.engine, "policy", TargetConfidence(4))
     for drafter in ("none", "draft-model"):
         assert not asked

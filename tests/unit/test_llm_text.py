@@ -218,7 +218,7 @@ class TestDefaults:
             ({"top_k": -1}, {}, "top_k is -1; give a whole number from 0 on"),
             ({"top_k": 20.5}, {}, "top_k is 20.5; give a whole number"),
             ({"temperature": "hot"}, {}, "temperature is 'hot'; give 0 (greedy) or more"),
-            ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9 but"),
+            ({"min_new_tokens": 9, "max_new_tokens": 5}, {"max_new_tokens": 5}, "min_new_tokens is 9, but"),
             ({"top_k": 20.0, "max_new_tokens": 9.0}, {"top_k": 20, "max_new_tokens": 9}, None),
             ({"eos_token_id": [2, 384]}, {}, "asks for eos_token_id = 384, but the model's vocabulary ends at 383"),
             ({"bos_token_id": 2**40}, {}, "asks for bos_token_id = 1099511627776, but the model's vocabulary"),
@@ -419,12 +419,12 @@ def mutants(llm: foredraft.LLM) -> list[Mutant]:
     return [
         Mutant(
             "log-probabilities off by one inside an accepted run",
-            ((round_results.read, "logits[rows], p.rows(rows)", "logits[rows].roll(1, 1), p.rows(rows)"),),
+            ((round_results.fetch_results, "logits[index], p.rows(index)", "logits[index].roll(1, 1), p.rows(index)"),),
             lambda: test_log_probabilities_are_the_targets(llm, "lookup", {"temperature": 0}),
         ),
         Mutant(
             "the correction's score is the rejected token's",
-            ((round_results.read, ".scatter(1, accepted, next_token)", ""),),
+            ((round_results.fetch_results, ".scatter(1, accepted, next_token)", ""),),
             lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
         ),
         Mutant(

@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_a_list_is_refused_as_a_name(models: Path) -> None:
 def test_table_and_policies_agree_on_stopping_by_content() -> None:
     """`load` checks drafters by the table, a request by the loaded policy."""
     for kind in POLICIES.values():
-        assert kind.make(3).looks == kind.stops_by_content
+        assert kind.make(3).stops_by_content == kind.stops_by_content
 
 
 def test_every_policy_can_grow_to_its_longest_draft() -> None:
@@ -327,30 +328,31 @@ LONG_ROW = 2 * 4 * 16 * 4  # bytes of a position in the cache of "long": k and v
 
 
 @pytest.mark.parametrize(
-    ("rows_at_once", "options", "rows", "positions"),
+    ("rows_at_once", "needed", "options", "rows", "positions"),
     [
-        (100, {}, 8, 131072),  # enough for the most rows that are used by default
-        (4.5, {}, 8, 65536),  # positions are halved in favour of rows,
-        (0.06, {}, 1, 4096),  # but not below the length of a conversation,
-        (0.01, {}, 1, 512),  # unless nothing else fits
-        (2, {"max_length": 131072}, 2, 131072),  # a given length stays
-        (1, {"max_batch": 4}, 4, 16384),
-        (100, {"needs": (1, 200)}, 1, 200),
-        (100, {"needs": (5000, 200)}, 8, 200),
-        (4, {"needs": (8, 131072)}, 4, 131072),  # the longest text must fit; other requests wait
-        (0.3, {"needs": (8, 10**6)}, 1, 32768),
-        (100, {"needs": (1, 200), "max_length": 300, "max_batch": 2}, 2, 300),
+        (100, None, {}, 8, 131072),  # enough for the most rows that are used by default
+        (4.5, None, {}, 8, 65536),  # positions are halved in favour of rows,
+        (0.06, None, {}, 1, 4096),  # but not below the length of a conversation,
+        (0.01, None, {}, 1, 512),  # unless nothing else fits
+        (2, None, {"max_length": 131072}, 2, 131072),  # a given length stays
+        (1, None, {"max_batch": 4}, 4, 16384),
+        (100, (1, 200), {}, 1, 200),
+        (100, (5000, 200), {}, 8, 200),
+        (4, (8, 131072), {}, 4, 131072),  # the longest text must fit; other requests wait
+        (0.3, (8, 10**6), {}, 1, 32768),
+        (100, (1, 200), {"max_length": 300, "max_batch": 2}, 2, 300),
     ],
 )
 def test_the_cache_size_fits_into_free_memory(
     models: Path,
     monkeypatch: pytest.MonkeyPatch,
     rows_at_once: float,
-    options: dict[str, object],
+    needed: tuple[int, int] | None,
+    options: dict[str, Any],
     rows: int,
     positions: int,
 ) -> None:
-    """rows_at_once: rows of the model's full length that fit into memory."""
+    """rows_at_once: rows of the model's full length that fit into memory. needed: rows and positions."""
     row = (131072 + 1024) * LONG_ROW
     set_room(monkeypatch, int(rows_at_once * row), models / "long")
     made = SimpleNamespace()
@@ -361,10 +363,10 @@ def test_the_cache_size_fits_into_free_memory(
         return new_cache(self, 1, 64)  # only the numbers matter
 
     monkeypatch.setattr(loading.runners.Runner, "new_cache", noted)
-    if "needs" in options:
-        needed = options["needs"]
-        options = options | {"needs": lambda *_: needed}
-    llm = load(models, "long", **options)
+    if needed is None:
+        llm = load(models, "long", **options)
+    else:
+        llm = foredraft.load(models / "long", needs=lambda *_: needed, device="cpu", **options)
     assert (made.rows, made.positions, llm.max_length) == (rows, positions, positions)
 
 
@@ -452,7 +454,14 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_added_tokens_may_lie_beyond_the_models_ids(beyond: Path, draft: str | None) -> None:
     """Text is generated and drafted; a prompt with such a token is refused by its id."""
     options = {} if draft is None else {"draft": beyond / draft}
-    llm = foredraft.load(beyond / "model", device="cpu", max_length=256, policy="fixed", **options)  # type: ignore[arg-type]
+    llm = foredraft.load(
+        beyond / "model",
+        device="cpu",
+        max_length=256,
+        policy="fixed",
+        drafter=None if draft else "none",
+        **options,
+    )  # type: ignore[arg-type]
     plain = foredraft.load(beyond / "model", device="cpu", max_length=256)
     prompts = ["the text checks <plai", "a <imag", "the text", "<s>the target</s>"]
     params = SamplingParams(temperature=0, max_new_tokens=40)

@@ -176,7 +176,7 @@ def test_a_draft_step_costs_the_sub_layers_that_its_plan_keeps(
             return forward(*some, plan=plan, **more)
 
         monkeypatch.setattr(runner, "forward", timed)
-        monkeypatch.setattr("foredraft.bench.timing.time.perf_counter", lambda: now)
+        monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
         costs = measure_costs(llm, 1, 20, 3, repeats=2)
         own = costs.drafting["layer-skip"]
         assert (own.first, own.further) == pytest.approx((c, c))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.bench.records import Exactness, Report, Row, Spread
-from foredraft.cli.errors import one_line
+from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
@@ -59,6 +59,7 @@ def bench(
             model=model.model,
             truncate=model.truncate,
             progress=bars.show,
+            spelling=as_flag,
             **load_options(model, drafting),
         )
     finally:

@@ -101,7 +101,7 @@ def refuse_empty(**values: str | Path | None) -> None:
         if value == "":
             raise ConfigError(option=option, value=value, remedy="give it a value, or leave it out")
         if value == Path():
-            raise ConfigError("is '' or '.'", option=option, remedy="give a file in a folder that there is")
+            raise ConfigError("is '' or '.'", option=option, remedy="give a file in a folder that exists")
 
 
 def prompts_of(file: str | None, model: str | None) -> list[str]:

@@ -1,7 +1,7 @@
-"""SamplingParams: what one request asks for. Every value is checked by name when the object is made.
+"""SamplingParams: what one request asks for. Every value is checked when the object is made.
 
-The words are those of `transformers` and of the OpenAI API where these agree; what either has and this
-has not is refused with the reason, never ignored.
+The names are those of `transformers` and of the OpenAI API where these agree. An option that either has and
+this one lacks is refused with the reason, never ignored.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeGuard
 
-from foredraft.errors import RequestError
+from foredraft.errors import Option, RequestError
 
 __all__ = ["SamplingParams", "is_number", "is_whole"]
 
-# What people know from elsewhere, and what to do here.
+# Options of other libraries -> what to do here.
 ELSEWHERE = {
-    "bad_words": "it is not supported; give logit_bias for single tokens",
+    "bad_words": "banned words are not supported; give logit_bias for single tokens",
     "best_of": "ask for n samples and rank them by their log-probabilities",
-    "do_sample": "temperature 0 is greedy, anything above samples",
-    "length_penalty": "it belongs to beam search, which is not supported",
+    "do_sample": "temperature 0 is greedy, any other temperature samples",
+    "length_penalty": "leave it out; beam search is not supported",
     "max_length": "give max_new_tokens, the new tokens alone",
     "max_tokens": "its name is max_new_tokens",
     "min_length": "give min_new_tokens, the new tokens alone",
     "min_tokens": "its name is min_new_tokens",
     "n": "give it to generate, beside the parameters",
-    "num_beams": "beam search does not draw from the model's law and is not supported; leave it out",
+    "num_beams": "leave it out; beam search is not supported: it does not sample",
     "skip_special_tokens": "give show_special to generate",
+    "speculation": "its name is drafter",
 }
 
 
-MOST_LOGPROBS = 1000  # alternatives at each position
-ROLLBACK = 5.0  # nats: the default of BiLD's published code
+MOST_LOGPROBS = 1000  # alternatives at each position, at most
+ROLLBACK = 5.0  # nats; the default of BiLD's published code
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +41,38 @@ class SamplingParams:
     """What one request asks for.
 
     Args:
-        temperature: What the logits are divided by; 0 is greedy.
+        temperature: Divides the logits; 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 is off.
-        top_p: Keep the likeliest tokens that make up this mass; 1 is off.
-        min_p: Drop tokens less likely than this share of the likeliest; 0 is off.
-        typical_p: Keep the tokens whose surprise is nearest to the entropy, up to this mass; 1 is off.
+        top_p: Keep the likeliest tokens that together have this probability; 1 is off.
+        min_p: Drop tokens less likely than this share of the likeliest one; 0 is off.
+        typical_p: Keep the tokens whose surprise is nearest to the entropy, up to this probability; 1 is off.
         repetition_penalty: Logits of tokens in prompt or output are divided by it if positive, else
             multiplied (Keskar et al. 2019, arXiv 1909.05858); 1 is off.
-        presence_penalty: Taken off the logits of tokens in the output, from -2 to 2.
-        frequency_penalty: The same, as often as the token occurs there.
-        logit_bias: Token id -> what is added to its logit, from -100 to 100.
-        min_new_tokens: Before so many, no end-of-text token can come, and no stop string ends the text.
-        max_new_tokens: The text ends after so many at the latest; 0 only scores the prompt.
-        ignore_eos: End-of-text tokens are like any other.
-        stop: A string or several; the text ends before the first that is complete.
-        include_stop: It ends after it instead.
+        presence_penalty: Subtracted from the logits of tokens in the output, from -2 to 2.
+        frequency_penalty: Subtracted once for each time that the token occurs in the output, from -2 to 2.
+        logit_bias: Token id -> number added to its logit, from -100 to 100.
+        min_new_tokens: Up to this length, no end-of-text token is drawn, and no stop string ends the text.
+        max_new_tokens: Longest text; 0 only scores the prompt.
+        ignore_eos: Treat end-of-text tokens like any other.
+        stop: A string or several; the text ends before the first one that is complete.
+        include_stop: End the text after the stop string instead.
         seed: None draws a fresh one, which the output reports.
-        logprobs: Scores of every new token, each with the n likeliest tokens; None is off.
-        prompt_logprobs: The same of the prompt's tokens.
+        logprobs: Score every new token, each with the n likeliest tokens; None is off.
+        prompt_logprobs: Score the prompt's tokens in the same way.
         acceptance: "speculative" accepts more; "coupled" gives the same text for the same seed whatever the
             drafter, the draft length and the load. None is "coupled" with a seed and "speculative" without.
-            "bild" is *not lossless*: it lets the drafter's tokens stand unless they surprise the target.
+            "bild" is *not lossless*: it keeps the drafter's tokens unless they surprise the target.
         rollback: Under "bild", the surprise -log p, in nats, above which a drafted token is cut; None is 5.
-        drafter: "none", the name of a drafter that is loaded, "auto" (policy "auto": whichever pays), or
-            None for the default.
+        drafter: "none" for plain decoding, the name of a loaded drafter, "auto" for the one that pays most
+            (under policy "auto"), or None for the model's default.
 
     Raises:
         RequestError: An option is unknown, or its value out of range.
+
+    Example:
+        >>> params = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
+        >>> params.replace(temperature=0).greedy
+        True
     """
 
     temperature: float = 1.0
@@ -91,11 +97,11 @@ class SamplingParams:
     drafter: str | None = None
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
-        """Refuses options that there are not, which the dataclass's own error names without a remedy."""
+        """Refuse unknown options with a remedy, which the dataclass's own error lacks."""
         known = {each.name for each in fields(cls)}
         for name in options.keys() - known:
-            why = ELSEWHERE.get(name, f"known are {', '.join(sorted(known))}")
-            raise RequestError(f"unknown sampling option {name!r}: {why}")
+            why = ELSEWHERE.get(name, f"known options are {', '.join(sorted(known))}")
+            raise RequestError(f"unknown sampling option {name!r}", remedy=why)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -112,9 +118,9 @@ class SamplingParams:
             _within("rollback", self.rollback, fits, "0 nats or more, or leave it out")
             if self.acceptance != "bild":
                 raise RequestError(
-                    f"rollback is {self.rollback!r}, which only the lossy rule has a use for; give"
-                    " acceptance='bild', too, or leave it out"
-                )
+                    "which applies only to the lossy acceptance rule", option="rollback", value=self.rollback,
+                    remedy=("give ", Option("acceptance", "bild"), ", or leave it out"),
+                )  # fmt: skip
         _within(
             "drafter", self.drafter, self.drafter is None or isinstance(self.drafter, str),
             "'none', the name of a drafter, or None",
@@ -151,14 +157,14 @@ class SamplingParams:
             )
         if self.min_new_tokens > self.max_new_tokens:
             raise RequestError(
-                f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens};"
-                " lower the one or raise the other"
-            )
+                ("but ", Option("max_new_tokens"), f" is {self.max_new_tokens}"),
+                option="min_new_tokens", value=self.min_new_tokens, remedy="lower the one or raise the other",
+            )  # fmt: skip
 
     def replace(self, **options: Any) -> SamplingParams:
-        """These with some options changed; as `dataclasses.replace`, with the refusals of the constructor.
+        """Return a copy with some options changed, checked as by the constructor.
 
-        Of min_new_tokens and max_new_tokens the one that is not given makes way for the one that is.
+        Where only one of min_new_tokens and max_new_tokens is given, the other one is adapted to it.
         """
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
         least, most = options.get("min_new_tokens"), options.get("max_new_tokens")
@@ -178,27 +184,30 @@ class SamplingParams:
 
     @property
     def bound(self) -> float | None:
-        """Nats of surprise up to which a drafted token stands; None under the rules that are lossless."""
+        """Return the surprise in nats up to which a drafted token is kept; None under lossless rules."""
         if self.acceptance != "bild":
             return None
         return ROLLBACK if self.rollback is None else self.rollback
 
     @property
     def judged(self) -> SamplingParams:
-        """Those of the law that says how surprising a token is: these, but temperature 1 and no cuts where
-        temperature 0 leaves one token alone possible, and all others infinitely surprising."""
+        """Return the parameters of the distribution that measures surprise under the lossy rule.
+
+        They are these, but at temperature 0, where every token but one would be infinitely surprising, they
+        have temperature 1 and no truncation.
+        """
         if self.bound is None or not self.greedy:
             return self
         return self.replace(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
 
     @property
     def penalised(self) -> bool:
-        """Whether what was said changes what may be said next."""
+        """Return whether emitted tokens change the next distribution."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Of what a user gave: True and False are none, though Python counts with them."""
+    """Return whether a user's value is a number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -208,7 +217,7 @@ def is_whole(value: object, low: int, high: float = math.inf) -> TypeGuard[int]:
 
 def _within(name: str, value: object, holds: bool, remedy: str) -> None:
     if not holds:
-        raise RequestError(f"{name} is {value!r}; give {remedy}")
+        raise RequestError(option=name, value=value, remedy=f"give {remedy}")
 
 
 def _stops(given: object) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""Spelling: the bytes that a tokenizer's ids stand for, and ids for a given text, to the byte.
+"""ByteCodec: the bytes that token ids stand for, and token ids for exactly given bytes.
 
-Two tokenizers have nothing in common but the text. What an id adds to it is a string of bytes, in
-byte-level vocabularies often less than a character. Decoding hides that (a cut-off character reads U+FFFD)
-and encoding changes texts (a space in front, another Unicode form), so whoever carries a text from one
-tokenizer to another asks here and gets either the very bytes or nothing.
+Two tokenizers share nothing but the text. A token id adds a string of bytes to it, in byte-level vocabularies
+often a part of a character. Decoding hides that (a cut character reads U+FFFD), and encoding may change a
+text (a space in front, another Unicode form). A drafter that carries text from one tokenizer to another
+therefore uses this codec, which gives the exact bytes or nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["ByteCodec", "characters"]
 
-# What few tokenizers join with the letters behind it: a line break, and what hardly any text has.
+# Texts that few tokenizers merge with the letters behind them: a line break, and a character that hardly any
+# text contains. A text encoded behind one of them gets no space in front.
 ANCHORS = ("\n", "\N{OBJECT REPLACEMENT CHARACTER}")
 
 
 class ByteCodec:
-    """prefix: the ids put before every text (BOS). pads: whether a text's first word gets a space in front.
-    specials: special tokens by their content. All ids are within the vocabulary of the tokenizer's model.
+    """Maps one tokenizer's ids to bytes and back. All ids are within the vocabulary of the tokenizer's model.
+
+    Attributes:
+        prefix: Ids that the tokenizer puts before every text (BOS).
+        pads: Whether the tokenizer puts a space before the first word of a text.
+        specials: Special tokens: content -> id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -32,7 +37,7 @@ class ByteCodec:
         within = range(tokenizer.model_vocab_size)
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in within]
         self._tokenizer = tokenizer
-        # a copy of its own, to which the name of a special token, or of one beyond the model's, is text
+        # a copy that encodes the names of special tokens, and of tokens beyond the model's ids, as plain text
         self._literal = tokenizers.Tokenizer.from_str(json.dumps(content))
         self._literal.encode_special_tokens = True
         self._byte_level = _has_decoder(content.get("decoder"), "ByteLevel")
@@ -43,13 +48,13 @@ class ByteCodec:
         self.pads = self.join(self._context) == b" a"
 
     def of(self, id: int) -> bytes | None:
-        """What the id adds to a text; None if it is no text: a special token, or an id without a token."""
+        """Return the bytes that an id adds to a text; None for special tokens and for ids without a token."""
         if id not in self._bytes:
             self._bytes[id] = self._look_up(id)
         return self._bytes[id]
 
     def join(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids, up to the first that is no text."""
+        """Return the bytes of ids, up to the first id that has none."""
         parts: list[bytes] = []
         for id in ids:
             part = self.of(id)
@@ -59,16 +64,18 @@ class ByteCodec:
         return b"".join(parts)
 
     def encode(self, text: str) -> list[int]:
-        """The tokenizer's own encoding of a whole text, without its prefix."""
+        """Return the tokenizer's own encoding of a whole text, without the prefix."""
         ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
         return ids
 
     def spell(self, text: str) -> list[int]:
-        """Ids of a text that others precede. Their bytes are the text's, to the end or as far as this
-        tokenizer can write it."""
+        """Return ids of a text that continues another one.
+
+        Their bytes are exactly the text's, to its end or as far as the tokenizer can express it.
+        """
         data = text.encode()
         best: list[int] = []
-        reached = -1
+        reached = -1  # bytes of the text that `best` covers
         for ids in self._attempts(text):
             kept = self._agreeing(ids, data)
             if (length := len(self.join(kept))) > reached:
@@ -78,8 +85,10 @@ class ByteCodec:
         return best
 
     def _attempts(self, text: str) -> Iterator[list[int]]:
-        """Some tokenizers put a space before whatever they are given: as it is, without its own first space,
-        behind something else."""
+        """Yield encodings of a text: as it is, without its first space, and behind an anchor.
+
+        The later ones are for tokenizers that put a space before every text that they encode.
+        """
         yield self.encode(text)
         if text.startswith(" "):
             yield self.encode(text[1:])
@@ -89,7 +98,7 @@ class ByteCodec:
             yield ids[next(ends, len(ids)) :]
 
     def _agreeing(self, ids: list[int], data: bytes) -> list[int]:
-        """The leading ids whose bytes are those of `data`."""
+        """Return the leading ids whose bytes are those of `data`."""
         place = 0
         for count, id in enumerate(ids):
             part = self.of(id)
@@ -115,7 +124,7 @@ class ByteCodec:
 
 
 def characters(data: bytes) -> str:
-    """The text of the whole characters that `data` begins with."""
+    """Return the text of the whole characters with which `data` begins."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -123,7 +132,7 @@ def characters(data: bytes) -> str:
 
 
 def _before(ids: list[int], text: list[int]) -> list[int]:
-    """What an encoding has before the text's own ids."""
+    """Return the ids of an encoding before the text's own ids."""
     for at in range(len(ids) - len(text) + 1):
         if ids[at : at + len(text)] == text:
             return ids[:at]
@@ -137,8 +146,10 @@ def _has_decoder(decoder: dict[str, Any] | None, kind: str) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters by which a byte-level vocabulary writes bytes (Radford et al. 2019, GPT-2): printable
-    Latin-1 is itself, and the others follow from U+0100 on."""
+    """Return the letter -> byte table of byte-level vocabularies (Radford et al. 2019, GPT-2).
+
+    Printable Latin-1 stands for itself; all other bytes have letters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

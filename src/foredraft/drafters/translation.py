@@ -1,8 +1,8 @@
 """Translation: the text of a growing sequence, kept in another tokenizer's tokens.
 
-The text is cut into chunks that are encoded one by one, and where it is cut depends on nothing but the text
-before the cut and one character behind it. So what is encoded once stays, however the text goes on, only the
-last chunk is encoded again, and a translation is the same whether the text came at once or token by token.
+The text is cut into chunks, and each chunk is encoded by itself. A cut depends only on the text before it and
+on one character behind it. So a closed chunk never changes, only the last chunk is encoded again when the
+text grows, and the result is the same whether the text came at once or token by token.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from foredraft.drafters.byte_codec import ByteCodec
 
 __all__ = ["Translation"]
 
-# A chunk has this many characters, and then ends before the next word, or at the latest after that many.
+# Characters of a chunk: it ends before the first word that begins after SHORT, and at LONG at the latest.
+# Longer chunks leave fewer cuts, shorter ones leave less to encode again in every round.
 SHORT, LONG = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """Where a chunk was closed: after so many of the source's tokens, with so many ids of the closed ones.
+class _Checkpoint:
+    """The state after a chunk was closed, to roll back to.
 
-    rest, held: what the tokens had beyond it. begun: whether there is text before it.
+    Attributes:
+        tokens: Source tokens that were read.
+        ids: Reader ids of all closed chunks.
+        rest: Text of the open chunk.
+        held: Bytes of an incomplete character.
+        begun: Whether there is text before the open chunk.
     """
 
     tokens: int
@@ -34,31 +40,36 @@ class _Mark:
 
 
 class Translation:
-    """source: whose tokens come in; reader: whose ids `tokens` gives.
+    """Reads tokens of one tokenizer and gives the tokens of another one for the same text.
 
-    held: bytes at the text's end that are no whole character yet; they are in no token.
+    Args:
+        source: Codec of the tokens that are read.
+        reader: Codec of the tokens that `tokens` returns.
+
+    Attributes:
+        held: Bytes of an incomplete character at the end of the text; `tokens` does not cover them.
     """
 
     def __init__(self, source: ByteCodec, reader: ByteCodec) -> None:
         self._source, self._reader = source, reader
-        self._shared = {
+        self._shared_specials = {
             id: reader.specials[content]
             for content, id in source.specials.items()
             if content in reader.specials
         }
-        self._closed: list[int] = list(reader.prefix)
-        self._marks: list[_Mark] = []
-        self._count = 0  # of the source's tokens that are in
-        self._open = ""
+        self._closed: list[int] = list(reader.prefix)  # ids of the closed chunks
+        self._checkpoints: list[_Checkpoint] = []
+        self._count = 0  # source tokens that were read
+        self._open = ""  # text of the open chunk
         self.held = b""
         self._begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in what `tokens` has beyond what is known of it."""
-        if not self._marks:  # BOS is the reader's own
+        """Read the tokens of the sequence that were not read yet."""
+        if not self._checkpoints:  # the reader has its own BOS
             prefix = self._source.prefix
             self._count = len(prefix) if list(tokens[: len(prefix)]) == prefix else 0
-            self._mark()
+            self._save()
         data = bytearray()
         for token in tokens[self._count :]:
             self._count += 1
@@ -68,21 +79,21 @@ class Translation:
                 continue
             self._read(bytes(data))
             data.clear()
-            self._special(token)
+            self._read_special(token)
         self._read(bytes(data))
 
     def keep(self, count: int) -> None:
-        """Forget all but the first `count` of the source's tokens; the next `extend` has them again."""
+        """Roll back to the first `count` source tokens or a few fewer; `extend` reads those again."""
         if count >= self._count:
             return
-        while len(self._marks) > 1 and self._marks[-1].tokens > count:
-            self._marks.pop()
-        mark = self._marks[-1]
-        del self._closed[mark.ids :]
-        self._count, self._open, self.held, self._begun = mark.tokens, mark.rest, mark.held, mark.begun
+        while len(self._checkpoints) > 1 and self._checkpoints[-1].tokens > count:
+            self._checkpoints.pop()
+        last = self._checkpoints[-1]
+        del self._closed[last.ids :]
+        self._count, self._open, self.held, self._begun = last.tokens, last.rest, last.held, last.begun
 
     def tokens(self) -> list[int]:
-        """The reader's ids of the text so far, less what is held."""
+        """Return the reader's ids of the text so far, without the held bytes."""
         return self._closed + self._encoded(self._open)
 
     def _read(self, data: bytes) -> None:
@@ -92,34 +103,36 @@ class Translation:
         while (cut := _cut(self._open)) is not None:
             self._close(self._open[:cut])
             self._open = self._open[cut:]
-            self._mark()
+            self._save()
 
-    def _special(self, token: int) -> None:
-        """A special token is no text: it goes over under its name, or not at all."""
+    def _read_special(self, token: int) -> None:
+        """Close the chunk and add the reader's special token of the same name, if it has one."""
         self._close(self._open + self.held.decode(errors="replace"))
         self._open, self.held = "", b""
-        if token in self._shared:
-            self._closed.append(self._shared[token])
-        self._mark()
+        if token in self._shared_specials:
+            self._closed.append(self._shared_specials[token])
+        self._save()
 
     def _close(self, text: str) -> None:
         self._closed += self._encoded(text)
         self._begun = self._begun or bool(text)
 
-    def _mark(self) -> None:
-        self._marks.append(_Mark(self._count, len(self._closed), self._open, self.held, self._begun))
+    def _save(self) -> None:
+        self._checkpoints.append(
+            _Checkpoint(self._count, len(self._closed), self._open, self.held, self._begun)
+        )
 
     def _encoded(self, text: str) -> list[int]:
         if not text:
             return []
-        if not self._begun:  # the space that the source put in front is no part of the text
+        if not self._begun:  # a space that the source's tokenizer put in front does not belong to the text
             return self._reader.encode(text.removeprefix(" ") if self._source.pads else text)
         ids = self._reader.spell(text)
         return ids if self._reader.join(ids) == text.encode() else self._reader.encode(text)
 
 
 def _cut(text: str) -> int | None:
-    """Where the chunk that `text` begins with ends, once that is certain."""
+    """Return where the first chunk of `text` ends; None while that is not certain."""
     for at in range(SHORT, min(len(text) - 1, LONG)):
         if text[at] == " " and not text[at - 1].isspace() and not text[at + 1].isspace():
             return at

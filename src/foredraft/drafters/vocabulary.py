@@ -1,11 +1,11 @@
-"""Vocabulary: which ids of a draft model mean which ids of the target.
+"""Vocabulary: the map between the target's ids and those of a draft model with the same tokenizer.
 
-Relatives share a tokenizer but not always a vocabulary: embeddings are padded to other sizes (Qwen2.5 has
-151,936 rows or 152,064), and special tokens lie at other ids. Tokens are matched by their text. An id that
-the draft lacks is never drafted and is read as a stand-in; an id that only the draft has loses its logit
-before any transform, so that q is the law over the target's ids that was drawn from. (Token-level
-intersection in Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
-for Heterogeneous Vocabularies", of two vocabularies that are nearly one.)
+Models of one family share a tokenizer but not always a vocabulary: embeddings are padded to different sizes
+(Qwen2.5 has 151,936 or 152,064 rows), and special tokens have different ids. Tokens are matched by their
+text. An id that the draft model lacks is never drafted, and the draft model reads a stand-in for it. An id
+that only the draft model has loses its logit before all sampling transforms, so q is the distribution over
+the target's ids from which the draft is drawn. (Token-level intersection in Timor et al. 2025, "Accelerating
+LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies".)
 """
 
 from __future__ import annotations
@@ -24,21 +24,30 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["VocabularyMap", "same_tokenizer"]
 
-SHARED = 0.99  # of both ordinary vocabularies: less is another tokenizer
-SAMPLE = 256  # shared pieces whose meaning is compared
+# Share of the ordinary tokens, in either vocabulary, that two versions of one tokenizer have in common.
+# Versions differ by a few tokens; different tokenizers share far less.
+SHARED = 0.99
+# Shared tokens whose bytes are compared, spread over the vocabulary. More would take longer at every loading.
+SAMPLE = 256
 
 
 class VocabularyMap:
-    """Between the target's ids and the draft's.
+    """Maps the target's ids to the draft model's, and the draft model's logits to the target's ids.
 
-    pairs: (target id, draft id) of every shared token. sizes: of the two vocabularies, the target's first.
-    stand_in: the draft's id for what it lacks.
+    Args:
+        pairs: (target id, draft id) of every shared token.
+        sizes: Sizes of the target's and of the draft model's vocabulary.
+        stand_in: The draft id that replaces ids without a counterpart.
+        device: The device of the logits.
+
+    Attributes:
+        draft_ids: Draft id of every target id.
     """
 
     def __init__(
         self, pairs: Iterable[tuple[int, int]], sizes: tuple[int, int], stand_in: int, device: torch.device
     ) -> None:
-        self.draft_ids = [stand_in] * sizes[0]  # by the target's id
+        self.draft_ids = [stand_in] * sizes[0]
         lacking = [True] * sizes[0]
         for target, draft in pairs:
             if target < sizes[0] and draft < sizes[1]:
@@ -51,68 +60,73 @@ class VocabularyMap:
     def between(
         cls, target: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], device: torch.device
     ) -> VocabularyMap | None:
-        """Of two vocabularies of the same tokenizer; None where they are one."""
+        """Return the map between two vocabularies of one tokenizer; None where they are equal."""
         if sizes[0] == sizes[1] and target.fingerprint == draft.fingerprint:
             return None
-        theirs = draft.inner.get_vocab()
-        pairs = ((id, theirs[token]) for token, id in target.inner.get_vocab().items() if token in theirs)
+        draft_vocab = draft.inner.get_vocab()
+        pairs = (
+            (id, draft_vocab[token]) for token, id in target.inner.get_vocab().items() if token in draft_vocab
+        )
         return cls(pairs, sizes, _stand_in(draft, sizes[1]), device)
 
     def read(self, tokens: Tensor) -> Tensor:
-        """The target's ids, any shape -> the draft's."""
+        """Return the draft ids of target ids, in any shape."""
         return self._draft_ids[tokens]
 
     def columns(self, logits: Tensor) -> Tensor:
-        """The draft's logits [B, V_draft] -> of the target's ids [B, V]."""
+        """Return logits over the target's ids [B, V] from the draft model's logits [B, V_draft]."""
         chosen = logits[:, self._draft_ids]
         return chosen if self._lacking is None else chosen.masked_fill_(self._lacking, -math.inf)
 
 
 def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> bool:
-    """Whether both cut a text alike, up to special tokens and padding, so that one can read the other's ids.
+    """Return whether two tokenizers split text in the same way, special tokens and padding aside.
 
-    They do if vocabulary, merges and special tokens are equal. Else, if their models are of one type, their
-    normalizers and pre-tokenizers equal where both have one, 99 % of either one's ordinary pieces are the
-    other's too, as many merges are shared and come in one order, and the same piece means the same text. Ids
-    may differ.
+    They do if vocabulary, merges and special tokens are equal. They also count as the same if all of this
+    holds: their models have one type; normalizers and pre-tokenizers are equal where both have one; 99 % of
+    the ordinary tokens of either one are shared; as many merges are shared, in the same order; and shared
+    tokens have the same bytes. Ids may differ.
     """
     if target.fingerprint == draft.fingerprint:
         return True
-    mine, theirs = (json.loads(tokenizer.inner.to_str()) for tokenizer in (target, draft))
-    if mine["model"]["type"] != theirs["model"]["type"]:
+    contents = [json.loads(tokenizer.inner.to_str()) for tokenizer in (target, draft)]
+    models = [content["model"] for content in contents]
+    if models[0]["type"] != models[1]["type"]:
         return False
     for step in ("normalizer", "pre_tokenizer"):
-        parts = _parts(mine[step]), _parts(theirs[step])
-        if all(parts) and parts[0] != parts[1]:
+        steps = [_steps(content[step]) for content in contents]
+        if all(steps) and steps[0] != steps[1]:
             return False
-    pieces = [_ordinary(tokenizer, content) for tokenizer, content in ((target, mine), (draft, theirs))]
-    shared = pieces[0].keys() & pieces[1].keys()
-    most = max(map(len, pieces))
-    if len(shared) < SHARED * most or not _merge_alike(mine["model"], theirs["model"], (1 - SHARED) * most):
+    tokens = [
+        _ordinary(tokenizer, content) for tokenizer, content in zip((target, draft), contents, strict=True)
+    ]
+    shared = tokens[0].keys() & tokens[1].keys()
+    most = max(map(len, tokens))
+    if len(shared) < SHARED * most or not _same_merges(models, (1 - SHARED) * most):
         return False
-    return _mean_alike(target, draft, pieces, shared)
+    return _same_bytes((target, draft), tokens, shared)
 
 
-def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What a normalizer or a pre-tokenizer does, one after another, without what changes no id."""
+def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or a pre-tokenizer, flat and without options that change no id."""
     if step is None:
         return []
     if step["type"] == "Sequence":
         return [
-            part for inner in step.get("normalizers", step.get("pretokenizers", [])) for part in _parts(inner)
+            each for inner in step.get("normalizers", step.get("pretokenizers", [])) for each in _steps(inner)
         ]
     return [{key: value for key, value in step.items() if key != "trim_offsets"}]
 
 
 def _ordinary(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, int]:
-    """Pieces that the tokenizer's model knows of itself, with their ids."""
+    """Return the tokens that were not added to the tokenizer's model, with their ids."""
     added = {token["content"] for token in content["added_tokens"]}
-    return {piece: id for piece, id in tokenizer.inner.get_vocab().items() if piece not in added}
+    return {token: id for token, id in tokenizer.inner.get_vocab().items() if token not in added}
 
 
-def _merge_alike(mine: dict[str, Any], theirs: dict[str, Any], spare: float) -> bool:
-    """Whether all but a few merges are shared, in one order."""
-    ranked = [[tuple(merge) for merge in model.get("merges") or []] for model in (mine, theirs)]
+def _same_merges(models: list[dict[str, Any]], spare: float) -> bool:
+    """Return whether all but `spare` merges are shared and come in the same order."""
+    ranked = [[tuple(merge) for merge in model.get("merges") or []] for model in models]
     shared = set(ranked[0]) & set(ranked[1])
     if max(map(len, ranked)) - len(shared) > spare:
         return False
@@ -120,16 +134,17 @@ def _merge_alike(mine: dict[str, Any], theirs: dict[str, Any], spare: float) -> 
     return first == second
 
 
-def _mean_alike(target: Tokenizer, draft: Tokenizer, pieces: list[dict[str, int]], shared: set[str]) -> bool:
-    """Of pieces spread over the vocabulary."""
-    spellings = ByteCodec(target), ByteCodec(draft)
-    spread = sorted(shared)[:: math.ceil(len(shared) / SAMPLE)] if shared else []
-    return all(spellings[0].of(pieces[0][piece]) == spellings[1].of(pieces[1][piece]) for piece in spread)
+def _same_bytes(
+    tokenizers: tuple[Tokenizer, Tokenizer], tokens: list[dict[str, int]], shared: set[str]
+) -> bool:
+    """Return whether shared tokens stand for the same bytes, by a sample of them."""
+    target, draft = (ByteCodec(tokenizer) for tokenizer in tokenizers)
+    sample = sorted(shared)[:: math.ceil(len(shared) / SAMPLE)] if shared else []
+    return all(target.of(tokens[0][token]) == draft.of(tokens[1][token]) for token in sample)
 
 
 def _stand_in(draft: Tokenizer, size: int) -> int:
-    """What a draft model of `size` ids best makes nothing of: its unknown token, else its first special
-    one."""
+    """Return the id of the draft model's unknown token, or else of its first special one, below `size`."""
     unknown = json.loads(draft.inner.to_str())["model"].get("unk_token")
     id = draft.inner.token_to_id(unknown) if isinstance(unknown, str) else None
     if id is not None and id < size:

@@ -67,7 +67,7 @@ class LLM:
         Raises:
             RequestError: An option is unknown, or its value out of range.
 
-        Example:
+        Examples:
             >>> llm.params(temperature=0, max_new_tokens=8).max_new_tokens
             8
         """
@@ -102,7 +102,7 @@ class LLM:
             RequestError: There is no template, it refuses the messages or does not read a variable; or as in
                 `generate`.
 
-        Example:
+        Examples:
             >>> messages = [{"role": "user", "content": "Name a colour."}]
             >>> [reply] = llm.chat(messages, SamplingParams(max_new_tokens=8, ignore_eos=True))
             >>> len(reply.token_ids), reply.finish_reason
@@ -145,7 +145,7 @@ class LLM:
         Raises:
             RequestError: A prompt or an option cannot be served; nothing has run then.
 
-        Example:
+        Examples:
             >>> outputs = llm.generate(["def add(a, b):", "import"], SamplingParams(max_new_tokens=4), n=2)
             >>> [output.sample for output in outputs]
             [0, 1, 0, 1]
@@ -206,7 +206,7 @@ class LLM:
         Raises:
             RequestError: As in `generate`, at the call.
 
-        Example:
+        Examples:
             >>> pieces = list(llm.stream("def add(a, b):", SamplingParams(max_new_tokens=16)))
             >>> "".join(piece.text for piece in pieces) == pieces[-1].output.text
             True
@@ -223,7 +223,7 @@ class LLM:
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.
 
-        Example:
+        Examples:
             >>> stream = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=64, ignore_eos=True))
             >>> first = next(stream)
             >>> llm.cancel_all()
@@ -272,7 +272,7 @@ class LLM:
         Raises:
             RequestError: A prompt is neither text nor token ids, or is empty or invalid text.
 
-        Example:
+        Examples:
             >>> [ids] = llm.encode("def add(a, b):")
             >>> llm.encode([ids, ids]) == [ids, ids]
             True

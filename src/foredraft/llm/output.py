@@ -34,7 +34,7 @@ class Output:
         deterministic: In addition, its bits do not depend on the drafter and the batch.
         why_plain: Why nothing was drafted, where a drafter might have; None where it drafted.
 
-    Example:
+    Examples:
         >>> [output] = llm.generate("def add(a, b):", SamplingParams(max_new_tokens=8, ignore_eos=True))
         >>> output.finish_reason, len(output.token_ids), output.stats.tokens
         ('length', 8, 8)
@@ -74,7 +74,7 @@ class Piece:
         logprobs: Scores of the tokens, if the request asks for them.
         output: The whole result, on the last piece.
 
-    Example:
+    Examples:
         >>> *pieces, last = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=8))
         >>> all(piece.output is None for piece in pieces)
         True

@@ -91,7 +91,7 @@ def load(
         ConfigError: An option has a value that cannot be honoured.
         CheckpointError: A folder or a hub repository cannot be loaded or run exactly.
 
-    Example:
+    Examples:
         >>> llm = foredraft.load(drafter="lookup", max_length=512)
         >>> llm.default_drafter, llm.max_length
         ('lookup', 512)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import foredraft
 from foredraft import user_cache
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.engine import Engine
@@ -28,6 +27,7 @@ from foredraft.profiling.timing import Turns, timed
 
 __all__ = ["Profile", "load_profile", "measure_profile", "steady", "use_profile"]
 
+FORMAT = 1  # of kept profiles; raised when what is measured changes
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 CONTEXT = 256  # tokens of each timed sequence
 READ = 64  # tokens that a draft model is timed reading
@@ -99,7 +99,7 @@ def _key(engine: Engine, longest: int) -> dict[str, Any]:
     device = engine.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else [*describe_cpu()]
     return {
-        "foredraft": foredraft.__version__,
+        "format": FORMAT,
         "torch": torch.__version__,
         "machine": [device.type, where, torch.get_num_threads()],
         "target": _runner(engine.target),
