@@ -1,13 +1,33 @@
-"""Planted defects of the lossy rule and of what names it, each with a check that must fail under it."""
+"""Planted defects of the lossy rule and of its options, each with a check that must fail under it.
+
+A table entry reads: name, seam, spoiler, check. A spoiler takes the sound function and returns the defective one.
+"""
 
 from __future__ import annotations
 
-from foredraft.decode import accept, drafting, params, sampling, vocab_ops
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.decode import accept
+from foredraft.decode.accept import Rollback
+from foredraft.decode.distribution import Distribution
+from foredraft.decode.draft import Draft
+from foredraft.decode.drafting import _Steps
+from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fallback
+from foredraft.decode.sampling import SamplingTable
+from foredraft.decode.vocab_ops import leading
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_lossy as lossy
-from tests.support.planting import Mutant
+from tests.exactness.mutants import added, kept_after_a_rejection, padding_kept
+from tests.support.planting import Mutant, Spoiler, defect
 from tests.unit import test_decode_accept as accept_unit
+
+Function = Callable[..., Any]
 
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
 
@@ -41,137 +61,163 @@ def greedy_by_hand() -> None:
     accept_unit.test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from()
 
 
+# --- spoilers -------------------------------------------------------------------------------------------
+
+
+def bound_reversed(_: Function) -> Function:
+    return lambda judged, p, bound: (judged > 0) & (-judged.log() >= bound) | (p == 1)
+
+
+def bound_excluded(_: Function) -> Function:
+    return lambda judged, p, bound: (judged > 0) & (-judged.log() < bound) | (p == 1)
+
+
+def certain_tokens_cut(stands: Function) -> Function:
+    return lambda judged, p, bound: stands(judged, torch.zeros_like(p), bound)
+
+
+def impossible_tokens_stand(_: Function) -> Function:
+    return lambda judged, p, bound: (-judged.log() <= bound) | (p == 1)
+
+
+def relative_to_q() -> tuple[tuple[Any, Spoiler], ...]:
+    seen: dict[str, Tensor] = {}
+
+    def remember(bild: Function) -> Function:
+        def spoilt(draft: Draft, *rest: Any) -> Any:
+            seen["q"] = draft.q.at(draft.tokens)
+            return bild(draft, *rest)
+
+        return spoilt
+
+    def spoil_stands(stands: Function) -> Function:
+        return lambda judged, p, bound: stands(judged / seen["q"], p, bound)
+
+    return (accept.bild, remember), (accept._stands, spoil_stands)
+
+
+def one_more_kept(sound: Function) -> Function:
+    return lambda keep, lengths: torch.minimum(sound(keep, lengths) + 1, lengths)
+
+
+def next_token_from_a_residual() -> tuple[tuple[Any, Spoiler], ...]:
+    drafts: list[Draft] = []
+
+    def remember(bild: Function) -> Function:
+        def spoilt(draft: Draft, *rest: Any) -> Any:
+            drafts[:] = [draft] if draft.tokens.shape[1] else []
+            return bild(draft, *rest)
+
+        return spoilt
+
+    def spoil_position(position: Function) -> Function:
+        def spoilt(p: Distribution, index: Tensor) -> Distribution:
+            at: Distribution = position(p, index)
+            if not drafts:
+                return at
+            draft = drafts.pop()
+            last = index.clamp_max(draft.tokens.shape[1] - 1)
+            return at.minus(position(draft.q, last), index < draft.lengths)
+
+        return spoilt
+
+    return (accept.bild, remember), (Distribution.position, spoil_position)
+
+
+def one_position_before(position: Function) -> Function:
+    return lambda p, index: position(p, (index - 1).clamp_min(0))
+
+
+def judged_before_the_transforms(of: Function) -> Function:
+    def spoilt(cls: type, table: SamplingTable, p: Any, logits: Tensor, *rest: Any) -> Rollback | None:
+        rollback: Rollback | None = of(cls, table, p, logits, *rest)
+        if rollback is None or table.judge is not None:
+            return rollback
+        return replace(rollback, judge=Distribution(logits.softmax(-1)))
+
+    return spoilt
+
+
+def every_row_lossy(sound: Function) -> Function:
+    def spoilt(*args: Any) -> Any:
+        *rest, rollback = args
+        return sound(*rest, rollback and replace(rollback, everywhere=True))
+
+    return spoilt
+
+
+def one_bound(of: Function) -> Function:
+    def spoilt(*args: Any) -> Rollback | None:
+        rollback: Rollback | None = of(*args)
+        if rollback is None:
+            return None
+        most = rollback.bound.nan_to_num().amax()
+        return replace(rollback, bound=most.expand_as(rollback.bound))
+
+    return spoilt
+
+
+def without_bounds(of: Function) -> Function:
+    return lambda *args, **more: replace(of(*args, **more), bound=None)
+
+
+def confidence_after_the_transforms(may_draw: Function) -> Function:
+    return lambda policy, sequences, position, q, logits: may_draw(
+        policy, sequences, position, q, q.dense(logits.shape[-1]).log()
+    )
+
+
 # --- the defects ------------------------------------------------------------------------------------
 
-STANDS = "(chance > 0) & (-chance.log() <= rollback.bound[:, None])"
-
 MUTANTS = [
-    Mutant(
-        "the bound the wrong way round", ((accept.bild, "log() <= rollback", "log() >= rollback"),), lossy_law
+    defect("the bound the wrong way round", accept._stands, bound_reversed, lossy_law),
+    defect("the bound the wrong way round, by hand", accept._stands, bound_reversed, by_hand),
+    defect("a token exactly as surprising as the bound is cut", accept._stands, bound_excluded, by_hand),
+    defect(
+        "a token that the target is certain of is cut", accept._stands, certain_tokens_cut, greedy_by_hand
     ),
-    Mutant(
-        "the bound the wrong way round, by hand",
-        ((accept.bild, "log() <= rollback", "log() >= rollback"),),
-        by_hand,
-    ),
-    Mutant(
-        "what is exactly as surprising as the bound is cut",
-        ((accept.bild, "log() <= rollback", "log() < rollback"),),
-        by_hand,
-    ),
-    Mutant(
-        "what the target is one_hot of is cut",
-        ((accept.bild, "stands | (p.at(draft.tokens) == 1)", "stands"),),
-        greedy_by_hand,
-    ),
-    Mutant(
-        "the draft's own law consulted",
-        (
-            (
-                accept.bild,
-                STANDS,
-                "(chance > 0) & (-(chance / draft.q.at(draft.tokens)).log() <= rollback.bound[:, None])",
-            ),
-        ),
+    Mutant("the draft's own distribution consulted", relative_to_q(), lossy_law),
+    defect("the token that is cut is kept", leading, one_more_kept, lossy_law),
+    Mutant("the token after a cut drawn from a residual", next_token_from_a_residual(), lossy_law),
+    defect(
+        "the token after a cut drawn from the position before it",
+        Distribution.position,
+        one_position_before,
         lossy_law,
     ),
-    Mutant(
-        "the token that is cut is kept",
-        (
-            (
-                accept.bild,
-                "leading(stands | (p.at(draft.tokens) == 1), draft.lengths)",
-                "(leading(stands, draft.lengths) + 1).minimum(draft.lengths)",
-            ),
-        ),
-        lossy_law,
+    defect("tokens after a cut stand", leading, kept_after_a_rejection, lossy_law),
+    defect("padding stands", leading, padding_kept, by_hand),
+    defect(
+        "an impossible token stands under an infinite bound", accept._stands, impossible_tokens_stand, by_hand
     ),
-    Mutant(
-        "the token after a cut drawn from a residual",
-        (
-            (
-                accept.bild,
-                "p.position(accepted).draw(pick)",
-                "(p.position(accepted) if not draft.tokens.shape[1] else p.position(accepted).minus("
-                "draft.q.position(accepted.clamp_max(draft.tokens.shape[1] - 1)), accepted < draft.lengths)).draw(pick)",
-            ),
-        ),
-        lossy_law,
-    ),
-    Mutant(
-        "the token after a cut drawn from the draft's place before it",
-        ((accept.bild, "p.position(accepted)", "p.position((accepted - 1).clamp_min(0))"),),
-        lossy_law,
-    ),
-    Mutant("tokens after a cut stand", ((vocab_ops.leading, ".cumprod(1).sum(1)", ".sum(1)"),), lossy_law),
-    Mutant(
-        "padding stands",
-        ((vocab_ops.leading, "torch.minimum(keep.cumprod(1).sum(1), lengths)", "keep.cumprod(1).sum(1)"),),
-        by_hand,
-    ),
-    Mutant(
-        "what the target rules out stands under an endless bound",
-        ((accept.bild, "(chance > 0) & ", ""),),
-        by_hand,
-    ),
-    Mutant(
+    defect(
         "judged by certainty at temperature 0",
-        ((params.SamplingParams.judged.fget, "or not self.greedy", "or True"),),
+        SamplingParams.judged,
+        lambda _: lambda params: params,
         lossy_greedy_law,
     ),
-    Mutant(
-        "judged before the transforms",
-        (
-            (
-                accept.Rollback.of.__func__,
-                "p if table.judge is None",
-                "Distribution(logits.softmax(-1)) if table.judge is None",
-            ),
-        ),
-        lossy_law,
-    ),
-    Mutant(
-        "rows of other rules judged, too",
-        ((accept.accept, "if rollback.everywhere:", "if True:"),),
-        rules_side_by_side,
-    ),
-    Mutant(
-        "every row by one bound",
-        (
-            (
-                accept.Rollback.of.__func__,
-                "cls(judge, table.bound,",
-                "cls(judge, table.bound.nan_to_num().amax().expand_as(table.bound),",
-            ),
-        ),
-        rules_side_by_side,
-    ),
-    Mutant(
+    defect("judged before the transforms", Rollback.of, judged_before_the_transforms, lossy_law),
+    defect("rows of other rules judged, too", accept.accept, every_row_lossy, rules_side_by_side),
+    defect("every row by one bound", Rollback.of, one_bound, rules_side_by_side),
+    defect(
         "a token drafted where the drafter is unsure",
-        ((drafting._step_through, "finite & draws[:, None]", "finite"),),
+        _Steps.add,
+        added(drawable=lambda token, q, drawable, finite: finite),
         fallback_law,
     ),
-    Mutant(
-        "unsure by the law after the transforms",
-        (
-            (
-                drafting._step_through,
-                "policy.draws(sequences, j, q, logits)",
-                "policy.draws(sequences, j, q, q.dense(3).log())",
-            ),
-        ),
+    defect(
+        "unsure by the distribution after the transforms",
+        Fallback.may_draw,
+        confidence_after_the_transforms,
         fallback_law,
     ),
-    Mutant(
-        "handed over by what was drawn",
-        ((drafting._step_through, "finite & draws[:, None]", "finite & (draws[:, None] | (token == 0))"),),
+    defect(
+        "left to the target by the drawn token",
+        _Steps.add,
+        added(drawable=lambda token, q, drawable, finite: drawable | finite & (token == 0)),
         strict_fallback_law,
     ),
-    Mutant(
-        "no row is of the lossy rule",
-        ((sampling.SamplingTable.of.__func__, "if all(bound is None for bound in bounds)", "if True"),),
-        lossy_law,
-    ),
+    defect("no row is of the lossy rule", SamplingTable.of, without_bounds, lossy_law),
 ]
 
 CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS))

@@ -1,46 +1,54 @@
-"""Planted defects of the runner's passes: padding, gathering, recording, packing. Each check compares the logits
-of many verifying passes, over rows of different lengths, with what transformers says of the same texts."""
+"""Planted defects of the runner's passes: padding, ragged batches, captured graphs, packed weights.
+
+Each check compares the logits of many verifying passes, over rows of different lengths, with those of transformers
+for the same texts. A table entry reads: name, seam, spoiler, check. A spoiler takes the sound function and returns
+the defective one.
+"""
 
 from __future__ import annotations
 
 import functools
 import random
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from foredraft.model import attention, weights
-from foredraft.model.runner import Runner, body, graphs, packed, passes
-from foredraft.model.runner.body import Forward
+from foredraft.model.runner import Runner, body, packed, passes
+from foredraft.model.runner.body import Bucket, Forward, Inputs
 from foredraft.model.runner.graphs import Graphs
 from foredraft.model.runner.job import Job
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import reference_model, save_variant
-from tests.support.planting import Mutant
+from tests.support.planting import Mutant, Spoiler, defect
 from tests.support.recorder import Rerun
 
+Function = Callable[..., Any]
 LENGTHS = (20, 505, 1015)  # of the prompts: the longer texts outgrow an attended length, whatever the quantum
 TOTAL = 1130
 
 
 @functools.cache
 def texts(name: str) -> tuple[Tensor, Tensor]:
-    """[B, P] ids, and the logits that transformers has for them [B, P, V]."""
+    """Return token ids [B, P], and the logits of transformers for them [B, P, V]."""
     ids = torch.randint(3, 97, (len(LENGTHS), TOTAL), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
         return ids, reference_model(name)(ids).logits
 
 
 def rounds(name: str, way: str) -> None:
-    """Drafts of every length, kept in part, wrong ones and idle rows among them; every logit that counts."""
+    """Compare every logit of a real column: drafts of every length, kept in part, wrong tokens, idle rows."""
     ids, expected = texts(name)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(load_decoder(save_variant(Path(folder), name)))
     runner.gathers = way == "gathered"
-    runner.graphs = Graphs(Rerun()) if way == "recorded" else None
+    runner.graphs = Graphs(Rerun()) if way == "captured" else None
     cache = runner.new_cache(len(LENGTHS), TOTAL)
     for row, length in enumerate(LENGTHS):
         for start in range(0, length, 256):
@@ -76,8 +84,8 @@ def gathered() -> None:
     rounds("qwen2", "gathered")
 
 
-def recorded() -> None:
-    rounds("llama", "recorded")
+def captured() -> None:
+    rounds("llama", "captured")
 
 
 def unpacked() -> None:
@@ -86,113 +94,168 @@ def unpacked() -> None:
         rounds("qwen2", "padded")
 
 
+# --- spoilers -------------------------------------------------------------------------------------------
+
+
+def masked_by(positions_of: Callable[[Tensor], Tensor]) -> Spoiler:
+    """Build the masks of other positions [B, T]."""
+
+    def spoiler(masks: Function) -> Function:
+        return lambda spec, positions, *rest: masks(spec, positions_of(positions).expand_as(positions), *rest)
+
+    return spoiler
+
+
+def first_start(check: Function) -> Function:
+    def spoilt(job: Job, queries: int) -> int:
+        check(job, queries)
+        return job.starts[0]
+
+    return spoilt
+
+
+def built_with(*names: str) -> Spoiler:
+    """Build a ragged pass with some attributes of the first columns of the padded one."""
+
+    def spoiler(build: Function) -> Function:
+        def spoilt(
+            spec: Any, tables: Any, cache: Any, shape: Any, starts: Any, real: Tensor | None = None
+        ) -> Any:
+            ragged = build(spec, tables, cache, shape, starts, real)
+            if real is None:
+                return ragged
+            padded = build(spec, tables, cache, shape, starts)
+            first = {
+                "write": padded.write[: len(ragged.write)],
+                "rotary": {
+                    window: tuple(part[: len(real)] for part in parts)
+                    for window, parts in padded.rotary.items()
+                },
+            }
+            return replace(ragged, **{name: first[name] for name in names})
+
+        return spoilt
+
+    return spoiler
+
+
+def in_order(real: Tensor | None) -> Tensor | None:
+    """Return the first columns instead of the real ones."""
+    return None if real is None else torch.arange(len(real))
+
+
+def attended(
+    queries: Function | None = None, outputs: Function | None = None
+) -> tuple[tuple[Any, Spoiler], ...]:
+    """Spoil queries or outputs of a ragged pass: each function gets the columns [B * T, ...] and the real ones."""
+    passes: list[attention.Pass] = []
+
+    def remember(attend: Function) -> Function:
+        def spoilt(spec: Any, layer: int, qkv: Tensor, pass_: attention.Pass) -> Tensor:
+            passes.append(pass_)
+            out: Tensor = attend(spec, layer, qkv, pass_)
+            passes.clear()
+            return out
+
+        return spoilt
+
+    def changed(x: Tensor, change: Function | None) -> Tensor:
+        if change is None or not passes or passes[0].real is None:
+            return x
+        [pass_] = passes
+        batch, heads, _, dim = x.shape  # [B, Hk, T * G, D]
+        columns = x.view(batch, heads, pass_.queries, -1, dim).transpose(1, 2)  # [B, T, Hk, G, D]
+        columns = change(columns.flatten(0, 1), pass_.real).view(columns.shape)
+        return columns.transpose(1, 2).reshape(x.shape)
+
+    def spoil_attention(sound: Function) -> Function:
+        def spoilt(spec: Any, q: Tensor, *rest: Any) -> Tensor:
+            return changed(sound(spec, changed(q, queries), *rest), outputs)
+
+        return spoilt
+
+    return (attention.attend, remember), (attention.masked_attention, spoil_attention)
+
+
+def scattered_in_order(columns: Tensor, real: Tensor) -> Tensor:
+    return torch.zeros_like(columns).index_copy_(0, torch.arange(len(real)), columns[real])
+
+
+def taken_in_order(columns: Tensor, real: Tensor) -> Tensor:
+    return columns.index_copy(0, real, columns[: len(real)])
+
+
+def entering_in_order(entering: Function) -> Function:
+    return lambda body, bucket, inputs: entering(body, bucket, replace(inputs, real=in_order(inputs.real)))
+
+
+def given_out_in_order(columns: Function) -> Function:
+    return lambda computed, bucket, real: columns(computed, bucket, in_order(real))
+
+
+def old_starts(fill: Function) -> Function:
+    return lambda mine, other: fill(mine, replace(other, starts=mine.starts))
+
+
+def old_length(run: Function) -> Function:
+    first: dict[Any, Bucket] = {}
+
+    def spoilt(graphs: Graphs, body: Any, bucket: Bucket, inputs: Inputs) -> Forward:
+        key = bucket.shape.batch, bucket.columns, bucket.head, inputs.signature()
+        out: Forward = run(graphs, body, first.setdefault(key, bucket), inputs)
+        return out
+
+    return spoilt
+
+
+def one_packed_weight_per_shape(pack: Function) -> Function:
+    kept: dict[Any, Any] = {}
+    return lambda weight, bias=None: kept.setdefault(weight.shape, pack(weight, bias))
+
+
+def in_the_temporary_buffer(load: Function) -> Function:
+    def spoilt(checkpoint: weights._Checkpoint, shapes: weights.Shapes) -> Tensor:
+        is_linear = all(name.endswith("_proj.weight") for name in shapes)
+        return checkpoint.load_temporary(shapes) if is_linear else load(checkpoint, shapes)
+
+    return spoilt
+
+
 MASKS, BUILD = attention.causal_masks, passes.build_pass
 MUTANTS = [
-    Mutant("padding attended to", ((MASKS, "keys <= last", "keys <= last[:, -1:].expand_as(last)"),), padded),
-    Mutant(
+    defect("padding attended to", MASKS, masked_by(lambda positions: positions[:, -1:]), padded),
+    defect(
         "attended length taken from the batch",
-        (
-            (
-                MASKS,
-                "positions.clamp(max=length - 1)[:, :, None]",
-                "positions.amax(0, keepdim=True).expand_as(positions).clamp(max=length - 1)[:, :, None]",
-            ),
-        ),
+        MASKS,
+        masked_by(lambda positions: positions.amax(0, keepdim=True)),
         padded,
     ),
-    Mutant(
-        "attended length of the first row",
-        ((Job.check, "max(self.starts[b] for b in self.active)", "self.starts[0]"),),
-        padded,
-    ),
-    Mutant(
-        "gathered keys where the padding would be",
-        ((BUILD, "lanes[real]", "lanes[: len(real)]"),),
-        gathered,
-    ),
-    Mutant(
-        "gathered columns rotated in order",
-        ((BUILD, "rows[real]", "rows[: len(real)]"),),
-        gathered,
-    ),
-    Mutant(
-        "gathered queries scattered in order",
-        ((attention.attend, "index_copy_(0, pass_.real, q)", "index_copy_(0, torch.arange(len(q)), q)"),),
-        gathered,
-    ),
-    Mutant(
-        "gathered outputs taken in order",
-        ((attention.attend, "out[pass_.real]", "out[: len(pass_.real)]"),),
-        gathered,
-    ),
-    Mutant(
-        "gathered tokens taken in order",
-        ((body.Body._entering, "tokens.flatten()[real]", "tokens.flatten()[: len(real)]"),),
-        gathered,
-    ),
-    Mutant(
-        "gathered logits given out in order",
-        (
-            (
-                body._columns,
-                "index_copy_(0, real, computed)",
-                "index_copy_(0, torch.arange(len(real)), computed)",
-            ),
-        ),
-        gathered,
-    ),
-    Mutant(
+    defect("attended length of the first row", Job.check, first_start, padded),
+    defect("gathered keys where the padding would be", BUILD, built_with("write"), gathered),
+    defect("gathered columns rotated in order", BUILD, built_with("rotary"), gathered),
+    Mutant("gathered queries scattered in order", attended(queries=scattered_in_order), gathered),
+    Mutant("gathered outputs taken in order", attended(outputs=taken_in_order), gathered),
+    defect("gathered tokens taken in order", body.Body._entering, entering_in_order, gathered),
+    defect("gathered logits given out in order", body._columns, given_out_in_order, gathered),
+    defect(
         "columns counted without their padding",
-        ((Job.real_columns, "b * queries + t", "b * self.tokens.shape[1] + t"),),
+        Job.real_columns,
+        lambda real_columns: lambda job, queries: real_columns(job, job.tokens.shape[1]),
         gathered,
     ),
-    Mutant(
-        "a recording replayed with old starts",
-        (
-            (
-                body.Inputs.fill,
-                "zip(self._all(), other._all(), strict=True)",
-                "zip(self._all()[1:], other._all()[1:], strict=True)",
-            ),
-        ),
-        recorded,
+    defect("a graph replayed with old starts", Inputs.fill, old_starts, captured),
+    defect("a graph replayed with an old length", Graphs.run, old_length, captured),
+    defect(
+        "a graph's outputs overwritten in a caller's hands",
+        Forward.copied,
+        lambda _: lambda forward: forward,
+        captured,
     ),
-    Mutant(
-        "a recording replayed with an old length",
-        (
-            (
-                graphs.Graphs.run,
-                "(bucket, inputs.signature())",
-                "((bucket.shape.batch, bucket.columns, bucket.head), inputs.signature())",
-            ),
-        ),
-        recorded,
-    ),
-    Mutant(
-        "a recording's outputs overwritten in a caller's hands",
-        ((graphs._Entry.run, "self.graph.output.copied()", "self.graph.output"),),
-        recorded,
-    ),
-    Mutant(
-        "a packed weight kept for all of its shape",
-        (
-            (
-                packed.pack,
-                "return PackedLinear(_packed(weight.contiguous()), bias)",
-                "return pack.__dict__.setdefault(weight.shape, PackedLinear(_packed(weight.contiguous()), bias))",
-            ),
-        ),
-        padded,
-    ),
-    Mutant(
+    defect("a packed weight kept for all of its shape", packed.pack, one_packed_weight_per_shape, padded),
+    defect(
         "an ordinary weight in the buffer that the next one overwrites",
-        (
-            (
-                weights._Builder.linear,
-                "tensors.load_temporary(weights) if self.packs else tensors.load(weights)",
-                "tensors.load_temporary(weights)",
-            ),
-        ),
+        weights._Checkpoint.load,
+        in_the_temporary_buffer,
         unpacked,
     ),
 ]

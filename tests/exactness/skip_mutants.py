@@ -1,10 +1,15 @@
-"""Planted defects of a model that drafts for itself, in real forwards by PyTorch's operators. Each check holds what
-it says, and the cache it leaves behind, against plain decoding."""
+"""Planted defects of a model that drafts for itself, in real forwards by PyTorch's operators.
+
+Each check compares the tokens, and the cache that is left behind, with plain decoding. A table entry reads: name,
+seam, spoiler, check. A spoiler takes the sound function and returns the defective one.
+"""
 
 from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,9 @@ from foredraft.decode.policy import Fixed
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from tests.exactness import test_layer_skip as layer_skip
+from tests.exactness.commit_mutants import last_token_known, verified, with_the_drafts_plan
 from tests.exactness.test_bits import PROMPTS, row_of, steps_of
-from tests.support.planting import Mutant
+from tests.support.planting import defect
 
 NEW = 40
 COUNT = len(PROMPTS[4]) + NEW - 1
@@ -25,7 +31,7 @@ COUNT = len(PROMPTS[4]) + NEW - 1
 
 @functools.cache
 def loaded(family: str) -> tuple[LLM, torch.Tensor]:
-    """A model, and the row that plain decoding leaves behind."""
+    """Return a model, and the cache row that plain decoding leaves behind."""
     with tempfile.TemporaryDirectory() as folder:
         llm = layer_skip.load(Path(folder), family, "float32", "operators")
     [row] = [row_of(llm, sequence, COUNT) for sequence in steps_of(llm, PROMPTS[4], None, NEW)]
@@ -33,16 +39,15 @@ def loaded(family: str) -> tuple[LLM, torch.Tensor]:
 
 
 def bits(family: str, skips: Skips, gathered: bool | None = None) -> None:
-    """gathered: passes write the keys of no column but the real ones."""
+    """Compare; gathered: passes write the keys of real columns alone."""
     llm, want = loaded(family)
     runner: Any = llm.engine.target
     runner.gathers = gathered
     llm.engine.drafters["layer-skip"] = LayerSkip(runner, llm.engine.cache, skips)
     for gamma in (1, 4):  # drafts of one token are often accepted whole
         for row in range(llm.engine.cache.rows):
-            llm.engine.cache.zero_row(
-                row
-            )  # what an earlier text left there could stand in for what is missing
+            # keys of an earlier text could stand in for missing ones
+            llm.engine.cache.zero_row(row)
         llm.engine.policy = Fixed(gamma)
         for sequence in steps_of(llm, PROMPTS[4], "layer-skip", NEW):
             assert gamma > 1 or any(turn.accepted == turn.drafted for turn in sequence.rounds)
@@ -57,37 +62,33 @@ def exiting() -> None:
     bits("llama", Skips(exit=2))
 
 
+def any_shape(init: Callable[..., None]) -> Callable[..., None]:
+    def spoilt(drafter: LayerSkip, *args: Any, **more: Any) -> None:
+        init(drafter, *args, **more)
+        drafter.draft_pass = replace(drafter.draft_pass, exact=False)
+
+    return spoilt
+
+
+def pending_token_alone(engine: Any, inputs: Any, draft: Any, starts: Any, options: Any) -> None:
+    options["counts"] = [min(count, 1) for count in options["counts"]]
+
+
 MUTANTS = [
-    Mutant(
-        "states resumed from of a shape that is not exact",
-        ((LayerSkip.__init__, "exact=skips.exit is not None", "exact=False"),),
-        exiting,
+    defect("states resumed from of a shape that is not exact", LayerSkip.__init__, any_shape, exiting),
+    defect(
+        "the last drafted token taken for read, in real forwards", LayerSkip.resume, last_token_known, exiting
     ),
-    Mutant(
-        "the last drafted token taken for read, in real forwards",
-        ((LayerSkip.resume, "1), self._known)", "1), [known + (known > 0) for known in self._known])"),),
-        exiting,
-    ),
-    Mutant(
+    defect(
         "the plan of a draft applied to the verifying pass, in real forwards",
-        (
-            (
-                Engine._verify,
-                "taps=taps,\n",
-                "taps=taps, plan=self.drafters['layer-skip'].draft_pass.plan,\n",
-            ),
-        ),
+        Engine._verify,
+        verified(with_the_drafts_plan),
         skipping,
     ),
-    Mutant(
-        "what a draft wrote left where it is",
-        (
-            (
-                Engine._verify,
-                "counts=[0 if i else min(1 + n, width)",
-                "counts=[0 if i else min(1 + 0 * n, width)",
-            ),
-        ),
+    defect(
+        "the keys that a draft wrote left where they are",
+        Engine._verify,
+        verified(pending_token_alone),
         skipping,
     ),
 ]

@@ -187,8 +187,9 @@ def steps_of(llm: LLM, prompt: list[int], drafter: str | None, count: int) -> It
 
     With a drafter it has neighbours, without one it is alone."""
     params = replace(GREEDY, max_new_tokens=count + 20)
-    sequence = Sequence(-1, prompt, params, 0, drafter=drafter)
-    neighbours = [Sequence(-2 - i, PROMPTS[i], params, 0, drafter=drafter) for i in (0, 2, 3) if drafter]
+    drafters = (drafter,) if drafter else ()
+    sequence = Sequence(-1, prompt, params, 0, drafters=drafters)
+    neighbours = [Sequence(-2 - i, PROMPTS[i], params, 0, drafters=drafters) for i in (0, 2, 3) if drafter]
     for one in [*neighbours[:2], sequence, *neighbours[2:]]:
         llm.engine.submit(one)
     try:

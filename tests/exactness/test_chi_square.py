@@ -37,9 +37,10 @@ def sample(
     kinds = []
     for kind, (drafter, options) in enumerate(rows):
         params = SamplingParams(max_new_tokens=new, **{"acceptance": "speculative", **options})
+        drafters = (drafter,) if drafter else ()
         kinds.append(
             [
-                Sequence(kind * n + i, [1, 0], params, 7 + kind, i, drafter=drafter, group=kind)
+                Sequence(kind * n + i, [1, 0], params, 7 + kind, i, drafters=drafters, group=kind)
                 for i in range(n)
             ]
         )
@@ -68,7 +69,7 @@ def test_a_policy_that_looks_at_rejected_tokens() -> None:
     target, draft = Table(V, 74, scale=0.5), Table(V, 174, scale=2.0)
     params = SamplingParams(max_new_tokens=6)
     several = [
-        Sequence(i, [1, 0], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(5000)
+        Sequence(i, [1, 0], params, seed=3, sample=i, drafters=("draft-model",), group=0) for i in range(5000)
     ]
     found = run(make_engine(target, draft, Fickle(4), rows=48), several)
     assert_law([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
@@ -79,7 +80,7 @@ def test_two_tokens_of_a_weak_drafter() -> None:
     target, draft = Table(4, 43, scale=0.5), Table(4, 44, scale=1.5)
     params = SamplingParams(max_new_tokens=2)
     several = [
-        Sequence(i, [1], params, seed=3, sample=i, drafter="draft-model", group=0) for i in range(3000)
+        Sequence(i, [1], params, seed=3, sample=i, drafters=("draft-model",), group=0) for i in range(3000)
     ]
     assert_law(
         run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params)
@@ -98,7 +99,7 @@ def test_a_late_ban(acceptance: Literal["speculative", "coupled"]) -> None:
     want = outputs(TARGET.after, [1], SamplingParams(max_new_tokens=JOINT), constraint=LateBan(V, ban))
     params = SamplingParams(max_new_tokens=JOINT, acceptance=acceptance)
     several = [
-        Sequence(i, [1], params, seed=i, drafter="draft-model", constraint=LateBan(V, ban))
+        Sequence(i, [1], params, seed=i, drafters=("draft-model",), constraint=LateBan(V, ban))
         for i in range(2000)
     ]
     assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want)
@@ -111,7 +112,9 @@ def test_samples_do_not_depend_on_each_other() -> None:
     product = {a + b: p * q for a, p in one.items() for b, q in one.items()}
     pairs = []
     for seed in range(1500):
-        pairs.append([Sequence(2 * seed + i, [1], params, seed, i, drafter="draft-model") for i in range(2)])
+        pairs.append(
+            [Sequence(2 * seed + i, [1], params, seed, i, drafters=("draft-model",)) for i in range(2)]
+        )
     run(make_engine(TARGET, DRAFT, Fixed(1), rows=48), [sequence for pair in pairs for sequence in pair])
     assert_law([a.new_ids + b.new_ids for a, b in pairs], product)
 

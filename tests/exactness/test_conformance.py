@@ -16,8 +16,9 @@ from torch import Tensor
 
 from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.draft import Draft, Guesser, RoundInputs, Stepper
-from foredraft.decode.drafting import propose
+from foredraft.decode.draft import Draft, RoundInputs
+from foredraft.decode.drafter import Guesser, Stepper
+from foredraft.decode.drafting import Drafting, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
@@ -49,9 +50,10 @@ def begin(tokens: list[int], drafter: str, **more: Any) -> tuple[CheckedEngine, 
 
 
 def draft(engine: CheckedEngine, sequence: Sequence) -> Draft:
-    inputs = RoundInputs.of([sequence], [False], [GAMMA], SamplingTable.of([sequence.params], CPU), V, CPU)
-    drafter = engine.drafters[sequence.drafter or ""]
-    return propose({drafter.name: drafter}, inputs, Fixed(GAMMA), Noise())
+    """Draft for the sequence alone."""
+    table = SamplingTable.of([sequence.params], CPU)
+    inputs = RoundInputs([sequence], [False], [GAMMA], list(sequence.drafters), table, V, CPU)
+    return propose(engine.drafters, inputs, Drafting(Fixed(GAMMA), Noise()))
 
 
 def same(one: Draft, other: Draft) -> None:
@@ -69,7 +71,7 @@ def shorten(engine: CheckedEngine, sequence: Sequence, length: int) -> None:
     sequence._roll_back(length - len(sequence.prompt))
     sequence.attempts.clear()
     engine.cache.lengths[sequence.row] = length - 1
-    engine.drafters[sequence.drafter or ""].rewind(sequence)
+    engine.drafters[sequence.drafters[0]].rewind(sequence)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

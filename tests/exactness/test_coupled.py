@@ -87,7 +87,7 @@ def test_the_law_of_the_text_is_the_targets() -> None:
     n = 4000
     for transform in ("as it is", "hot top-p"):
         params = SamplingParams(acceptance="coupled", max_new_tokens=3, **TRANSFORMS[transform])
-        group = [Sequence(i, [0], params, seed=100 + i, drafter="draft-model") for i in range(n)]
+        group = [Sequence(i, [0], params, seed=100 + i, drafters=("draft-model",)) for i in range(n)]
         found = run(make_engine(TARGET, DRAFT, Fixed(2), rows=64), group)
         assert_law(found, outputs(TARGET.after, [0], params))
 

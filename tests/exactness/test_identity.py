@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from foredraft.decode.draft_pass import DraftPass
 
+from foredraft.decode.drafter import DraftPass
 from foredraft.decode.policy import Fixed, Heuristic, Policy, TargetConfidence
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
 from tests.support import distributions as laws
 from tests.support.harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
 from tests.support.parts import (
     Fickle,
-    Halts,
     LateBan,
     NoRepeat,
     RandomBudgets,
@@ -287,12 +286,12 @@ def test_a_failed_batch_leaves_clean_rows(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError):
         engine.step()
     monkeypatch.undo()
-    assert engine.drafters["draft-model"]._read, "the pass broke off after the draft"  # type: ignore[attr-defined]
+    assert engine.drafters["draft-model"]._stepped, "the pass broke off after the draft"  # type: ignore[attr-defined]
     engine.cache.data[:, :, 20:] = float("nan")  # type: ignore[attr-defined]
     failed = list(engine.rows.sequences)
     engine.fail_batch("out of memory")
     assert [(s.finish, s.error) for s in failed] == [(Finish.ERROR, "out of memory")] * 4
-    assert not engine.drafters["draft-model"]._read  # type: ignore[attr-defined]
+    assert not engine.drafters["draft-model"]._stepped  # type: ignore[attr-defined]
     after = [greedy(p, d) for p in PROMPTS[:4] for d in DRAFTERS]
     assert run(engine, after) == [reference(s.prompt) for s in after]
 
@@ -351,14 +350,13 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
     def engine_of(**broken: Any) -> CheckedEngine:
         engine = make_engine(TARGET, DRAFT, Fixed(3), rows=1)
         model: Any = engine.drafters["draft-model"]
-        model.runner = Tabular(DRAFT, **broken)
-        model.draft_pass = DraftPass(model.runner)
+        model.draft_pass = DraftPass(Tabular(DRAFT, **broken))  # type: ignore[arg-type]
         return engine
 
     engine = engine_of(fatal=0, patience=4)
     bad = greedy((0, 1), "draft-model")
     assert run(engine, [bad]) == [reference(bad.prompt)]
-    assert bad.drafter is None
+    assert bad.drafters == ()
     assert bad.finish is Finish.LENGTH
     heir = greedy((1, 0), "draft-model")
     assert run(engine, [heir]) == [reference(heir.prompt)]
@@ -369,11 +367,11 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
     engine.drafters["draft-model"].caches[0].data[:, 0, 40:] = float("nan")  # type: ignore[index]
     heir = greedy((1, 0), "draft-model")
     assert run(engine, [heir]) == [reference(heir.prompt)]
-    assert heir.drafter == "draft-model"
+    assert heir.drafters == ("draft-model",)
     assert heir.drafter_faults == 1
 
 
-@pytest.mark.parametrize("policy", [Fixed(3), TargetConfidence(3), Halts(3)], ids=lambda p: f"{p.name}")
+@pytest.mark.parametrize("policy", [Fixed(3), TargetConfidence(3)], ids=lambda p: f"{p.name}")
 @pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
 def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str, policy: Policy) -> None:
     """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
@@ -381,7 +379,7 @@ def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str, poli
     sequences = [greedy(PROMPTS[2], drafter), greedy(PROMPTS[3]), greedy(PROMPTS[4], drafter)]
     assert run(engine, sequences) == [reference(s.prompt) for s in sequences]
     for sequence in sequences[::2]:
-        assert (sequence.drafter, sequence.drafter_faults) == (None, 2)
+        assert (sequence.drafters, sequence.drafter_faults) == ((), 2)
     assert all(turn.emitted for s in sequences for turn in s.rounds), "none was given up"
 
 
@@ -503,4 +501,4 @@ def test_a_drafter_that_cannot_say_what_is_allowed_is_not_sick() -> None:
     draft.logits[..., V - 1] = -float("inf")
     sequence = request(drafter="draft-model", constraint=OnlyLast(V), temperature=0, max_new_tokens=8)
     assert run(make_engine(target, draft, Fixed(3)), [sequence]) == [[V - 1] * 8]
-    assert (sequence.drafter, sequence.drafter_faults) == ("draft-model", 0)
+    assert (sequence.drafters, sequence.drafter_faults) == (("draft-model",), 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import Alone, Choice, Offers
+from foredraft.decode.policy import Candidates, Decision, Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.draft_model import DraftModel
 from tests.exactness.test_identity import DRAFT, PROMPTS, TARGET, V, greedy, reference
@@ -18,44 +18,45 @@ from tests.support.parts import LateBan
 LATECOMERS = ("draft-model", "looping", "mapped")
 
 
-class Late(Alone):
-    """Plain steps at first, so many, and then three drafts of three tokens, and seven plain steps again and
-    again; drafters that are new to a text read so many of its last tokens."""
+class Late(Policy):
+    """Take `plain` plain steps, then repeat: three drafts of three tokens and seven plain steps.
+
+    A drafter to which the text is new reads the last `context` tokens of it.
+    """
 
     name = "late"
-    weighs = True
+    uses_costs = True
 
-    def __init__(self, plain: int, reads: int | None) -> None:
-        self.plain, self.reads = plain, reads
-        self.late: list[tuple[int, set[str]]] = []  # each request, and to whom its text was new
+    def __init__(self, plain: int, context: int | None) -> None:
+        self.plain, self.context = plain, context
+        self.late: list[tuple[int, set[str]]] = []  # each request, and the drafters to which its text was new
 
-    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self.late += [(row.sequence.id, row.late) for row in rows]
-        return [Choice(next(iter(row.most), None), self._budget(row), self.reads) for row in rows]
+        return [Decision(next(iter(row.limits), None), self._budget(row), self.context) for row in rows]
 
-    def _budget(self, row: Offers) -> int:
+    def _budget(self, row: Candidates) -> int:
         since = row.sequence.round_count - self.plain
         return 3 if since >= 0 and since % 10 < 3 else 0
 
 
-def began(engine: CheckedEngine, sequence: Sequence) -> int:
-    drafter: Any = engine.drafters[sequence.drafters[0]]
-    return int(drafter.began(sequence))
+def context_start(engine: CheckedEngine, sequence: Sequence) -> int:
+    return engine.drafters[sequence.drafters[0]].context_start(sequence)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize(
-    ("plain", "reads"), [(0, 0), (0, 1), (0, 3), (0, 6), (0, 99), (4, 0), (4, 2), (4, 7), (4, 99)]
+    ("plain", "context"), [(0, 0), (0, 1), (0, 3), (0, 6), (0, 99), (4, 0), (4, 2), (4, 7), (4, 99)]
 )
-def test_tokens_are_those_of_plain_decoding(rows: int, plain: int, reads: int) -> None:
+def test_tokens_are_those_of_plain_decoding(rows: int, plain: int, context: int) -> None:
     """And a drafter's cache holds the text from where it began, which the engine checks around every round."""
     sequences = [greedy(prompt, drafter) for prompt in PROMPTS for drafter in LATECOMERS]
-    engine = make_engine(TARGET, DRAFT, Late(plain, reads), rows=rows)
+    engine = make_engine(TARGET, DRAFT, Late(plain, context), rows=rows)
     starts: dict[int, int] = {}
     leave = engine._leave
 
     def seen(sequence: Sequence, *rest: Any) -> None:
-        starts[sequence.id] = began(engine, sequence)
+        starts[sequence.id] = context_start(engine, sequence)
         leave(sequence, *rest)
 
     engine._leave = seen  # type: ignore[method-assign]
@@ -63,8 +64,8 @@ def test_tokens_are_those_of_plain_decoding(rows: int, plain: int, reads: int) -
     assert any(turn.accepted > 0 for s in sequences for turn in s.rounds)
     for s in sequences:
         read = len(s.prompt) - 1 + sum(turn.emitted for turn in s.rounds[:plain])
-        assert starts[s.id] == max(0, read - reads)
-        assert began(engine, s) == 0, "the next text of this drafter begins where it begins"
+        assert starts[s.id] == max(0, read - context)
+        assert context_start(engine, s) == 0, "the next text of this drafter begins where it begins"
 
 
 @pytest.mark.parametrize("drafter", LATECOMERS)
@@ -75,13 +76,13 @@ def test_a_ban_takes_back_what_a_text_began_with(drafter: str, monkeypatch: pyte
     sequence = greedy((0,), drafter, constraint=ban, max_new_tokens=12)
     engine = make_engine(TARGET, DRAFT, Late(6, 1))
     begun: list[int] = []
-    begin = DraftModel.begin
+    start_context = DraftModel.start_context
 
     def noted(self: DraftModel, sequence: Sequence, start: int) -> None:
         begun.append(start)
-        begin(self, sequence, start)
+        start_context(self, sequence, start)
 
-    monkeypatch.setattr(DraftModel, "begin", noted)
+    monkeypatch.setattr(DraftModel, "start_context", noted)
     engine.submit(sequence)
     lengths = []
     while not engine.scheduler.idle:
@@ -99,7 +100,7 @@ def test_what_it_has_read_counts_from_the_text_s_beginning(drafter: str) -> None
     latecomer: Any = engine.drafters[drafter]
     engine.submit(sequence)
     engine.step()
-    latecomer.begin(sequence, 1)
+    latecomer.start_context(sequence, 1)
     assert latecomer.length(sequence) == 1
     latecomer.read(sequence, 1, 5)
     assert latecomer.length(sequence) == 5
@@ -109,9 +110,9 @@ def test_what_it_has_read_counts_from_the_text_s_beginning(drafter: str) -> None
 def test_room_for_drafts_counts_from_where_a_text_begins(drafter: str) -> None:
     most = len(PROMPTS[-1]) + 3  # positions that it can read, all but three of which the prompt would take
     spans = []
-    for reads in (None, 2):
+    for context in (None, 2):
         sequence = greedy(PROMPTS[-1], drafter)
-        engine = make_engine(TARGET, DRAFT, Late(0, reads))
+        engine = make_engine(TARGET, DRAFT, Late(0, context))
         engine.drafters[drafter].max_length = most
         assert run(engine, [sequence]) == [reference(sequence.prompt)]
         ends = itertools.accumulate((turn.emitted for turn in sequence.rounds), initial=len(sequence.prompt))

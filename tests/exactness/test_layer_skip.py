@@ -50,7 +50,13 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
         if by == "operators":
             patch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
         llm = foredraft.load(
-            folder, plan="skip:none", dtype=dtype, device="cpu", max_batch=ROWS, max_length=512
+            folder,
+            plan="skip:none",
+            dtype=dtype,
+            device="cpu",
+            max_batch=ROWS,
+            max_length=512,
+            policy="fixed",
         )
     runner: Any = llm.engine.target
     assert (runner._native is not None) == (by == "kernels")
@@ -112,7 +118,7 @@ def test_any_layers_may_be_left_out(llm: LLM, plain: list[list[int]], data: st.D
     runner: Any = llm.engine.target
     llm.engine.drafters["layer-skip"] = LayerSkip(runner, llm.engine.cache, data.draw(skips))
     llm.engine.policy = Fixed(data.draw(st.integers(1, 7)))
-    params = replace(GREEDY, max_new_tokens=16)
+    params = replace(GREEDY, max_new_tokens=16, drafter="layer-skip")
     assert [output.token_ids for output in llm.generate(PROMPTS[1:5], params)] == [
         ids[:16] for ids in plain[1:5]
     ]

@@ -84,7 +84,7 @@ def defined(
 
 def case(transform: str, bound: float, drafter: str | None = "draft-model", **more: Any) -> Case:
     params = SamplingParams(max_new_tokens=3, acceptance="bild", rollback=bound, **TRANSFORMS[transform])
-    return Case(f"{transform}, {bound}, {drafter}", params, drafter=drafter, **more)
+    return Case(f"{transform}, {bound}, {drafter}", params, drafters=(drafter,) if drafter else (), **more)
 
 
 def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: float = 0.0) -> None:
@@ -93,7 +93,7 @@ def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: flo
         lambda noise: make_engine(TARGET, DRAFT, policy, rows=24, noise=noise), [*cases, *others]
     )
     for one, got in zip(cases, found, strict=False):
-        want = defined(one.params, budget if one.drafter else 0, list(one.prompt), one.eos, threshold)
+        want = defined(one.params, budget if one.drafters else 0, list(one.prompt), one.eos, threshold)
         assert sum(got.law.values()) == pytest.approx(1, abs=1e-9), one.name
         for output in want.keys() | got.law.keys():
             assert got.law.get(output, 0.0) == pytest.approx(want.get(output, 0.0), abs=1e-5), (
@@ -131,7 +131,7 @@ def test_rows_of_every_rule_share_a_batch() -> None:
         Case(
             f"lossless, {options}",
             SamplingParams(max_new_tokens=3, acceptance="speculative", **options),
-            drafter="draft-model",
+            drafters=("draft-model",),
         )
         for options in ({}, {"temperature": 0}, {"top_k": 2})
     ]

@@ -8,12 +8,12 @@ import pytest
 
 from foredraft import kernels
 from tests.exactness import (
+    commit_mutants,
     lossy_mutants,
     mutants,
     pass_mutants,
     policy_mutants,
     skip_mutants,
-    stop_mutants,
     transform_mutants,
 )
 from tests.support.planting import Mutant, assert_caught
@@ -21,20 +21,20 @@ from tests.support.vocab_ops_choice import by_definition, by_kernels
 
 MODULES = (
     mutants,
+    commit_mutants,
     transform_mutants,
     pass_mutants,
     lossy_mutants,
     skip_mutants,
-    stop_mutants,
     policy_mutants,
 )
-CHECKS = [check for module in MODULES for check in module.CHECKS]
+CHECKS = list(dict.fromkeys(check for module in MODULES for check in module.CHECKS))
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
 
 
 @pytest.fixture
 def defined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is decided over a vocabulary goes by its definition, where the defects are."""
+    """Compute vocabulary operations by PyTorch, where the defects are."""
     by_definition(monkeypatch)
 
 

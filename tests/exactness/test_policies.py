@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
-from foredraft.decode.policy import PLAIN, Alone, Choice, Offers, Signal
+from foredraft.decode.policy import PLAIN, Candidates, Decision, Policy, Signal
 from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Round
 from foredraft.decode.trace import RoundTrace
@@ -48,34 +48,34 @@ class Asked:
         return self.longest + (self.leave < min(self.budget, self.stop + 1))
 
 
-class Witness(Alone):
+class Witness(Policy):
     """Any drafter, budget and end, by dice; it notes in a row's state what it is shown of that row."""
 
     name = "witness"
-    looks = True
+    stops_by_content = True
 
-    def __init__(self, wants: Signal) -> None:
-        self.wants = wants
+    def __init__(self, signal: Signal) -> None:
+        self.target_signal = signal
         self.waited = 0  # rounds beside rows that do not decode yet
 
     def start(self) -> list[Asked]:
         return []
 
-    def choose(self, rows: Seq[Offers]) -> list[Choice]:
+    def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         for row in rows:
             assert row.idle == (row.sequence.state is State.PREFILLING)
-            assert not (row.idle and row.most)
+            assert not (row.idle and row.limits)
         self.waited += any(row.idle for row in rows)
-        return [PLAIN if row.idle else self._choice(row) for row in rows]
+        return [PLAIN if row.idle else self._decision(row) for row in rows]
 
-    def _choice(self, row: Offers) -> Choice:
+    def _decision(self, row: Candidates) -> Decision:
         dice = random.Random(f"{row.sequence.tokens} {row.sequence.round_count}")
-        drafter = dice.choice([*row.most]) if row.most else None
-        budget = 0 if drafter is None else min(dice.randint(0, MOST), row.most[drafter])
+        drafter = dice.choice([*row.limits]) if row.limits else None
+        budget = 0 if drafter is None else min(dice.randint(0, MOST), row.limits[drafter])
         row.sequence.policy_state.append(Asked(drafter, budget, dice.randint(0, 6), dice.randint(0, 5)))
-        return Choice(drafter, budget)
+        return Decision(drafter, budget)
 
-    def draws(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
+    def may_draw(self, sequences: Seq[Sequence], position: int, q: Distribution, logits: Tensor) -> Tensor:
         several = self._asked(sequences)
         self._note(several, "before", position, q, logits)
         return torch.tensor([asked is None or position < asked.leave for asked in several])
@@ -97,11 +97,11 @@ class Witness(Alone):
             if asked is not None and position == len(getattr(asked, where)):
                 getattr(asked, where).append(pair)
 
-    def learn(self, sequence: Sequence, outcome: Round, sure: float | None) -> None:
+    def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         asked = sequence.policy_state[-1]
         assert asked.told is None, "once a round"
         assert outcome is sequence.rounds[-1], "after its commit"
-        asked.told = outcome, sure
+        asked.told = outcome, confidence
 
 
 def batch() -> list[Sequence]:
@@ -126,7 +126,7 @@ def batch() -> list[Sequence]:
     return sequences
 
 
-def certainty_of(logits: list[float], token: int, signal: Signal) -> float:
+def confidence_of(logits: list[float], token: int, signal: Signal) -> float:
     """The definition, in plain Python."""
     most = max(logits)
     weights = [math.exp(x - most) for x in logits]
@@ -143,14 +143,14 @@ def assert_heard(sequence: Sequence, asked: Asked, turn: RoundTrace, signal: Sig
     assert (turn.drafter, turn.budget) == (asked.drafter if asked.budget else None, asked.budget)
     text = sequence.tokens[: len(sequence.prompt) + turn.start]
     assert asked.told is not None
-    outcome, sure = asked.told
+    outcome, confidence = asked.told
     assert (outcome.drafter, outcome.drafted, outcome.accepted) == (
         turn.drafter,
         len(turn.draft),
         turn.accepted,
     )
     last = identity.TARGET.after([*text, *turn.draft[: turn.accepted]])
-    assert sure == pytest.approx(certainty_of(last, turn.next_token, signal), abs=1e-5)
+    assert confidence == pytest.approx(confidence_of(last, turn.next_token, signal), abs=1e-5)
     if turn.drafter in (None, "script"):
         return
     assert len(turn.draft) == asked.longest

@@ -13,13 +13,13 @@ import torch
 
 import foredraft
 from foredraft import SamplingParams, loading
-from foredraft.decode import drafting, engine, penalty_context, round_results, sampling, vocab_ops
+from foredraft.decode import penalty_context, round_results, sampling, vocab_ops
 from foredraft.drafters import draft_model
 from foredraft.model import device
 from foredraft.model.runner import Runner
 from tests.support import checkpoints
 from tests.support.parts import StopUnsure
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, Spoiler, assert_caught
 from tests.support.waits import Waits, counted
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(length)] for i, length in enumerate((1, 3, 25, 300))]
@@ -168,51 +168,73 @@ def test_what_waits(count: int, work: Callable[[], object]) -> None:
 
 # --- planted defects -------------------------------------------------------------------------------------
 
-EDITS: dict[str, tuple[Any, str, str]] = {
+Function = Callable[..., Any]
+
+
+def before(work: Function) -> Spoiler:
+    """Do some work with the arguments of each call, before the call."""
+
+    def spoiler(sound: Function) -> Function:
+        def spoilt(*args: Any, **more: Any) -> Any:
+            work(*args)
+            return sound(*args, **more)
+
+        return spoilt
+
+    return spoiler
+
+
+def after(work: Function) -> Spoiler:
+    """Do some work with the result of each call."""
+
+    def spoiler(sound: Function) -> Function:
+        def spoilt(*args: Any, **more: Any) -> Any:
+            result = sound(*args, **more)
+            work(result)
+            return result
+
+        return spoilt
+
+    return spoiler
+
+
+def made_on_the_host(upload: Function) -> Function:
+    def spoilt(values: Any, target: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if isinstance(values, torch.Tensor):
+            return upload(values, target, dtype)
+        return torch.tensor(values, device=target, dtype=dtype)
+
+    return spoilt
+
+
+DEFECTS: dict[str, tuple[Any, Spoiler]] = {
     "a read of the verdict": (
-        engine.Engine.round,
-        "readings = read(",
-        "verdict.accepted.tolist()\n    readings = read(",
+        round_results.fetch_results,
+        before(lambda sequences, draft, verdict, *rest: verdict.accepted.tolist()),
     ),
     "two reads": (
-        round_results.read,
-        "several = download(tensors)",
-        "several = [download([tensor])[0] for tensor in tensors]",
+        device.download,
+        lambda download: lambda tensors: [download([tensor])[0] for tensor in tensors],
     ),
-    "an end looked for": (
-        vocab_ops.leading,
-        "return torch",
-        "int(keep.shape[1] and keep.sum())\n    return torch",
-    ),
-    "finite rows by a mask": (
-        sampling.distribution_of,
-        "probs, finite = _transformed(logits, table)",
-        "probs, finite = _transformed(logits, table)\n    probs[finite]",
-    ),
-    "an upload that waits": (
-        drafting._step_through,
-        "upload(padded, device, torch.int64)",
-        "torch.tensor(padded, device=device, dtype=torch.int64)",
-    ),
-    "a draft looked at step by step": (
+    "a read of an accepted length": (vocab_ops.leading, after(lambda found: found.sum().item())),
+    "finite rows by a mask": (sampling.distribution_of, after(lambda made: made[0].probs[made[1]])),
+    "an upload that waits": (device.upload, made_on_the_host),
+    "a read of every draft step": (
         draft_model.DraftModel.step,
-        "logits = forward.logits[:, 0]",
-        "logits = forward.logits[:, 0]\n    logits.argmax(-1).cpu()",
+        after(lambda logits: logits.argmax(-1).cpu()),
     ),
-    "counts uploaded plainly": (
-        penalty_context.PenaltyContext.of.__func__,  # type: ignore[attr-defined]
-        "upload([len(s.tokens) - len(s.prompt) for s in sequences], device)",
-        "torch.tensor([len(s.tokens) - len(s.prompt) for s in sequences])",
+    "counts uploaded with a wait": (
+        penalty_context.PenaltyContext.of,
+        before(lambda cls, sequences, target: torch.tensor([len(s.tokens) for s in sequences])),
     ),
-    "the last position read off": (
+    "a read of a prompt's keys": (
         Runner.prefill,
-        "self.forwarded += len(tokens)",
-        "self.forwarded += len(tokens)\n    int(cache.memory[0, 0, row, 0, start, 0])",
+        before(lambda runner, cache, row, tokens, start: int(cache.memory[0, 0, row, 0, start, 0])),
     ),
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_caught(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     rounds, chunks = watch(llm, monkeypatch)
 
@@ -224,4 +246,4 @@ def test_a_defect_is_caught(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch,
         assert all(output.error is None for output in outputs)
         assert {len(found) for found in rounds} == {1} and not any(chunks), (rounds, chunks)
 
-    assert_caught(Mutant(name, (EDITS[name],), check), monkeypatch)
+    assert_caught(Mutant(name, (DEFECTS[name],), check), monkeypatch)

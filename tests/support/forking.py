@@ -134,7 +134,6 @@ class Case:
     name: str
     params: SamplingParams
     prompt: tuple[int, ...] = (0,)
-    drafter: str | None = None
     drafters: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     constraint: Callable[[], Any] = lambda: None
@@ -174,7 +173,6 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
                 case.params,
                 seed=number,
                 eos=case.eos,
-                drafter=case.drafter,
                 drafters=case.drafters,
                 constraint=case.constraint(),
                 group=None if case.alone else index,

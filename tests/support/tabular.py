@@ -31,7 +31,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS
 from foredraft.model.decoder import Plan
-from foredraft.model.runner import Forward, FusedDraft, Resume, SamplingInputs, StopThresholds
+from foredraft.model.runner import Forward, FusedDraft, Resume, SamplingInputs
 
 CHECKSUMS = 3
 LEVELS = 3  # lower, upper, and one that nothing is read of but NaN
@@ -226,34 +226,23 @@ class Tabular:
         cache: TokenCache,
         tokens: list[list[int]],
         starts: list[int],
-        most: list[int],
+        lengths: list[int],
         sampling_inputs: SamplingInputs | None = None,
-        stops: StopThresholds | None = None,
         *,
         plan: Plan | None = None,
     ) -> FusedDraft | None:
-        """By its own definition, a row and a step at a time."""
+        """Draft by the definition, a row and a step at a time."""
         if not self.loops:
             return None
-        steps = max(most)
-        drawn = torch.zeros(len(most), steps, dtype=torch.int64)
-        finite = torch.zeros(len(most), steps, dtype=torch.bool)
-        probs = None if sampling_inputs is None else torch.zeros(len(most), steps, self.vocabulary)
-        counts, taken = list(most), list(most)
-        sure = torch.full((len(most), steps), -1.0)
-        for row, (own, start, count) in enumerate(zip(tokens, starts, most, strict=True)):
-            survival = 1.0
+        steps = max(lengths)
+        drawn = torch.zeros(len(lengths), steps, dtype=torch.int64)
+        finite = torch.zeros(len(lengths), steps, dtype=torch.bool)
+        probs = None if sampling_inputs is None else torch.zeros(len(lengths), steps, self.vocabulary)
+        for row, (own, start, count) in enumerate(zip(tokens, starts, lengths, strict=True)):
             for step in range(count):
                 logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
                 assert logits is not None
                 at = logits[:, -1:]
-                if stops is not None:
-                    sure[row, step] = one_hot = at[0, 0].softmax(-1).max().item()
-                    chances = stops.chances[row].tolist()
-                    survival *= chances[sum(edge <= one_hot for edge in stops.edges.tolist())]
-                    if survival < stops.keep[row, step].item():
-                        counts[row], taken[row] = step, step + 1
-                        break
                 law, known = distribution_of(at, SamplingTable.of([_params(sampling_inputs, row)], at.device))
                 key = Raced(
                     torch.zeros(1, 1)
@@ -266,10 +255,7 @@ class Tabular:
                     assert law.probs is not None
                     probs[row, step] = law.probs[0, 0]
                 start, own = start + len(own), [token.item()]
-                if stops is not None and not survival >= stops.more[row, step].item():
-                    counts[row] = taken[row] = step + 1
-                    break
-        return FusedDraft(drawn, finite, probs, counts, taken, None if stops is None else sure)
+        return FusedDraft(drawn, finite, probs, list(lengths), list(lengths))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foredraft.model.device import upload
 
-SOURCE = str(Path(upload.__code__.co_filename).parents[1])
+UPLOAD = upload.__code__
+SOURCE = str(Path(UPLOAD.co_filename).parents[1])
 aten = torch.ops.aten
 # operators whose result or shape the host must read
 WAITING = {
@@ -100,7 +101,7 @@ class _Functions(TorchFunctionMode):
         on_host = bool(args) and any(args[0] is known for known in waits._host)
         if function in READS and not on_host:
             waits.note(name)
-        elif function in MAKES and sys._getframe(1).f_code is not upload.__code__:
+        elif function in MAKES and sys._getframe(1).f_code is not UPLOAD:
             waits.note(f"{name} without upload")
         elif function in (Tensor.__getitem__, Tensor.__setitem__) and _has_list(args[1]):
             waits.note("an index of Python numbers")

@@ -40,6 +40,7 @@ PARAMS = [
     {"typical_p": 0.2},
     {"temperature": 1.5, "typical_p": 0.85},
     {"top_k": 5, "typical_p": 0.5},
+    {"min_p": 0.2, "typical_p": 0.7},
     {"top_p": 0.9, "min_p": 0.05, "typical_p": 0.7},
     {"logit_bias": {2: 3.0, 5: -100}},
     {"temperature": 0.5, "logit_bias": {0: -1.5, 6: 2}},

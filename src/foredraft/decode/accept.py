@@ -94,7 +94,7 @@ def speculative(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) 
     accepted = draft.lengths
     if k:
         assert keys is not None
-        accepted = leading(noise.coin(keys, ACCEPT)[:, :k] * draft.q.at(x) < p.at(x), draft.lengths)
+        accepted = leading(_keeps(noise.coin(keys, ACCEPT)[:, :k], draft.q.at(x), p.at(x)), draft.lengths)
     correction = p.position(accepted)
     if k:
         rejected = accepted < draft.lengths
@@ -105,6 +105,11 @@ def speculative(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) 
         return noise.pick(weights, keys.columns(accepted), RESIDUAL)
 
     return Verdict(accepted, correction.draw(pick)[:, 0])
+
+
+def _keeps(u: Tensor, q: Tensor, p: Tensor) -> Tensor:
+    """Return where a coin u keeps a drafted token x: u q(x) < p(x)."""
+    return u * q < p
 
 
 def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
@@ -120,15 +125,19 @@ def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> V
 
 def bild(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
     """Accept tokens up to a bound of surprise; a token that the judge rules out never stands. Lossy."""
-    chance = rollback.judge.at(draft.tokens)  # [B, K]
-    stands = (chance > 0) & (-chance.log() <= rollback.bound[:, None])
-    accepted = leading(stands | (p.at(draft.tokens) == 1), draft.lengths)
+    stands = _stands(rollback.judge.at(draft.tokens), p.at(draft.tokens), rollback.bound[:, None])
+    accepted = leading(stands, draft.lengths)
 
     def pick(weights: Tensor) -> Tensor:
         assert keys is not None
         return noise.pick(weights, keys.columns(accepted), ROLLBACK)
 
     return Verdict(accepted, p.position(accepted).draw(pick)[:, 0])
+
+
+def _stands(judged: Tensor, p: Tensor, bound: Tensor) -> Tensor:
+    """Return where a token stands: its surprise is within the bound, or the target is certain of it."""
+    return (judged > 0) & (-judged.log() <= bound) | (p == 1)
 
 
 def accept(

@@ -46,7 +46,7 @@ class VocabOps(Protocol):
         ...
 
     def max_prob(self, x: Tensor) -> Tensor:
-        """Return the largest probability of the raw softmax of rows [..., V] -> [...]; NaN where not finite."""
+        """Return the largest probability of the raw softmax of rows [..., V]; NaN where not finite."""
         ...
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class VocabOps(Protocol):
         ...
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many leading drafted tokens [B, K] equal the row's own [B, K + 1], at most `lengths` [B].
+        """Return how many leading drafted tokens [B, K], of `lengths` [B], equal the row's own [B, K + 1].
 
         Also return the row's own token after these; int64, [B] each.
         """
         ...
 
     def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """Draw from weights [..., V] by the exponential race with the noise of each row's key [...] -> [...]."""
+        """Draw from weights [..., V] by the exponential race with the noise of each row's key [...]."""
         ...
 
     def hash_keys(
