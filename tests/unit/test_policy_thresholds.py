@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
 from foredraft.decode.policy.target_confidence import target_confidence

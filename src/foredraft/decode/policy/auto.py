@@ -243,8 +243,8 @@ class Auto(Policy):
                     continue  # it would not pay even if it were always right
                 length = best_length(self.table, 1, self._prospect(row, name))[1]
                 for budget in (max(length, 1), 1):
-                    trial = self._standing(row, name, budget)
-                    trial.trial, trial.alone = True, not drafts
+                    trial = self._standing(row, name, budget, trial=True)
+                    trial.alone = not drafts
                     if self._loss([*plans[:at], trial, *plans[at + 1 :]], plain) <= left:
                         plans[at], tried = trial, name
                         break
@@ -257,24 +257,25 @@ class Auto(Policy):
         ms = round_ms(self.table, [plan.decision[:2] for plan in plans])
         return ms - plain + sum(plan.read_ms for plan in plans)
 
-    def _standing(self, row: Candidates, name: str, budget: int) -> Standing:
-        context, _, charge = self._reading(row, name)
-        return Standing(Decision(name, budget, context), estimate=self._estimate(row, name), read_ms=charge)
+    def _standing(self, row: Candidates, name: str, budget: int, trial: bool = False) -> Standing:
+        context, _, loss = self._reading(row, name, trial)
+        estimate = self._estimate(row, name)
+        return Standing(Decision(name, budget, context), estimate=estimate, trial=trial, read_ms=loss)
 
-    def _reading(self, row: Candidates, name: str) -> tuple[int | None, float, float]:
+    def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
         """Return (`Decision.context`, ms of what the drafter reads before its first draft, ms that are loss).
 
-        Reading a new text is no loss where LATE_CONTEXT bounds it, or where the drafter is known to pay.
+        Reading a new text is no loss where LATE_CONTEXT bounds it, or where a known drafter is chosen.
         """
         context, tokens = None, row.unread.get(name, 0)
         is_new = tokens == len(row.sequence.tokens) - 1
-        is_known = self._estimate(row, name).pooled.acceptance.known
+        is_chosen = not trial and self._estimate(row, name).pooled.acceptance.known
         if name in row.late and tokens > LATE_CONTEXT:
-            may_take = READ_SHARE * self.table.plain(1) * row.sequence.remaining if is_known else 0.0
+            may_take = READ_SHARE * self.table.plain(1) * row.sequence.remaining if is_chosen else 0.0
             if (whole := self.table.read(name, tokens)) > may_take:
                 context = tokens = max(LATE_CONTEXT, int(tokens * may_take / whole))
         ms = self.table.read(name, tokens)
-        return context, ms, 0.0 if is_new and (is_known or tokens <= LATE_CONTEXT) else ms
+        return context, ms, 0.0 if is_new and (is_chosen or tokens <= LATE_CONTEXT) else ms
 
     def _prospect(self, row: Candidates, name: str) -> Prospect:
         length = min(row.limits[name], self.max_draft)
@@ -292,10 +293,9 @@ class Auto(Policy):
 
     def _settle(self) -> None:
         """Charge the last round to its requests."""
-        batch = len(self._round)
-        if not batch:
+        if not self._round:
             return
-        outcomes = [outcome for _, outcome in self._round]
+        batch, outcomes = len(self._round), [outcome for _, outcome in self._round]
         ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes]) + self._read_ms
         plain, emitted = self.table.plain(batch), [1 + each.accepted for each in outcomes]
         smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
