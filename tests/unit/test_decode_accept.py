@@ -144,7 +144,7 @@ def test_no_draft_is_a_plain_step() -> None:
     assert one.next_token.tolist() == [0, 2]
 
 
-def test_coupled_keeps_what_it_would_have_said() -> None:
+def test_the_coupled_rule_keeps_the_tokens_of_plain_decoding() -> None:
     p, noise = Distribution(torch.tensor([P])), Noise()
     y = noise.pick(torch.tensor([P]), keys(1, 3), COUPLED)[0].tolist()
     for wrong in range(3):
@@ -154,7 +154,7 @@ def test_coupled_keeps_what_it_would_have_said() -> None:
         assert verdict.next_token.tolist() == [y[min(wrong, 2)]]
 
 
-def test_each_row_goes_by_its_own_rule() -> None:
+def test_each_row_has_its_own_acceptance_rule() -> None:
     p = Distribution(torch.tensor([P, P, P, P]))
     made = draft([[2, 1]] * 4, [2, 1, 2, 0], [Q] * 4)
     noise = Noise()
@@ -182,7 +182,9 @@ def test_a_drafted_token_stands_up_to_the_bound() -> None:
         verdict = bild(draft([[2, 1]], [2], [Q]), p, keys(1, 3), noise, rollback(p, [limit]))  # type: ignore[arg-type]
         ((weights, asked, purpose),) = noise.asked
         assert verdict.accepted.tolist() == [kept]
-        assert weights[0, 0].tolist() == pytest.approx(P[kept]), "the target's own law, and no residual"
+        assert weights[0, 0].tolist() == pytest.approx(P[kept]), (
+            "the target's own distribution, and no residual"
+        )
         assert torch.equal(asked.bits(purpose), keys(1, 3).bits(ROLLBACK)[:, kept : kept + 1])
     assert bild(draft([[0, 0]], [1]), p, keys(1, 3), Noise(), rollback(p, [9.0])).accepted.tolist() == [1]
     ruled_out = Distribution(torch.tensor([[[0.0, 0.7, 0.3]] * 2]))
@@ -201,7 +203,7 @@ def test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from() -> Non
     assert own.accepted.tolist() == [2], "what it would say itself surprises it, and stands"
 
 
-def test_lossy_rows_and_lossless_ones_go_by_their_own_rules() -> None:
+def test_lossy_and_lossless_rows_keep_their_own_rules() -> None:
     p, noise = Distribution(torch.tensor([P] * 3)), Noise()
     made = draft([[2, 1]] * 3, [2, 1, 2], [Q] * 3)
     lossy = rollback(p, [1.62, math.nan, math.nan])
@@ -213,7 +215,7 @@ def test_lossy_rows_and_lossless_ones_go_by_their_own_rules() -> None:
         assert mixed.next_token[row] == verdict.next_token[row]
 
 
-def test_greedy_rows_ask_for_no_noise() -> None:
+def test_greedy_rows_need_no_noise() -> None:
     class Silent:
         def coin(self, *_: object) -> Tensor:
             raise AssertionError("temperature 0 needs no coin")

@@ -37,7 +37,7 @@ class NoRepeats:
         return 0
 
 
-def test_walks_go_along_the_drafts_and_leave_no_trace() -> None:
+def test_walks_follow_the_drafts_and_are_undone() -> None:
     rows = [NoRepeats(0), None, NoRepeats(), NoRepeats(1)]
     walks = Walks(rows, 3, CPU)
     assert walks.masks()[:, 0].int().tolist() == [[0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 1]]

@@ -41,7 +41,7 @@ def test_coins_are_uniform() -> None:
 @pytest.mark.parametrize(
     "weights", [[1.0, 1.0, 1.0], [0.1, 0.0, 0.7, 0.2], [5.0, 1.0], [1e-30, 1e-30], [1e-40, 3e-40]]
 )
-def test_picks_have_the_law_of_their_weights(weights: list[float]) -> None:
+def test_picks_are_distributed_as_their_weights(weights: list[float]) -> None:
     n = 4000
     w = torch.tensor(weights)
     drawn = NOISE.pick(w.expand(n, 1, -1), keys(range(n)), DRAFT).flatten()
@@ -73,7 +73,7 @@ def test_every_field_of_a_key_matters() -> None:
         assert not (coins[one] == coins[other]).any()
 
 
-def test_coupled_noise_belongs_to_the_position() -> None:
+def test_coupled_noise_depends_on_the_position() -> None:
     w = torch.ones(50, 1, 4)
     assert torch.equal(
         NOISE.pick(w, keys(range(50)), COUPLED), NOISE.pick(w, keys(range(50), turn=9), COUPLED)
@@ -84,7 +84,7 @@ def test_coupled_noise_belongs_to_the_position() -> None:
 
 
 def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
-    """Whoever is beside it."""
+    """In any batch."""
     own = keys(range(4), range(5), turn=2)
     for coupled in itertools.product([False, True], repeat=4):
         found = replace(own, coupled=coupled, _hashed={})
@@ -96,7 +96,7 @@ def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
         assert torch.equal(found.column(3).bits(DRAFT), want[:, 3:4])
 
 
-def test_no_attempts_are_attempt_zero() -> None:
+def test_a_missing_attempt_is_attempt_zero() -> None:
     assert torch.equal(NOISE.coin(keys(range(9)), ACCEPT), NOISE.coin(keys(range(9), attempt=0), ACCEPT))
 
 
@@ -110,7 +110,7 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
         assert strided.item() == whole[b, t]
 
 
-def test_columns_are_the_keys_at_them() -> None:
+def test_a_column_has_the_keys_of_its_positions() -> None:
     k = keys(range(3), range(10, 15), attempt=2)
     some = k.columns(torch.tensor([0, 4, 2]))
     assert torch.equal(NOISE.coin(some, ACCEPT)[:, 0], NOISE.coin(k, ACCEPT)[range(3), [0, 4, 2]])

@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused, by which name, and what stands."""
+"""Sampling parameters: accepted values, and errors that name the option."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_unknown_option_is_refused_by_name(name: str) -> None:
         SamplingParams(**{name: 1})
 
 
-def test_what_is_known_elsewhere_is_refused_with_the_reason() -> None:
+def test_options_of_other_programs_are_refused_with_a_reason() -> None:
     with pytest.raises(RequestError, match="beam search is not supported"):
         SamplingParams(num_beams=4)
     with pytest.raises(RequestError, match="max_new_tokens"):
@@ -66,7 +66,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     assert SamplingParams(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
 
 
-def test_the_bound_that_is_not_given_makes_way() -> None:
+def test_an_omitted_bound_follows_the_given_one() -> None:
     own = SamplingParams(min_new_tokens=10, max_new_tokens=400)
     assert own.replace(max_new_tokens=0).min_new_tokens == 0
     assert own.replace(min_new_tokens=500).max_new_tokens == 500
@@ -75,7 +75,7 @@ def test_the_bound_that_is_not_given_makes_way() -> None:
         own.replace(min_new_tokens=5, max_new_tokens=4)
 
 
-def test_what_stands() -> None:
+def test_accepted_parameters() -> None:
     given = {7: 1}
     params = SamplingParams(stop="end", logit_bias=given, max_new_tokens=0)
     given[8] = 2
@@ -108,7 +108,7 @@ def test_only_the_lossy_rule_has_a_bound() -> None:
             SamplingParams(acceptance=rule, rollback=3.0)
 
 
-def test_what_is_certain_is_judged_at_temperature_1() -> None:
+def test_greedy_rows_are_judged_at_temperature_1() -> None:
     greedy = SamplingParams(temperature=0, top_k=1, top_p=0.5, presence_penalty=1, acceptance="bild")
     assert greedy.judged == SamplingParams(temperature=1, presence_penalty=1, acceptance="bild")
     for own in (greedy.replace(temperature=0.5), greedy.replace(acceptance=None)):

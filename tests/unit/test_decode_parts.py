@@ -34,7 +34,7 @@ def sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 0, **more: Any) 
 
 
 @given(rounds)
-def test_figures_are_the_words_of_the_glossary(found: list[Round]) -> None:
+def test_figures_follow_the_glossary(found: list[Round]) -> None:
     stats = Stats.of(found, 2.0)
     drafted, accepted = sum(r.drafted for r in found), sum(r.accepted for r in found)
     rejections = sum(r.accepted < r.drafted for r in found)
@@ -50,7 +50,7 @@ def test_figures_are_the_words_of_the_glossary(found: list[Round]) -> None:
 
 
 @given(rounds, rounds)
-def test_merging_is_as_if_it_had_been_one(one: list[Round], other: list[Round]) -> None:
+def test_merged_stats_equal_the_stats_of_all_rounds(one: list[Round], other: list[Round]) -> None:
     assert Stats.merge([Stats.of(one, 1), Stats.of(other, 2)]) == Stats.of(one + other, 3)
     assert Stats.merge([Stats.of(one, 1), Stats.of(other, 2)], seconds=2).seconds == 2
 
@@ -64,7 +64,7 @@ def test_nothing_divides_by_zero() -> None:
 
 
 def test_alpha_finds_the_rate_of_a_constant_drafter() -> None:
-    """Two of three tokens kept on average: alpha says so at any draft length, the acceptance rate does not."""
+    """Two of three tokens kept on average: alpha shows it at any draft length, the acceptance rate does not."""
     found = [Round(2, 2, 3)] * 4 + [Round(2, 1, 2)] * 2 + [Round(2, 0, 1)] * 3
     stats = Stats.of(found)
     assert stats.alpha == pytest.approx(2 / 3)
@@ -98,7 +98,7 @@ def test_states_are_not_shared() -> None:
 # --- sequences --------------------------------------------------------------------------------------
 
 
-def test_a_run_is_cut_at_its_first_end() -> None:
+def test_new_tokens_are_cut_at_the_first_end() -> None:
     for place, count in ((0, 1), (2, 3), (3, 4)):
         one = sequence(eos=frozenset({9}))
         run = [5, 5, 5, 5]
@@ -111,13 +111,13 @@ def test_a_run_is_cut_at_its_first_end() -> None:
     assert one.finish is None
     assert one.remaining == 1
     assert one.extend([9, 1], [Origin.TARGET] * 2) == 1
-    assert one.finish is Finish.EOS, "said in the last place, it is still the reason"
+    assert one.finish is Finish.EOS, "in the last place it is still the reason"
     one = sequence(max_new_tokens=2, eos=frozenset({9}), ignore_eos=True)
     one.extend([9, 9, 9], [Origin.TARGET] * 3)
     assert (one.new_ids, one.finish) == ([9, 9], Finish.LENGTH)
 
 
-def test_a_prompt_may_hold_an_end() -> None:
+def test_a_prompt_may_contain_eos() -> None:
     one = sequence((9, 9), eos=frozenset({9}))
     assert one.extend([1], [Origin.TARGET]) == 1
     assert one.finish is None
@@ -128,7 +128,7 @@ def test_a_prompt_may_hold_an_end() -> None:
 
 
 class Log:
-    """A cache that notes what is done to it."""
+    """A cache that records its calls."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.lengths = rows, [0] * rows
@@ -166,7 +166,7 @@ def test_rows_are_a_prefix_and_the_last_one_moves() -> None:
 
 
 @pytest.mark.parametrize(("leaver", "mover"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_row_of_unproven_values_is_zeroed_by_who_leaves_it(leaver: bool, mover: bool) -> None:
+def test_a_row_that_may_hold_nonfinite_values_is_zeroed(leaver: bool, mover: bool) -> None:
     cache = Log(3)
     rows = Rows([cache])  # type: ignore[list-item]
     several = [sequence(number=i) for i in range(3)]
@@ -180,7 +180,7 @@ def test_a_row_of_unproven_values_is_zeroed_by_who_leaves_it(leaver: bool, mover
     assert cache.lengths == [4, 3, 0]
 
 
-def test_a_sibling_gets_the_prompt_and_no_more() -> None:
+def test_a_sibling_gets_the_rows_of_the_prompt_only() -> None:
     target, draft = Log(3), Log(3)
     rows = Rows([target, draft])  # type: ignore[list-item]
     donor, copy, heir = (sequence(number=i, group=1) for i in range(3))
@@ -198,7 +198,7 @@ def scheduler(rows: int) -> Scheduler:
     return Scheduler(Rows([Log(rows)]))  # type: ignore[list-item]
 
 
-def test_first_come_first_served() -> None:
+def test_requests_are_served_in_order() -> None:
     plan = scheduler(2)
     several = [sequence((i,) * length, i) for i, length in enumerate((1, 3, 1, 1))]
     for one in several:
@@ -216,7 +216,7 @@ def test_first_come_first_served() -> None:
     assert [s.finish for s in several] == [Finish.LENGTH, *[Finish.CANCELLED] * 3]
 
 
-def test_chunks_depend_on_the_position_alone() -> None:
+def test_prefill_chunks_depend_on_the_position_alone() -> None:
     assert [next_chunk(position, 11, 4) for position in (0, 1, 3, 4, 7, 8, 10)] == [4, 4, 4, 8, 8, 11, 11]
 
 

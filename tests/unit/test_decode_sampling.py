@@ -1,4 +1,4 @@
-"""logits -> laws, against the definition in plain Python and against transformers' warpers."""
+"""Next-token distributions of logits, against the definition in plain Python and against transformers' warpers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PARAMS = [
     {"temperature": 0, "top_k": 2, "top_p": 0.1},
     {"temperature": 0, "logit_bias": {3: 4.5}, "typical_p": 0.1},
 ]
-# those whose law hangs on the text so far
+# transforms that depend on the text so far
 PAST = [
     {"repetition_penalty": 1.3},
     {"repetition_penalty": 0.7, "temperature": 0.8},
@@ -74,7 +74,7 @@ def table(*params: dict[str, Any]) -> SamplingTable:
 
 
 def rolled(params: list[dict[str, Any]], seed: int = 0) -> tuple[list[Sequence], torch.Tensor]:
-    """Texts of different lengths, with a draft [B, 4] that goes on from each."""
+    """Texts of different lengths, with a draft [B, 4] that continues each."""
     random = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
@@ -106,7 +106,7 @@ def test_a_law_is_the_definition(params: dict[str, Any]) -> None:
             assert got > 0 or wanted < 1e-37, "a possible one, and float32 can hold it"
 
 
-def test_masks_come_before_every_cut() -> None:
+def test_masks_apply_before_truncation() -> None:
     x, masks = logits(1, 20, V), torch.rand(1, 20, V, generator=torch.Generator().manual_seed(1)) < 0.6
     masks[..., 2] = True
     for params in PARAMS:
@@ -117,7 +117,7 @@ def test_masks_come_before_every_cut() -> None:
 
 
 def test_what_was_said_and_drafted_counts() -> None:
-    """Every column of a verifying pass, and every step of a draft, knows all that comes before it."""
+    """Every column of a verifying pass and every draft step counts all tokens before it."""
     texts, drafted = rolled(PAST)
     penalty_context = PenaltyContext.of(texts, CPU)
     assert penalty_context is not None
@@ -132,7 +132,9 @@ def test_what_was_said_and_drafted_counts() -> None:
         step = distribution_of(
             x[:, t : t + 1], own, penalty_context=penalty_context.along(drafted[:, :t], ahead=t)
         )[0].dense(V)
-        assert torch.equal(step[:, 0], together[:, t]), "bit for bit, or the draft is judged by another law"
+        assert torch.equal(step[:, 0], together[:, t]), (
+            "bit for bit, or the draft is judged by another distribution"
+        )
 
 
 @given(st.lists(st.sampled_from(PAST + PARAMS), min_size=1, max_size=5), st.integers(0, 10_000))
@@ -150,7 +152,7 @@ def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> Non
         assert torch.equal(law(slice(row, row + 1)), together[row : row + 1])
 
 
-def test_a_rollback_leaves_no_trace_in_the_tally() -> None:
+def test_a_rollback_restores_the_token_counts() -> None:
     (text,), _ = rolled([{"frequency_penalty": 1.0}])
 
     def token_counts() -> dict[int, tuple[float, bool]]:
@@ -167,8 +169,8 @@ def test_a_rollback_leaves_no_trace_in_the_tally() -> None:
     assert token_counts() == before
 
 
-def test_the_logits_are_left_as_they_are() -> None:
-    """Log-probabilities of the model's own are read from them afterwards."""
+def test_the_logits_are_not_changed() -> None:
+    """The model's own log-probabilities are read from them afterwards."""
     texts, drafted = rolled(PAST)
     penalty_context = PenaltyContext.of(texts, CPU)
     assert penalty_context is not None
@@ -179,7 +181,7 @@ def test_the_logits_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("params", [p for p in PARAMS if p.get("temperature") != 0], ids=str)
-def test_a_law_is_that_of_transformers(params: dict[str, Any]) -> None:
+def test_distributions_are_those_of_transformers(params: dict[str, Any]) -> None:
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
@@ -266,7 +268,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(params: list[dict[str, Any]], se
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-38, 1e-20, 1e38, 1e39, 1e300])
-def test_no_temperature_is_too_extreme(temperature: float) -> None:
+def test_extreme_temperatures_give_finite_distributions(temperature: float) -> None:
     x = torch.tensor([[[1.0, 2.0, -math.inf, 2.0]]])
     masks = torch.tensor([[[True, True, True, False]]])
     want = [0.0, 1.0, 0.0, 0.0] if temperature < 1 else [0.5, 0.5, 0.0, 0.0]
@@ -276,7 +278,7 @@ def test_no_temperature_is_too_extreme(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-45, 1e-9])
-def test_a_tiny_top_p_keeps_the_first(top_p: float) -> None:
+def test_a_tiny_top_p_keeps_the_likeliest_token(top_p: float) -> None:
     weights = distribution_of(logits(1, 5, V), table({"top_p": top_p}))[0].dense(V)
     assert torch.equal(weights.amax(-1), torch.ones(1, 5))
 
@@ -306,7 +308,7 @@ def test_a_mask_that_allows_nothing_is_not_finite() -> None:
     assert not finite.any()
 
 
-def test_a_law_mixes_its_two_representations() -> None:
+def test_dense_and_one_hot_rows_combine() -> None:
     probs = torch.tensor([[[0.2, 0.3, 0.5]], [[1.0, 0.0, 0.0]]])
     law = Distribution(probs, torch.tensor([[0], [2]]), torch.tensor([False, True]))
     assert law.at(torch.tensor([[1], [2]])).tolist() == [[pytest.approx(0.3)], [1.0]]
@@ -325,7 +327,7 @@ def test_a_residual_is_p_less_q_or_p() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40}, {}], ids=str)
-def test_a_position_has_the_same_law_alone_and_among_others(params: dict[str, Any]) -> None:
+def test_a_position_has_the_same_distribution_alone_and_in_a_batch(params: dict[str, Any]) -> None:
     """Bit for bit, with a vocabulary so large that reductions of one row are split over threads."""
     logits = torch.randn(3, 5, 128_256, generator=torch.Generator().manual_seed(0)) * 3
     one, all_ = (SamplingTable.of([SamplingParams(**params)] * rows, torch.device("cpu")) for rows in (1, 3))

@@ -40,14 +40,14 @@ def made(tokens: Tokenizer, stops: list[str], include: bool = False, least: int 
 
 
 def so_far(tokens: Tokenizer, ids: list[int]) -> str:
-    """The text of ids, but for a character cut off at its end."""
+    """Return the text of ids without an incomplete character at its end."""
     return tokens.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def brute(
     tokens: Tokenizer, ids: list[int], stops: list[str], include: bool, least: int
 ) -> tuple[int, str, str | None]:
-    """Tokens read, the text, and the string that ended it, by looking everywhere after every token."""
+    """Return the tokens read, the text, and the string that ended it, by a search after every token."""
     early = len(so_far(tokens, ids[: max(0, least - 1)]))
     for count in range(1, len(ids) + 1):
         text = so_far(tokens, ids[:count])
@@ -90,7 +90,7 @@ stops_of_letters = st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1
 
 @settings(max_examples=400, report_multiple_bugs=False)
 @given(st.lists(st.integers(0, 13), max_size=14), stops_of_letters, st.booleans(), st.integers(0, 6))
-def test_a_stop_string_is_the_definitions(
+def test_stop_strings_follow_the_definition(
     ids: list[int], stops: list[str], include: bool, least: int
 ) -> None:
     check(letters(), ids, stops, include, least)
@@ -107,7 +107,7 @@ def test_a_stop_string_in_text_of_any_bytes(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.integers(0, 13), max_size=14), stops_of_letters, st.data())
-def test_a_rewind_is_as_if_never_read(ids: list[int], stops: list[str], data: st.DataObject) -> None:
+def test_a_rewound_buffer_equals_a_fresh_one(ids: list[int], stops: list[str], data: st.DataObject) -> None:
     found = made(letters(), stops)
     found.push(ids)
     kept = data.draw(st.integers(0, len(found.tokens)))
@@ -121,7 +121,7 @@ def test_a_rewind_is_as_if_never_read(ids: list[int], stops: list[str], data: st
     assert (found.text, found.stopped_by, found.tokens) == (fresh.text, fresh.stopped_by, fresh.tokens)
 
 
-def test_the_earliest_to_be_complete_wins_and_of_those_the_longest() -> None:
+def test_the_first_complete_stop_string_wins_and_of_several_the_longest() -> None:
     automaton = StopAutomaton(("abb", "b", "ab"))
     node = automaton.step(automaton.start, "a")
     assert automaton.step(node, "b").complete == "ab"
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "found a token after it is complete",
         ((TextBuffer.push, "if self._stops and not", "if self._stops and len(self.tokens) > 1 and not"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
     Mutant(
         "a run of bytes looked at only when it ends",
@@ -172,32 +172,32 @@ MUTANTS = [
     Mutant(
         "the automaton does not fall back",
         ((StopAutomaton.step, "node = node.fallback", "node = None"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
     Mutant(
         "a stop string inside another is missed",
         ((StopAutomaton.__init__, "child.complete or child.fallback.complete", "child.complete"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
     Mutant(
         "what may begin a stop string is shown",
         ((TextBuffer.push, "self._node.open", "0"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
     Mutant(
         "one character too many is held",
         ((TextBuffer.push, "self._node.open", "self._node.open + 1"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
     Mutant(
         "complete too early, and counted later",
         ((TextBuffer._scan, "length > self._early", "True"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
     Mutant(
         "only the last token's text is cut",
         ((text_buffer._trimmed, "surplus -= len(piece) - kept", "surplus = 0"),),
-        test_a_stop_string_is_the_definitions,
+        test_stop_strings_follow_the_definition,
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Who decides over a vocabulary is each model's own choice, whatever else the process has loaded."""
+"""Each model uses its own vocabulary operations, kernels or PyTorch, beside any other model of the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(pair: Path, **options: Any) -> foredraft.LLM:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
-    """How often each kind was asked."""
+    """Return how often each kind ran."""
     counted: Counter[type] = Counter()
 
     def counting(kind: type, name: str) -> Any:
@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
-def test_two_models_of_one_process_each_go_by_their_own(pair: Path, calls: Counter[type]) -> None:
+def test_two_models_of_one_process_use_their_own_operations(pair: Path, calls: Counter[type]) -> None:
     serving, without = load(pair, kernels=True), load(pair, kernels=False)
     for params in REQUESTS:
         for llm, mine, others in (
@@ -72,7 +72,7 @@ def test_two_models_of_one_process_each_go_by_their_own(pair: Path, calls: Count
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
-def test_a_choice_that_is_not_carried_along_is_seen(
+def test_a_choice_that_gets_lost_is_noticed(
     pair: Path, calls: Counter[type], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit = (
@@ -82,4 +82,4 @@ def test_a_choice_that_is_not_carried_along_is_seen(
     )
     Mutant("", (edit,), lambda: None).plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_two_models_of_one_process_each_go_by_their_own(pair, calls)
+        test_two_models_of_one_process_use_their_own_operations(pair, calls)

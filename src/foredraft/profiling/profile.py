@@ -31,7 +31,7 @@ WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the
 CONTEXT = 256  # tokens of each timed sequence
 READ = 64  # tokens that a draft model is timed reading
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
-TURNS = 12  # samples of each cost at most
+TURNS = 3, 12  # samples of each cost, at least and at most
 SECONDS = 1.0  # after which no sample of one batch is taken,
 STEPS = 60  # or so many plain steps, if they take longer: about three samples of each cost
 
@@ -175,9 +175,9 @@ def _take_turns(turns: Turns, plain_key: object = None) -> None:
         turns.seconds[plain_key].append(plain)
         limit = max(SECONDS, STEPS * plain)
     turns.take(counts=False, until=started + limit)  # touching a cache for the first time takes long
-    for _ in range(TURNS):
+    for turn in range(1, TURNS[1] + 1):
         turns.take(until=started + limit)
-        if all(steady(samples) is not None for samples in turns.seconds.values()):
+        if turn >= TURNS[0] and all(steady(samples) is not None for samples in turns.seconds.values()):
             return
         if time.perf_counter() > started + limit:
             return
