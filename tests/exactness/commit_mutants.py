@@ -27,6 +27,7 @@ from tests.exactness import round_checks as checks
 from tests.exactness import test_identity as identity
 from tests.exactness import test_policies as policies
 from tests.support.planting import Mutant, Spoiler, defect, replaced
+from tests.support.spoilers import last_token_known, verified, with_the_drafts_plan
 
 Function = Callable[..., Any]
 
@@ -186,32 +187,6 @@ def rollbacks_not_told(tell: Function) -> Function:
     return spoilt
 
 
-def verified(change: Function) -> Spoiler:
-    """Spoil the verifying pass: `change` gets (engine, inputs, draft, starts, options) and alters the last two."""
-
-    def spoiler(verify: Function) -> Function:
-        def spoilt(engine: Engine, inputs: RoundInputs, draft: Draft) -> Forward:
-            sound = engine.target.forward
-
-            def forward(cache: Any, tokens: Tensor, starts: list[int], **options: Any) -> Forward:
-                starts = list(starts)
-                change(engine, inputs, draft, starts, options)
-                return sound(cache, tokens, starts, **options)
-
-            with replaced(engine.target, "forward", forward):
-                made: Forward = verify(engine, inputs, draft)
-            return made
-
-        return spoilt
-
-    return spoiler
-
-
-def with_the_drafts_plan(engine: Engine, inputs: Any, draft: Any, starts: Any, options: Any) -> None:
-    drafter: Any = engine.drafters["layer-skip"]
-    options["plan"] = drafter.draft_pass.plan
-
-
 def one_off_after_whole_drafts(
     engine: Any, inputs: RoundInputs, draft: Any, starts: Any, options: Any
 ) -> None:
@@ -320,14 +295,6 @@ def begins_one_further(step: Function) -> Function:
     return lambda drafter, tokens, starts, *rest: step(
         drafter, tokens, [start + (start > 8) for start in starts], *rest
     )
-
-
-def last_token_known(resume: Function) -> Function:
-    def spoilt(drafter: LayerSkip) -> Resume | None:
-        made: Resume | None = resume(drafter)
-        return made and replace(made, known=[known + (known > 0) for known in made.known])
-
-    return spoilt
 
 
 def idle_rows_known(step: Function) -> Function:

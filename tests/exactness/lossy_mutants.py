@@ -23,8 +23,8 @@ from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.vocab_ops import leading
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_lossy as lossy
-from tests.exactness.mutants import added, kept_after_a_rejection, padding_kept
 from tests.support.planting import Mutant, Spoiler, defect
+from tests.support.spoilers import added, kept_after_a_rejection, padding_kept
 from tests.unit import test_decode_accept as accept_unit
 
 Function = Callable[..., Any]

@@ -25,6 +25,15 @@ from tests.exactness import round_checks as checks
 from tests.exactness import test_chi_square as chi_square
 from tests.exactness import test_identity as identity
 from tests.support.planting import Mutant, Spoiler, defect
+from tests.support.spoilers import (
+    added,
+    drawn_from_power_of_q,
+    kept_after_a_rejection,
+    matches_what_differs,
+    padding_kept,
+    residual_with_epsilon,
+    ties_at_top_k_dropped,
+)
 from tests.unit import test_decode_accept as accept_unit
 from tests.unit import test_decode_noise as noise_unit
 
@@ -40,14 +49,6 @@ def no_residual(minus: Function) -> Function:
 
 def residual_of_accepted_rows(minus: Function) -> Function:
     return lambda p, q, where: minus(p, q, torch.ones_like(where))
-
-
-def residual_with_epsilon(residual: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
-        left = residual(ops, p, q, where)
-        return torch.where(where[..., None], left.clamp_min(1e-10), left)
-
-    return spoilt
 
 
 def zero_residual_divided_by_epsilon(residual: Function) -> Function:
@@ -78,14 +79,6 @@ def rejected_in_the_padding() -> tuple[tuple[Any, Spoiler], ...]:
     return (leading, remember), (Distribution.minus, spoil_minus)
 
 
-def padding_kept(sound: Function) -> Function:
-    return lambda keep, lengths: sound(keep, torch.full_like(lengths, keep.shape[1]))
-
-
-def kept_after_a_rejection(sound: Function) -> Function:
-    return lambda keep, lengths: torch.minimum(keep.sum(1), lengths)
-
-
 def bonus_from_raw_logits(of: Function) -> Function:
     def spoilt(cls: type, table: Any, p: Distribution, logits: Tensor, *rest: Any) -> Any:
         if p.probs is not None and p.probs.shape[1] > 1:
@@ -95,24 +88,19 @@ def bonus_from_raw_logits(of: Function) -> Function:
     return spoilt
 
 
-def matches_what_differs(match_prefix: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, drafted: Tensor, own: Tensor, lengths: Tensor) -> Any:
-        target = own[:, :-1]
-        return match_prefix(ops, torch.where(drafted == target, target + 1, target), own, lengths)
-
-    return spoilt
-
-
 ACCEPTANCE = [
     defect("residual missing", Distribution.minus, no_residual, checks.law_of_sampled_drafts),
     defect("residual missing, sampled", Distribution.minus, no_residual, checks.samples_of_draft_model),
     defect(
-        "epsilon in the residual", TorchVocabOps.residual, residual_with_epsilon, checks.law_of_cut_drafts
+        "epsilon in the residual",
+        TorchVocabOps.residual,
+        residual_with_epsilon(1e-10),
+        checks.law_of_cut_drafts,
     ),
     defect(
         "epsilon in the residual, by hand",
         TorchVocabOps.residual,
-        residual_with_epsilon,
+        residual_with_epsilon(1e-10),
         accept_unit.test_the_residual_holds_no_token_that_p_does_not,
     ),
     defect(
@@ -157,25 +145,6 @@ ACCEPTANCE = [
 # --- the draft loop -------------------------------------------------------------------------------------
 
 
-def added(
-    token: Function | None = None, q: Function | None = None, drawable: Function | None = None,
-    finite: Function | None = None,
-) -> Spoiler:  # fmt: skip
-    """Spoil what the draft loop keeps of a step: each function gets (token, q, drawable, finite)."""
-
-    def spoiler(add: Function) -> Function:
-        def spoilt(steps: _Steps, *sound: Any) -> None:
-            changes = (token, q, drawable, finite)
-            kept = [
-                was if change is None else change(*sound) for was, change in zip(sound, changes, strict=True)
-            ]
-            add(steps, *kept)
-
-        return spoilt
-
-    return spoiler
-
-
 def q_before_the_transforms() -> tuple[tuple[Any, Spoiler], ...]:
     seen: dict[str, Tensor] = {}
 
@@ -188,14 +157,6 @@ def q_before_the_transforms() -> tuple[tuple[Any, Spoiler], ...]:
 
     raw = added(q=lambda token, q, drawable, finite: Distribution(seen["logits"].softmax(-1)))
     return (distribution_of, remember), (_Steps.add, raw)
-
-
-def drawn_from_q_squared(draw: Function) -> Function:
-    def spoilt(q: Distribution, *rest: Any) -> Tensor:
-        assert q.probs is not None
-        return draw(replace(q, probs=q.probs**2), *rest)
-
-    return spoilt
 
 
 def drawn_by_the_next_key(draw: Function) -> Function:
@@ -233,7 +194,7 @@ def q_of_the_last(combine: Function) -> Function:
 DRAFT_LOOP = [
     Mutant("q before the transforms", q_before_the_transforms(), checks.law_of_cut_drafts),
     defect(
-        "the token is not drawn from q", drafting._draw, drawn_from_q_squared, checks.law_of_sampled_drafts
+        "the token is not drawn from q", drafting._draw, drawn_from_power_of_q(2), checks.law_of_sampled_drafts
     ),
     defect(
         "a drawn token of low confidence dropped",
@@ -412,17 +373,6 @@ def renormalised_without_a_cut(probs: Function) -> Function:
     def spoilt(ops: TorchVocabOps, x: Tensor, by: Any) -> Any:
         law, finite = probs(ops, x, by)
         return (law if by.cut is None else law / total(law)), finite
-
-    return spoilt
-
-
-def ties_at_top_k_dropped(probs: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, x: Tensor, by: Any) -> Any:
-        if by.top_k is not None:
-            rank = x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-            k = by.top_k[:, None, None]
-            x = x.masked_fill((k > 0) & (rank >= k), float("-inf"))
-        return probs(ops, x, by)
 
     return spoilt
 
