@@ -459,7 +459,7 @@ def test_missing_drafters_and_wrong_prompts_are_refused(llm: LLM, folders: tuple
     with pytest.raises(
         ConfigError, match="no drafter, so there is nothing to verify; give draft or drafter='lookup'"
     ):
-        verify(loaded(folders, draft=None), PROMPTS, QUICK)
+        verify(loaded(folders, draft=None, drafter="none"), PROMPTS, QUICK)
     for empty in ([], [[]], [[1], []]):
         with pytest.raises(ConfigError, match="a prompt is empty, or there are none"):
             verify(llm, empty, QUICK)
