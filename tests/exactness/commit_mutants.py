@@ -123,7 +123,9 @@ def first_drafter_again(plan: Function) -> Function:
 
 APPENDED = [
     Mutant(
-        "a bonus that the target was unsure of dropped", unsure_bonus_dropped(), checks.law_behind_the_gate
+        "a bonus that the target was unsure of dropped",
+        unsure_bonus_dropped(),
+        checks.distribution_behind_the_gate,
     ),
     defect(
         "the bonus token missing after a gate",
@@ -215,7 +217,7 @@ TOLD = [
         "only the round's drafter told of a commit",
         Engine._tell_drafters,
         only_the_rounds_drafter_told,
-        checks.choices_among_drafters,
+        checks.decisions_among_drafters,
     ),
     defect(
         "a ban's rollback not told to the drafter",
@@ -246,16 +248,19 @@ TOLD = [
         "the plan of a draft applied to the verifying pass",
         Engine._verify,
         verified(with_the_drafts_plan),
-        checks.law_of_skipping_drafts,
+        checks.distribution_of_skipping_drafts,
     ),
     defect(
         "resumes above a tapped depth",
         Engine._verify,
         verified(resumed_above_taps),
-        identity.test_states_below_a_resumed_depth_are_computed_for_who_taps_them,
+        identity.test_a_tap_below_the_resumed_depth_prevents_resuming,
     ),
     defect(
-        "parameters of the batch before", Engine._inputs, table_of_the_batch_before, checks.law_of_mixed_rows
+        "parameters of the batch before",
+        Engine._inputs,
+        table_of_the_batch_before,
+        checks.distribution_of_mixed_rows,
     ),
 ]
 
@@ -369,7 +374,7 @@ DRAFTERS = [
         "states known of rows that took no part in a step",
         LayerSkip.step,
         idle_rows_known,
-        checks.law_of_skipping_drafts,
+        checks.distribution_of_skipping_drafts,
     ),
     defect("states of a draft that broke off handed on", LayerSkip.leave, nothing, checks.draft_broken_off),
     defect("states of the draft before handed on", LayerSkip.resume, states_kept, checks.exiting_tokens),
