@@ -384,7 +384,7 @@ def test_a_target_with_nonfinite_self_drafts_continues_without_them(drafter: str
 
 
 def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its second step fails: the next draft must not hand on those of the first."""
+    """The second step fails: the next draft must not pass on the states of the first."""
     engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
     engine.submit(greedy((0, 1), "early-exit"))
     drafter: Any = engine.drafters["early-exit"]

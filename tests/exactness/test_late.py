@@ -122,8 +122,7 @@ def test_the_room_for_drafts_counts_from_the_start_of_the_context(drafter: str) 
 
 
 def test_siblings_share_the_whole_text() -> None:
-    """Rows of a prompt that is copied hold it from its beginning; whoever has read nothing else may begin late,
-    once for every text."""
+    """Copied prompt rows hold the prompt from its beginning; a drafter may begin late in texts of no group, once each."""
     policy = Late(0, 1)
     several = [greedy(PROMPTS[-1], "draft-model", group=1) for _ in range(5)]
     alone = [greedy(PROMPTS[-1], "draft-model") for _ in range(2)]
