@@ -195,7 +195,7 @@ class Running:
 
 @dataclass
 class Runs:
-    """Seconds, outputs and identity of all contenders of a case; tables: the costs of `auto`, of each load."""
+    """Seconds, outputs and identity of all contenders of a case; tables: costs of `auto` at each load."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, list[Output]] = field(default_factory=lambda: defaultdict(list))

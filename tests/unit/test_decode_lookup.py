@@ -10,21 +10,20 @@ import torch
 from hypothesis import given
 
 from foredraft.decode.draft import RoundInputs
-from foredraft.decode.drafting import _guess, propose
+from foredraft.decode.drafting import Drafting, _guess, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.lookup import SURE, Lookup, NGramIndex
+from foredraft.drafters.lookup import CONFIDENCE, Lookup, NGramIndex
 from tests.support.planting import Mutant, assert_caught
 
 tokens = st.lists(st.integers(0, 2), max_size=25)
 
 
 def search(text: list[int], longest: int, most: int) -> list[int]:
-    """The definition: the longest suffix of at most `longest` tokens that occurred before, its latest
-    occurrence, and what followed that."""
+    """Return what followed the latest occurrence of the longest suffix, of `longest` tokens at most, by its definition."""
     for n in range(min(longest, len(text)), 0, -1):
         suffix = text[-n:]
         for start in range(len(text) - n - 1, -1, -1):
@@ -34,7 +33,7 @@ def search(text: list[int], longest: int, most: int) -> list[int]:
 
 
 @given(tokens, st.integers(1, 4), st.integers(0, 6))
-def test_an_index_finds_what_a_search_finds(text: list[int], longest: int, most: int) -> None:
+def test_the_index_agrees_with_a_search(text: list[int], longest: int, most: int) -> None:
     index = NGramIndex(longest)
     for end, token in enumerate(text, 1):
         index.extend([token])
@@ -42,7 +41,7 @@ def test_an_index_finds_what_a_search_finds(text: list[int], longest: int, most:
 
 
 @given(tokens, st.integers(1, 4), st.data())
-def test_a_rewound_index_is_a_fresh_one(text: list[int], longest: int, data: st.DataObject) -> None:
+def test_a_rewound_index_equals_a_fresh_one(text: list[int], longest: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(text)))
     index = NGramIndex(longest, text[:first])
     index.extend(text[first:])
@@ -75,29 +74,29 @@ def test_a_rewound_index_is_a_fresh_one(text: list[int], longest: int, data: st.
         ([4, 4], [4]),
     ],
 )
-def test_a_guess(text: list[int], guess: list[int]) -> None:
+def test_the_continuation_of_an_example(text: list[int], guess: list[int]) -> None:
     index = NGramIndex(3)
     index.extend(text)
     assert index.continuation(4) == guess
 
 
-def same_before(text: list[int], place: int) -> int:
-    """How many tokens before a place are the text's last ones."""
+def matching(text: list[int], place: int) -> int:
+    """Return how many tokens before a place equal the text's last ones."""
     return next((n for n in range(place) if text[place - 1 - n] != text[len(text) - 1 - n]), place)
 
 
 @given(tokens, st.integers(0, 12))
-def test_a_lookup_tells_what_it_has_and_how_sure_it_is(text: list[int], most: int) -> None:
-    """By how far both places are the same, however short the n-grams of its index are."""
+def test_peek_tells_the_length_and_the_confidence(text: list[int], most: int) -> None:
+    """The confidence counts all matching tokens, also more than the n-grams of the index have."""
     lookup, sequence = Lookup(3), Sequence(0, text, SamplingParams(), 0)
     lookup.join(sequence)
-    has, sure = lookup.has(sequence, most)
+    length, confidence = lookup.peek(sequence, most)
     assert lookup.propose([(sequence, most)]) == [search(text, 3, most)]
-    assert has == len(search(text, 3, most))
-    if has:
+    assert length == len(search(text, 3, most))
+    if length:
         rest = len(search(text, 3, len(text)))
-        n = same_before(text, len(text) - rest)
-        assert sure == max(chance for known, chance in SURE.items() if known <= n)
+        n = matching(text, len(text) - rest)
+        assert confidence == max(chance for known, chance in CONFIDENCE.items() if known <= n)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +109,13 @@ def test_a_lookup_tells_what_it_has_and_how_sure_it_is(text: list[int], most: in
         ([7] * 9, 5),
     ],
 )
-def test_the_more_is_the_same_the_surer(text: list[int], n: int) -> None:
+def test_a_longer_match_is_more_confident(text: list[int], n: int) -> None:
     lookup, sequence = Lookup(3), Sequence(0, text, SamplingParams(), 0)
     lookup.join(sequence)
-    assert lookup.has(sequence, 1) == (1, SURE[n])
+    assert lookup.peek(sequence, 1) == (1, CONFIDENCE[n])
 
 
-def test_a_lookup_keeps_an_index_per_sequence() -> None:
+def test_each_sequence_has_an_index_of_its_own() -> None:
     lookup = Lookup(2)
     one, other = (Sequence(i, text, SamplingParams(), 0) for i, text in enumerate(([1, 2, 1], [3, 4, 3])))
     lookup.join(one)
@@ -130,7 +129,7 @@ def test_a_lookup_keeps_an_index_per_sequence() -> None:
     assert lookup.propose([(one, 3)]) == [[1, 2]]
     lookup.leave(one)
     assert lookup.propose([(other, 3)]) == [[4, 3]]
-    lookup.leave(one)  # once is enough, twice does no harm
+    lookup.leave(one)  # a second call is harmless
 
 
 class Without:
@@ -151,19 +150,20 @@ class Without:
 
 
 def test_each_row_gets_its_own_guess() -> None:
-    """Rows that may not draft lie in between, one has nothing to say, and one is cut where it may not go on."""
+    """Rows with budget 0 lie in between, one row has no match, and a constraint cuts another."""
     texts = [[1, 2, 1], [7, 8, 7], [3, 4, 5, 3], [6], [2, 5, 6, 2]]
     budgets = [2, 0, 1, 3, 3]
     rows: list[Any] = [
-        Sequence(i, text, SamplingParams(), 0, drafter="lookup") for i, text in enumerate(texts)
+        Sequence(i, text, SamplingParams(), 0, drafters=("lookup",)) for i, text in enumerate(texts)
     ]
     rows[4].constraint = Without(6)
     lookup, cpu = Lookup(2), torch.device("cpu")
     for row in rows:
         lookup.join(row)
     table = SamplingTable.of([row.params for row in rows], cpu)
-    inputs = RoundInputs.of(rows, [False] * 5, budgets, table, 10, cpu)
-    draft = propose({"lookup": lookup}, inputs, Fixed(3), Noise())
+    names = ["lookup" if budget else None for budget in budgets]
+    inputs = RoundInputs(rows, [False] * 5, budgets, names, table, 10, cpu)
+    draft = propose({"lookup": lookup}, inputs, Drafting(Fixed(3), Noise()))
     assert draft.lengths.tolist() == [2, 0, 1, 0, 1]
     assert draft.tokens.tolist() == [[2, 1], [0, 0], [4, 0], [0, 0], [5, 0]]
 
@@ -171,8 +171,8 @@ def test_each_row_gets_its_own_guess() -> None:
 DEFECTS = [
     ("another row's request", "drafter.propose(requests)", "drafter.propose(requests[::-1])"),
     ("another row's guess", "drafter.propose(requests)", "drafter.propose(requests)[::-1]"),
-    ("into another row", "guesses[row] =", "guesses[rows.index(row)] ="),
-    ("past what is legal", "guess[:legal]", "guess[:budget]"),
+    ("into another row", "guesses[row] =", "guesses[own.index(row)] ="),
+    ("past the constraint", "guess[:legal]", "guess[:budget]"),
 ]
 
 

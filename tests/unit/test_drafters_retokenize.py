@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer: what it says reaches the target byte by byte, and is accepted."""
+"""Retokenize: text drafted with another tokenizer is proposed to the target byte by byte, and accepted."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def drafter_of(pair: tuple[str, str], rows: int = 2, positions: int = 10_000, **
 
 
 def sequence_of(id: int, tokens: list[int]) -> Sequence:
-    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafter="retokenize")
+    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafters=("retokenize",))
     made.cache_finite = True
     return made
 
 
 def ask(drafter: Retokenize, sequence: Sequence, budget: int = BUDGET) -> list[int]:
-    """What is proposed for one sequence alone."""
+    """Return the proposal for one sequence alone."""
     (guess,) = drafter.propose([(sequence, budget)])
     return guess
 
 
 def follow(drafter: Retokenize, sequence: Sequence, ids: list[int]) -> tuple[int, int]:
-    """Rounds of a target that says `ids` -> tokens drafted and accepted."""
+    """Run rounds of a target whose text is `ids`; return the tokens drafted and accepted."""
     drafted = accepted = 0
     while len(sequence.tokens) < len(ids):
         rest = ids[len(sequence.tokens) :]
@@ -67,7 +67,7 @@ def accepted_in(pair: tuple[str, str]) -> float:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_a_draft_that_says_the_same_is_accepted(pair: tuple[str, str]) -> None:
+def test_drafts_of_the_same_text_are_accepted(pair: tuple[str, str]) -> None:
     assert accepted_in(pair) > 0.85
 
 
@@ -87,14 +87,14 @@ def byte_exact(name: str, tail: list[int], said: bytes) -> None:
 @pytest.mark.parametrize("name", SPELLINGS)
 @settings(max_examples=60)
 @given(tail=TAILS, said=SAID)
-def test_only_what_was_said_is_proposed(name: str, tail: list[int], said: bytes) -> None:
-    """After any text, and whatever the draft says."""
+def test_proposals_spell_only_drafted_bytes(name: str, tail: list[int], said: bytes) -> None:
+    """After any text, for any drafted bytes."""
     byte_exact(name, tail, said)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_token_that_would_join_what_follows_stays(name: str) -> None:
-    """Cut anywhere, also where a tokenizer never would: in the middle of a word or of a character."""
+def test_drafted_bytes_survive_a_cut_inside_a_token(name: str) -> None:
+    """The text is cut anywhere, also inside a word or a character, where a tokenizer never cuts."""
     spelling = SPELLINGS[name]
     drafter = drafter_of((name, "byte-level"))
     joined = 0
@@ -103,19 +103,19 @@ def test_a_token_that_would_join_what_follows_stays(name: str) -> None:
         before = [1, *spelling.spell(text[:cut])]
         said = text[cut:].encode()
         guess = drafter._spelled(before, said)
-        assert spelling.join(guess) == said, "none of it is lost"
+        assert spelling.join(guess) == said, "no byte is lost"
         whole = spelling.spell(text)
         joined += [*before[1:], *guess] != whole
         if before[1:] == whole[: len(before) - 1]:
-            assert before[1:] + guess == whole, "as the tokenizer itself would go on"
+            assert before[1:] + guess == whole, "as the tokenizer itself continues"
     assert joined > 5
     cut_off = spelling.spell("🙃")[:-1]
     rest = "🙃 and".encode()[len(spelling.join(cut_off)) :]
     assert spelling.join(drafter._spelled([1, *cut_off], rest)) == rest
 
 
-def test_the_text_that_is_held_must_come_first() -> None:
-    """The target has said half a character: the draft's next character begins with it, or nothing is proposed."""
+def test_proposals_continue_the_held_bytes() -> None:
+    """The target emitted half a character: a draft that does not complete it is dropped."""
     spelling = SPELLINGS["byte-level"]
     ids = [1, *spelling.encode("a third: 🙃 and")]
     held = next(at for at in range(len(ids)) if b"\xf0" in (spelling.of(ids[at]) or b"")) + 1
@@ -134,8 +134,8 @@ def test_the_text_that_is_held_must_come_first() -> None:
                 assert guess == []
 
 
-def test_rejections_leave_no_trace() -> None:
-    """Whatever was rejected and however far the text goes back, the next draft is a fresh drafter's."""
+def test_a_rolled_back_drafter_proposes_what_a_fresh_one_does() -> None:
+    """After rejections and rollbacks of any depth."""
     for pair in PAIRS[::3]:
         no_trace(pair)
 
@@ -148,7 +148,7 @@ def no_trace(pair: tuple[str, str]) -> None:
     for place in range(6, 120):
         ask(drafter, sequence)
         sequence.tokens[:] = ids[:place]
-        if dice.random() < 0.3:  # another token than what was said, then taken back
+        if dice.random() < 0.3:  # another token, taken back by a rollback
             sequence.tokens[-1:] = [40, 41]
             drafter.rewind(sequence)
             ask(drafter, sequence)
@@ -159,7 +159,7 @@ def no_trace(pair: tuple[str, str]) -> None:
         assert ask(drafter, sequence) == ask(other, fresh)
 
 
-def test_it_reads_each_token_once() -> None:
+def test_each_token_is_read_once() -> None:
     pair = "byte-level", "sentencepiece"
     ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
     drafter, sequence = drafter_of(pair), sequence_of(1, ids[:100])
@@ -173,7 +173,7 @@ def test_it_reads_each_token_once() -> None:
     drafter.rewind(sequence)
     ask(drafter, sequence)
     assert prophet.forwarded < 25
-    # one who begins with the same text finds it read
+    # the next sequence begins with the same text, which the row still holds
     drafter.leave(sequence)
     sibling = sequence_of(2, ids[:100])
     drafter.join(sibling)
@@ -198,7 +198,7 @@ def test_a_text_beyond_its_positions_gets_no_drafts() -> None:
         assert 50 < len(drafter._rows[0]) <= 60
 
 
-def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_drafts_are_not_proposed(caplog: pytest.LogCaptureFixture) -> None:
     pair = "byte-level", "sentencepiece"
     ids = [1, *SPELLINGS[pair[0]].encode(TRUTH)]
     drafter, sequence = drafter_of(pair), sequence_of(1, ids[:20])
@@ -211,8 +211,8 @@ def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) ->
         assert ask(drafter, sequence) == []
         prophet.broken.clear()
         assert (prophet.zeroed, prophet.rows[row]) == ([row] * fault, [])
-    assert ask(drafter, sequence) == [], "the second time is the last"
-    assert "request 1 goes on without retokenize" in caplog.text
+    assert ask(drafter, sequence) == [], "the second fault ends its drafts"
+    assert "request 1 continues without retokenize" in caplog.text
     drafter.leave(sequence)
     heir = sequence_of(2, ids[:20])
     drafter.join(heir)
@@ -224,8 +224,8 @@ def test_what_is_not_finite_is_not_proposed(caplog: pytest.LogCaptureFixture) ->
     assert prophet.rows[row] == []
 
 
-def test_a_prompt_without_text() -> None:
-    """Special tokens alone, of which the draft has none, or no BOS: it says nothing, or begins a text."""
+def test_a_prompt_without_text_is_no_error() -> None:
+    """The prompt is special tokens alone, or has no BOS: the proposal is empty or begins a text."""
     for pair in PAIRS:
         drafter = drafter_of(pair)
         for id, tokens in enumerate(([1], [2], [1, 0, 2], [383])):
@@ -253,20 +253,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("pair", [PAIRS[1], PAIRS[7], PAIRS[9]], ids="-".join)
-def test_the_text_is_the_targets_own(models: Path, pair: tuple[str, str]) -> None:
+def test_the_output_is_plain_decodings(models: Path, pair: tuple[str, str]) -> None:
     alone = foredraft.load(models / pair[0], device="cpu", max_batch=3)
     llm = foredraft.load(models / pair[0], draft=models / pair[1], device="cpu", max_batch=3, policy="fixed")
     assert llm.default_drafter == "retokenize"
-    wishes = [
+    params = [
         SamplingParams(temperature=0, max_new_tokens=40),
         SamplingParams(max_new_tokens=30, seed=4),
         SamplingParams(temperature=0, max_new_tokens=40, drafter="lookup"),
         SamplingParams(temperature=0, max_new_tokens=40),
     ]
     plain = alone.generate(
-        PROMPTS, [SamplingParams(**{**_fields(w), "drafter": "none"}) for w in wishes], n=2
+        PROMPTS, [SamplingParams(**{**_fields(p), "drafter": "none"}) for p in params], n=2
     )
-    drafted = llm.generate(PROMPTS, wishes, n=2)
+    drafted = llm.generate(PROMPTS, params, n=2)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     assert sum(output.stats.drafted for output in drafted) > 50
     assert all(output.lossless for output in drafted)
@@ -286,11 +286,11 @@ DEFECTS: list[tuple[str, Any, str, str]] = [
     ("a joined token is proposed", RETOKENIZE._spelled, "if place == len(window):", "if place >= len(window):"),
     ("the boundary one off", RETOKENIZE._spelled, "return ids[at:]", "return ids[at + 1 :]"),
     ("the window again", RETOKENIZE._spelled, "return ids[at:]", "return ids"),
-    ("held bytes said twice", RETOKENIZE._guess, "said[len(held) :]", "said"),
-    ("whatever the held bytes are", RETOKENIZE._guess, "not said.startswith(held)", "False"),
+    ("held bytes proposed again", RETOKENIZE._guess, "said[len(held) :]", "said"),
+    ("held bytes are not checked", RETOKENIZE._guess, "not said.startswith(held)", "False"),
     ("any bytes", ByteCodec.spell, "kept = self._agreeing(ids, data)", "kept = ids"),
-    ("what was not read is in the row", RETOKENIZE._continue, "*said[row][:-1]]", "*said[row]]"),
-    ("a rotten row is passed on", RETOKENIZE.leave, "if seat.faults or not sequence.proven:", "if False:"),
+    ("an unread token counts as read", RETOKENIZE._continue, "*said[row][:-1]]", "*said[row]]"),
+    ("a non-finite row is passed on", RETOKENIZE.leave, "if seat.faults or not sequence.cache_finite:", "if False:"),
     ("no end of positions", RETOKENIZE._turn, "self.positions - len(tokens))", "99)"),
 ]  # fmt: skip
 
@@ -303,14 +303,14 @@ def test_defects_are_caught(
 
     def check() -> None:
         for spelling in SPELLINGS:
-            test_a_token_that_would_join_what_follows_stays(spelling)
+            test_drafted_bytes_survive_a_cut_inside_a_token(spelling)
             for tail, said in (([50, 60], b"lo"), ([], b" a<s>b"), ([300, 301], "い".encode())):
                 byte_exact(spelling, tail, said)
         for pair in PAIRS[::4]:
             no_trace(pair)
             assert accepted_in(pair) > 0.85
-        test_the_text_that_is_held_must_come_first()
-        test_what_is_not_finite_is_not_proposed(caplog)
+        test_proposals_continue_the_held_bytes()
+        test_nonfinite_drafts_are_not_proposed(caplog)
         test_a_text_beyond_its_positions_gets_no_drafts()
 
     assert_caught(Mutant(name, ((function, old, new),), check), monkeypatch)

@@ -1,4 +1,4 @@
-"""A drafter with another tokenizer, in a batch: each row is proposed what it would be alone, in one forward a step."""
+"""Retokenize in a batch: each row gets the proposal that it gets alone, and a step is one forward of all rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drafter_of(runner: Any, rows: int, positions: int = 90) -> Any:
 
 
 def sequence_of(id: int, tokens: list[int]) -> Sequence:
-    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafter="retokenize")
+    made = Sequence(id, list(tokens), SamplingParams(max_new_tokens=999), seed=1, drafters=("retokenize",))
     made.cache_finite = True
     return made
 
@@ -58,7 +58,7 @@ class Company:
         del self.sequences[sequence.id]
 
     def round(self, requests: list[tuple[Sequence, int]], faulty: set[int]) -> list[list[int]]:
-        """What is proposed, together as alone; `faulty` ones see NaN at their first step."""
+        """Return the proposals, the same together as alone; the drafts of `faulty` ids see NaN at their first step."""
         together = self.together.draft_pass.runner
         for id in faulty:
             together.broken[self.together._seats[id].row] = self.alone[id].draft_pass.runner.broken[0] = 1
@@ -74,10 +74,10 @@ class Company:
             runner.broken.clear()
         together.broken.clear()
         assert together.passes - passes == max((p for p, _ in spent), default=0), "the longest row's"
-        # a row may hold what its last owner read, but nobody reads for idle ones or beyond an end
+        # a row may hold the text of its last sequence; idle and finished rows read nothing
         assert together.forwarded - forwarded <= sum(f for _, f in spent)
         for held, read in zip(together.rows, self.together._rows, strict=True):
-            assert held[: len(read)] == read, "the cache holds what was read"
+            assert held[: len(read)] == read, "the cache holds the tokens that count as read"
         self.passes_alone += sum(p for p, _ in spent)
         self.said += sum(map(bool, guesses))
         return guesses
@@ -90,7 +90,7 @@ class Company:
 
 
 def live(company: Company, dice: random.Random, rounds: int) -> None:
-    """Joins, rounds of some of the rows with any budgets, rejections, rollbacks, faults, leaves."""
+    """Play joins, rounds of some rows with any budgets, rejections, rollbacks, faults and leaves."""
     for _ in range(rounds):
         while len(company.sequences) < ROWS and dice.random() < 0.5:
             start = dice.choice([0, 0, 30])
@@ -108,14 +108,14 @@ def live(company: Company, dice: random.Random, rounds: int) -> None:
 
 @settings(max_examples=15)
 @given(st.integers(0, 10**6))
-def test_each_is_proposed_what_it_would_be_alone(seed: int) -> None:
+def test_a_batch_proposes_what_each_row_gets_alone(seed: int) -> None:
     company = Company()
     live(company, random.Random(seed), 20)
     assert company.said > 0
 
 
 def test_a_round_takes_the_passes_of_its_longest_row() -> None:
-    """Whoever is done, sits out or has left is idle; the company checks every round."""
+    """Rows that are done, do not draft or have left are idle; the company checks every round."""
     company = Company()
     for id in range(ROWS):
         company.join(IDS[: 20 + 9 * id])
@@ -124,11 +124,11 @@ def test_a_round_takes_the_passes_of_its_longest_row() -> None:
     for budgets in ({0: 1, 2: 5, 3: 3}, {0: 4}, {3: 2, 2: 2}, {}):
         company.round([(sequences[id], budget) for id, budget in budgets.items()], set())
     assert 0 < company.together.draft_pass.runner.passes < 0.7 * company.passes_alone, (
-        "not the sum of all rows'"
+        "not the sum over the rows"
     )
 
 
-def test_rows_are_taken_from_below() -> None:
+def test_the_lowest_free_row_is_taken() -> None:
     """A pass spans all rows between the first and the last that draft."""
     drafter = drafter_of(Prophet(SAID), ROWS)
     sequences = [sequence_of(id, IDS[:9]) for id in range(6)]
@@ -146,7 +146,7 @@ def test_rows_are_taken_from_below() -> None:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a tiny draft model in float32."""
+    """Return the runner of a tiny draft model in float32."""
     folder = tmp_path_factory.mktemp("models")
     for name, kind in (("target", "byte-level"), ("draft", "sentencepiece")):
         inner = alphabets.KINDS[kind]()
@@ -161,14 +161,14 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def alone(runner: Any, sequence: Sequence, budget: int, positions: int = 90) -> tuple[list[int], list[int]]:
-    """What a fresh drafter proposes, and the draft's tokens that it read."""
+    """Return the proposal of a fresh drafter, and the draft's tokens that it read."""
     drafter = drafter_of(runner, 1, positions)
     drafter.join(sequence)
     (guess,) = drafter.propose([(sequence, budget)])
     return guess, drafter._rows[0]
 
 
-def test_what_is_not_finite_harms_its_own_row_alone(runner: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_logits_harm_their_own_row_alone(runner: Any, caplog: pytest.LogCaptureFixture) -> None:
     sequences = [sequence_of(id, IDS[: 12 + 5 * id]) for id in range(ROWS)]
     drafter = drafter_of(runner, ROWS)
     for sequence in sequences:
@@ -186,12 +186,11 @@ def test_what_is_not_finite_harms_its_own_row_alone(runner: Any, caplog: pytest.
         for sequence, guess in zip(sequences, clean, strict=True):
             sequence.tokens += [*guess[:2], 50]
             drafter.rewind(sequence)
-    assert caplog.text.count("goes on without retokenize") == 1
+    assert caplog.text.count("continues without retokenize") == 1
 
 
-def test_a_real_models_rows_are_their_own(runner: Any) -> None:
-    """They sit out in turn, with other budgets, and the first comes to the end of its positions, past which it is
-    padded: one of the others begins only now."""
+def test_rows_of_a_real_model_do_not_mix(runner: Any) -> None:
+    """Rows pause in turn and have different budgets; the first reaches the end of its positions and is padded."""
     dice = random.Random(2)
     positions = len(SAID.encode(TEXT.join(IDS[1:41]).decode())) + 6
     sequences = [sequence_of(id, IDS[: (41, 12, 25, 30)[id]]) for id in range(ROWS)]
@@ -212,7 +211,7 @@ def test_a_real_models_rows_are_their_own(runner: Any) -> None:
             sequence.tokens += [*kept, dice.choice(IDS)]
             drafter.rewind(sequence)
     assert said > 8
-    assert drafter.propose([(sequences[0], 4)]) == [[]], "it came to its end"
+    assert drafter.propose([(sequences[0], 4)]) == [[]], "no positions are left"
 
 
 DEFECTS: list[tuple[str, Any, str, str]] = [
@@ -224,10 +223,10 @@ DEFECTS: list[tuple[str, Any, str, str]] = [
     ("the first row of the cache", Retokenize._continue, "first_row=rows.start", "first_row=0"),
     ("another row's tokens", Retokenize._continue, "at = row - rows.start", "at = 0"),
     ("another row's tokens, by order", Retokenize.propose, "said.get(turn.seat.row, [])", "([*said.values(), *[[]] * len(turns)])[turns.index(turn)]"),
-    ("a fault is everybody's", Retokenize._continue, "if not all(sound[at][: turn.count]):", "if not all(all(s) for s in sound):"),
+    ("a fault is every row's", Retokenize._continue, "if not all(sound[at][: turn.count]):", "if not all(all(s) for s in sound):"),
     ("an idle step is a fault", Retokenize._continue, "all(sound[at][: turn.count])", "all(sound[at])"),
-    ("faults are nobody's", Retokenize._continue, "if not all(sound[at][: turn.count]):", "if False:"),
-    ("all say as much as the longest", Retokenize._continue, "said[row] = ids[at][: turn.count]", "said[row] = ids[at]"),
+    ("faults are ignored", Retokenize._continue, "if not all(sound[at][: turn.count]):", "if False:"),
+    ("every row drafts as much as the longest", Retokenize._continue, "said[row] = ids[at][: turn.count]", "said[row] = ids[at]"),
     ("row by row", Retokenize.propose, "said = self._continue({turn.seat.row: turn for turn in turns if turn.count > 0})", "said = {turn.seat.row: self._continue({turn.seat.row: turn}).get(turn.seat.row, []) for turn in turns if turn.count > 0}"),
 ]  # fmt: skip
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from foredraft.decode.policy.gate import certainty
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.policy import AdaptiveExit, Confidence, TargetConfidence
+from foredraft.decode.policy.target_confidence import target_confidence
 from foredraft.decode.stats import Round
 from foredraft.errors import ConfigError
 from foredraft.kinds import POLICIES
@@ -19,64 +19,63 @@ from foredraft.loading.policies import check_settings
 
 
 def logits(*rows: list[float]) -> torch.Tensor:
-    """[B, 1, V] of which softmax gives these probabilities."""
+    """Return logits [B, 1, V] whose softmax gives these probabilities."""
     return torch.tensor(rows).log()[:, None]
 
 
-NO_LAW: Any = Distribution(
-    ids=torch.zeros(2, 1, dtype=torch.int64)
-)  # greedy: it says nothing of how sure anybody is
+# One-hot, as at temperature 0: it says nothing about the drafter's confidence.
+ONE_HOT: Any = Distribution(ids=torch.zeros(2, 1, dtype=torch.int64))
 
 
-def test_confidence_looks_at_the_raw_probability_of_the_likeliest_token() -> None:
-    on = Confidence(5, threshold=0.6).go_on([], 0, NO_LAW, logits([0.65, 0.35], [0.55, 0.45]))
+def test_confidence_reads_the_raw_probability_of_the_likeliest_token() -> None:
+    on = Confidence(5, threshold=0.6).go_on([], 0, ONE_HOT, logits([0.65, 0.35], [0.55, 0.45]))
     assert on.tolist() == [True, False]
 
 
-def test_a_drafter_that_is_not_finite_is_not_sure() -> None:
+def test_nonfinite_logits_are_not_confident() -> None:
     broken = torch.full((1, 1, 3), math.nan)
-    assert Confidence(5, threshold=0.0).go_on([], 0, NO_LAW, broken).tolist() == [False]
+    assert Confidence(5, threshold=0.0).go_on([], 0, ONE_HOT, broken).tolist() == [False]
 
 
 def test_the_adaptive_threshold_follows_the_published_rule() -> None:
-    """AR <- b1 AR + (1 - b1) m / n, th <- b2 th + (1 - b2) th', worked out by hand."""
+    """AR <- b1 AR + (1 - b1) m / n and th <- b2 th + (1 - b2) th', worked out by hand."""
     policy = AdaptiveExit(4, target=0.6, first=0.5, epsilon=0.1, beta1=0.5, beta2=0.9)
     one: Any = SimpleNamespace(policy_state=policy.start())
     thresholds = []
     for drafted, accepted in ((4, 4), (4, 4), (2, 2), (0, 0), (4, 0), (4, 0)):
         policy.learn(one, Round(drafted, accepted, accepted + 1), None)
         thresholds.append(one.policy_state.threshold)
-    # AR: .5 is below .6, so up; .75 with the longest draft holds; .875 with a shorter one, down; a plain step
-    # says nothing; .4375 and .21875, up
+    # AR .5 is below .6: up. AR .75 after the longest draft: held. AR .875 after a shorter one: down. A plain step
+    # changes nothing. AR .4375 and .21875: up.
     assert thresholds == pytest.approx([0.51, 0.51, 0.50, 0.50, 0.51, 0.52])
 
 
-def test_thresholds_are_each_sequences_own_and_stay_probabilities() -> None:
+def test_each_sequence_has_a_threshold_from_0_to_1() -> None:
     policy = AdaptiveExit(4, target=1.0, first=0.99, epsilon=1.0, beta2=0.0)
     one, other = (SimpleNamespace(policy_state=policy.start()) for _ in range(2))
     policy.learn(one, Round(4, 0, 1), None)  # type: ignore[arg-type]
     assert (one.policy_state.threshold, other.policy_state.threshold) == (1.0, 0.99)
-    on = policy.go_on([one, other], 0, NO_LAW, logits([0.995, 0.005], [0.995, 0.005]))  # type: ignore[list-item]
+    on = policy.go_on([one, other], 0, ONE_HOT, logits([0.995, 0.005], [0.995, 0.005]))  # type: ignore[list-item]
     assert on.tolist() == [False, True]
 
 
-def test_certainty_by_each_signal() -> None:
+def test_target_confidence_by_each_signal() -> None:
     probs = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
     tokens = torch.tensor([1, 0])
     entropy = -sum(p * math.log(p) for p in (0.7, 0.2, 0.1))
-    assert certainty(probs.log(), tokens, "probability").tolist() == pytest.approx([0.2, 1.0])
-    assert certainty(probs.log(), tokens, "margin").tolist() == pytest.approx([0.5, 1.0])
-    assert certainty(probs.log(), tokens, "entropy").tolist() == pytest.approx(
+    assert target_confidence(probs.log(), tokens, "probability").tolist() == pytest.approx([0.2, 1.0])
+    assert target_confidence(probs.log(), tokens, "margin").tolist() == pytest.approx([0.5, 1.0])
+    assert target_confidence(probs.log(), tokens, "entropy").tolist() == pytest.approx(
         [1 - entropy / math.log(3), 1.0]
     )
 
 
-def test_the_gate_opens_and_closes() -> None:
+def test_the_target_confidence_policy_drafts_above_its_threshold() -> None:
     policy = TargetConfidence(3, threshold=0.5)
     one: Any = SimpleNamespace(policy_state=policy.start())
     budgets = [policy.budget(one)]
-    for sure in (0.49, 0.5, math.nan):
-        policy.learn(one, Round(0, 0, 1), sure)
+    for confidence in (0.49, 0.5, math.nan):
+        policy.learn(one, Round(0, 0, 1), confidence)
         budgets.append(policy.budget(one))
     assert budgets == [3, 0, 3, 0]
 
@@ -122,13 +121,13 @@ def test_the_gate_opens_and_closes() -> None:
         ("fixed", "", "policy_options is '', but policy='fixed' has none; leave it out"),
     ],
 )
-def test_what_cannot_be_set_is_refused_by_name(policy: str, given: Any, message: str) -> None:
+def test_bad_policy_options_are_refused_by_name(policy: str, given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(policy, given)
 
 
 def test_every_setting_reaches_its_policy() -> None:
-    """And what the table says of its default is what the policy has."""
+    """The defaults of the table are the defaults of the policies."""
     for name, kind in POLICIES.items():
         made = kind.make(5)
         for setting, about in kind.settings.items():

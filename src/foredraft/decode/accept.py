@@ -2,7 +2,7 @@
 
 `speculative` (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a drafted
 token x is kept if u q(x) < p(x); the first rejected one is replaced by a draw from the residual
-norm(max(p - q, 0)); if all are kept, one more is drawn from p. The kept tokens have exactly p's law.
+norm(max(p - q, 0)); if all are kept, one more is drawn from p. The kept tokens have exactly p's distribution.
 
 `coupled`: the target's token at each position is y = argmax_v(log p(v) + g(position, v)) with Gumbel
 noise keyed by the position; the longest prefix where the draft equals y is kept, then y itself. The
@@ -10,11 +10,11 @@ text is a function of the seed alone: the draft decides only how many tokens com
 with probability at least (1 - TV) / (1 + TV) when the drafter draws with the same noise.
 
 `bild` (Kim et al. 2023, "Speculative Decoding with Big Little Decoder", arXiv 2302.07863) is *lossy*: a
-drafted token stands unless it surprises the target, -log p(x), by more than a bound; at the first that
-does the draft is cut, and the target's own token follows, drawn from p. What stands has not p's law. At
-temperature 0 the surprise is by the law of temperature 1, and what p is certain of always stands.
+drafted token stands unless it surprises the target, -log p(x), by more than a bound; at the first that does
+the draft is cut, and the target's own token follows, drawn from p. The output does not have p's distribution.
+At temperature 0 the surprise is that of temperature 1, and the one token of a one-hot p always stands.
 
-Greedy decoding and deterministic drafters are one-hot laws, not other rules.
+Greedy decoding and deterministic drafters are one-hot distributions, not other rules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Rollback", "Verdict", "accept", "bild", "coupled", "speculative"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """accepted [B]: how many drafted tokens are kept; next_token [B]: the correction or bonus token."""
+    """What a rule decides: accepted [B], drafted tokens to keep; next_token [B], correction or bonus."""
 
     accepted: Tensor
     next_token: Tensor
@@ -45,9 +45,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """What `bild` goes by. judge: the laws that say how surprising a token is, at the K + 1 positions.
+    """What rule `bild` needs.
 
-    rows [B] bool: those of this rule; everywhere: all are. bound [B] float32: nats, in these rows.
+    Attributes:
+        judge: Distributions that measure how surprising a token is, at the K + 1 positions.
+        bound: [B] float32, nats of surprise that a token may have; NaN in rows of other rules.
+        rows: [B] bool, rows of this rule.
+        everywhere: Whether all rows are.
     """
 
     judge: Distribution
@@ -64,7 +68,10 @@ class Rollback:
         masks: Tensor | None,
         penalty_context: PenaltyContext | None,
     ) -> Rollback | None:
-        """What the rows of the lossy rule go by, if there are any; p: the laws of all rows' logits."""
+        """Return what the rows of the lossy rule need; None without such rows.
+
+        p: distributions of all rows.
+        """
         if table.bound is None:
             return None
         judge = p if table.judge is None else distribution_of(logits, table.judge, masks, penalty_context)[0]
@@ -72,7 +79,14 @@ class Rollback:
 
 
 def speculative(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
-    """p at K + 1 positions [B, K + 1, V]; keys of the same K + 1 positions, None where p is certain."""
+    """Accept by rejection sampling.
+
+    Args:
+        draft: K tokens of each row.
+        p: The target's distributions at the K + 1 positions.
+        keys: Noise keys of these positions; None where p is one-hot.
+        noise: Draws by the keys.
+    """
     if p.ids is not None and p.all_one_hot:  # u q < 1 always and u q < 0 never: no coin can decide
         return Verdict(*p.vocab_ops.match_prefix(draft.tokens, p.ids, draft.lengths))
     x = draft.tokens  # [B, K]
@@ -99,7 +113,7 @@ def _keeps(u: Tensor, q: Tensor, p: Tensor) -> Tensor:
 
 
 def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> Verdict:
-    """As `speculative`; q and the residual are not consulted."""
+    """Accept the longest prefix that the target draws itself by the same noise; q is not read."""
 
     def pick(weights: Tensor) -> Tensor:
         assert keys is not None
@@ -110,7 +124,7 @@ def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> V
 
 
 def bild(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
-    """As `speculative`; neither q nor a residual is consulted. What the judge rules out never stands."""
+    """Accept tokens up to a bound of surprise; a token that the judge rules out never stands. Lossy."""
     stands = _stands(rollback.judge.at(draft.tokens), p.at(draft.tokens), rollback.bound[:, None])
     accepted = leading(stands, draft.lengths)
 
@@ -134,7 +148,7 @@ def accept(
     is_coupled: list[bool],
     rollback: Rollback | None = None,
 ) -> Verdict:
-    """Each row by its own rule. At temperature 0 the lossless ones agree, and none consults the noise."""
+    """Apply each row's own rule. At temperature 0 the lossless rules agree, and no rule reads the noise."""
     if rollback is not None:
         lossy = bild(draft, p, keys, noise, rollback)
         if rollback.everywhere:
@@ -149,7 +163,7 @@ def accept(
 
 
 def _either(mask: Tensor, one: Verdict, other: Verdict) -> Verdict:
-    """The one's in rows of the mask [B], the other's elsewhere."""
+    """Return one verdict in rows of the mask [B], the other elsewhere."""
     return Verdict(
         torch.where(mask, one.accepted, other.accepted), torch.where(mask, one.next_token, other.next_token)
     )

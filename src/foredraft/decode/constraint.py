@@ -59,7 +59,7 @@ class _Walk:
         self.base = constraint.length
 
     def advance(self, token: int) -> bool:
-        """False where the token would be taken back: drafting past it is pointless."""
+        """Return False where the token would be taken back: drafting past it is pointless."""
         expected = self.constraint.length + 1
         return self.constraint.advance(token) >= expected
 
@@ -68,8 +68,10 @@ class _Walk:
 
 
 class Walks:
-    """The constraints of a batch along its drafts, as they are drawn. None: of a row that has none or drafts
-    nothing."""
+    """The constraints of a batch, walked along its drafts as tokens are drawn.
+
+    constraints: [B]; None for a row that has none or drafts nothing.
+    """
 
     def __init__(self, constraints: Seq[Constraint | None], vocabulary: int, device: torch.device) -> None:
         self._walks = [None if constraint is None else _Walk(constraint) for constraint in constraints]
@@ -77,14 +79,16 @@ class Walks:
         self._device = device
 
     def masks(self) -> Tensor:
-        """[B, 1, V] bool: what each row may draw now."""
+        """Return which tokens each row may draw now, [B, 1, V] bool."""
         found = [None if walk is None else walk.constraint.mask() for walk in self._walks]
         masks = [self._everything if mask is None else upload(mask, self._device) for mask in found]
         return torch.stack(masks)[:, None]
 
     def advance(self, token: Tensor, alive: Tensor) -> Tensor:
-        """The tokens just drawn [B, 1] are read in the rows that are alive [B]; rows whose token would be
-        taken back stop -> [B] bool, those that go on."""
+        """Read the tokens just drawn [B, 1] in the rows alive [B]; return the rows that go on, [B] bool.
+
+        A row whose token would be taken back stops.
+        """
         read = torch.stack([token[:, 0], alive.long()], 1).tolist()
         on = [
             bool(a) and (walk is None or walk.advance(t))
@@ -102,10 +106,13 @@ class Walks:
 def masks_along(
     constraint: Constraint, draft: Seq[int], vocabulary: int, device: torch.device
 ) -> tuple[Tensor, int]:
-    """Masks for the positions of `draft` and the one after it -> [len(draft) + 1, V] bool, and how many
-    tokens of the draft the constraint lets stand. The constraint's state is left as it was found.
+    """Return the masks along a draft, and how many of its tokens the constraint allows.
 
-    Past an illegal token the masks do not matter: p is 0 there, so verification ends at it.
+    Past an illegal token the masks do not matter: p is 0 there, so verification ends at it. The constraint's
+    state is left as it was.
+
+    Returns:
+        [len(draft) + 1, V] bool, and a count of tokens.
     """
     everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
     walk = _Walk(constraint)

@@ -5,11 +5,11 @@ between threads, and the same key gives the same draw on every device and in eve
 (seed, sample index, position, attempt, purpose), and under `speculative` the round too: a position
 may be drafted again after a rejection, and noise is never used twice. Hashing is the splitmix64
 finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) folded
-over the fields of the key (`operators`).
+over the fields of the key (`vocab_ops`).
 
 `pick` draws by the exponential race: argmax_v w_v / E_v with E_v ~ Exp(1) independent, which has
-exactly the law w / sum(w); equivalently argmax(log w_v + g_v) with Gumbel noise g indexed by the
-token id v. Two laws drawn with one key therefore tend to agree: the coupling that `coupled` uses.
+exactly the distribution w / sum(w); equivalently argmax(log w_v + g_v) with Gumbel noise g indexed by the
+token id v. Two distributions drawn with one key therefore tend to agree: the coupling that `coupled` uses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROLLBACK: Final = 5  # the target's token after what a lossy rule let stand
 
 
 def seed_key(seed: int, sample: int) -> int:
-    """The part of the key that a sequence keeps for life, as a signed 64-bit integer."""
+    """Return the part of the key that a sequence keeps for life, as a signed 64-bit integer."""
     mask = (1 << 64) - 1
 
     def mix(x: int) -> int:
@@ -49,36 +49,45 @@ def seed_key(seed: int, sample: int) -> int:
 
 
 class Keys:
-    """Keys of B rows at T positions: what draws are a function of.
+    """Noise keys of B rows at T positions; draws are a function of them.
 
-    base: [B] int64 from `seed_key`. operators: what draws by them.
+    Attributes:
+        base: [B] int64 from `seed_key`.
+        vocab_ops: Draws by the keys.
     """
 
     base: Tensor
     vocab_ops: VocabOps
 
     def bits(self, purpose: int) -> Tensor:
-        """[B, T] int64"""
+        """Return the hashed keys for one purpose, [B, T] int64."""
         raise NotImplementedError
 
     def column(self, index: int) -> Keys:
-        """The keys of one column, the same in every row, as T = 1."""
+        """Return the keys of one column, the same in every row, with T = 1."""
         return _Part(self.base, self.vocab_ops, self, lambda x: x[:, index : index + 1])
 
     def first(self, count: int) -> Keys:
-        """The keys of the first `count` columns."""
+        """Return the keys of the first `count` columns."""
         return _Part(self.base, self.vocab_ops, self, lambda x: x[:, :count])
 
     def columns(self, index: Tensor) -> Keys:
-        """The keys at column `index` [B] of every row, as T = 1."""
+        """Return the keys at column `index` [B] of every row, with T = 1."""
         return _Part(self.base, self.vocab_ops, self, lambda x: x.gather(1, index[:, None]))
 
 
 @dataclass(frozen=True)
 class NoiseKeys(Keys):
-    """position: [B, T] int64, absolute; attempt: [B, T] int64, how many rollbacks of a ban crossed the
-    position, None where none did; round: [B] int64, the sequence's own count. coupled: [B], rows whose drafts
-    are drawn by the target's noise; none of them if empty."""
+    """Keys of whole rows.
+
+    Attributes:
+        base: [B] int64 from `seed_key`.
+        position: [B, T] int64, absolute.
+        attempt: [B, T] int64, rollbacks of a ban that crossed the position; None where none did.
+        round: [B] int64, the sequence's own count.
+        vocab_ops: Draws by the keys.
+        coupled: [B], rows whose drafts are drawn by the target's noise; empty for none.
+    """
 
     base: Tensor
     position: Tensor
@@ -89,7 +98,7 @@ class NoiseKeys(Keys):
     _hashed: dict[int, Tensor] = field(default_factory=dict, repr=False)  # purpose -> bits
 
     def bits(self, purpose: int) -> Tensor:
-        """What coupled rows draft by is what their target draws by."""
+        # Coupled rows draft by the noise that their target draws by.
         if purpose not in self._hashed:
             mixed = purpose == DRAFT and any(self.coupled)
             self._hashed[purpose] = self._drafting() if mixed else self._hash(purpose)
@@ -102,14 +111,14 @@ class NoiseKeys(Keys):
         return torch.where(upload(self.coupled, shared.device)[:, None], shared, self._hash(DRAFT))
 
     def _hash(self, purpose: int) -> Tensor:
-        """The round is left out for `coupled`: its noise belongs to the position."""
+        # The round is left out for `coupled`: its noise belongs to the position.
         rounds = None if purpose == COUPLED else self.round
         return self.vocab_ops.hash_keys(self.base, rounds, self.position, self.attempt, purpose)
 
 
 @dataclass(frozen=True)
 class _Part(Keys):
-    """Some of the positions: what is hashed, is hashed once, of the whole."""
+    """Some of the positions of other keys, which are hashed once as a whole."""
 
     base: Tensor
     vocab_ops: VocabOps
@@ -121,19 +130,20 @@ class _Part(Keys):
 
 
 class Noise:
-    """The two draws. Tests swap in one that forks every branch and multiplies the probabilities.
+    """The two draws. Tests swap in noise that forks every branch and multiplies the probabilities.
 
-    raced: its picks are the exponential race by the bits of their keys, so a kernel may run it elsewhere.
+    Attributes:
+        uses_gumbel_argmax: `pick` is the exponential race by hashed keys, so a kernel may run it elsewhere.
     """
 
     uses_gumbel_argmax = True
 
     def coin(self, keys: Keys, purpose: int) -> Tensor:
-        """Uniform in [0, 1) -> [B, T] float64."""
+        """Return uniform numbers in [0, 1), [B, T] float64."""
         return keys.vocab_ops.uniform(keys.bits(purpose))
 
     def pick(self, weights: Tensor, keys: Keys, purpose: int) -> Tensor:
-        """Draw token ids with the law of weights [B, T, V] (unnormalised) -> [B, T] int64.
+        """Draw token ids by weights [B, T, V], unnormalised -> [B, T] int64.
 
         Ties go to the smallest id. A row of zeros or NaN gives some id; the caller has ruled both out.
         """

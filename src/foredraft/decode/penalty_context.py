@@ -1,4 +1,4 @@
-"""Past: what a sequence has said, as far as it bears on what it may say next, rolled along a draft.
+"""Penalty context: the tokens that penalties and min_new_tokens depend on, rolled along a draft.
 
 A penalty at a column of a pass depends on every token before that column, the drafted ones included:
 q of the third drafted token and p of the third column both count the first two. Nothing is kept on the
@@ -26,12 +26,15 @@ __all__ = ["PenaltyContext"]
 
 @dataclass(frozen=True, slots=True)
 class PenaltyContext:
-    """Of B rows, before the first column of a pass.
+    """Tokens of B rows before the first column of a pass.
 
-    ids [B, S] int64: the distinct tokens of prompt and output; rows of fewer repeat their first.
-    counts [B, S] float32: how often each was said, the prompt aside; prompted [B, S] bool: it is in the
-    prompt. None where no row has a penalty. new [B] int64: tokens said.
-    drafted [B, K] int64: what is said along the pass; column t follows the first `ahead + t` of them.
+    Attributes:
+        ids: [B, S] int64, the distinct tokens of prompt and output; shorter rows repeat their first one.
+        counts: [B, S] float32, how often each is in the output.
+        prompted: [B, S] bool, it is in the prompt. All three are None where no row has a penalty.
+        new: [B] int64, tokens of the output.
+        drafted: [B, K] int64, tokens along the pass; column t follows the first `ahead + t` of them.
+        ahead: Drafted tokens before the first column.
     """
 
     ids: Tensor | None
@@ -43,7 +46,7 @@ class PenaltyContext:
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], device: torch.device) -> PenaltyContext | None:
-        """None where no row's law depends on its past."""
+        """Return the context of a batch; None where no row's distribution depends on it."""
         if not any(s.params.penalised or s.params.min_new_tokens for s in sequences):
             return None
         new = upload([len(s.tokens) - len(s.prompt) for s in sequences], device)
@@ -64,8 +67,7 @@ class PenaltyContext:
 
     @classmethod
     def of_prompt(cls, prompt: list[int], ahead: Tensor) -> PenaltyContext:
-        """Of one row: column t follows a prompt's first tokens and then the first t of ahead [K], which are
-        its next."""
+        """Return the context of one prompt: column t follows it and the first t of the tokens ahead [K]."""
         token_counts = TokenCounts(prompt)
         ids, counts, prompted = (
             upload(x[None], ahead.device)
@@ -74,16 +76,16 @@ class PenaltyContext:
         return cls(ids, counts, prompted, torch.zeros_like(ids[:, 0]), ahead[None])
 
     def along(self, drafted: Tensor, ahead: int = 0) -> PenaltyContext:
-        """For a pass whose column t follows the first `ahead + t` of drafted [B, K]."""
+        """Return the context of a pass whose column t follows the first `ahead + t` of drafted [B, K]."""
         return replace(self, drafted=drafted, ahead=ahead)
 
     def said(self, columns: int) -> Tensor:
-        """Tokens said before each column -> [B, T] int64."""
+        """Return the tokens of the output before each column, [B, T] int64."""
         return self.new[:, None] + torch.arange(self.ahead, self.ahead + columns, device=self.new.device)
 
     def token_counts(self, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each column: ids [B, N] that may have been said, how often [B, T, N], and whether they are in
-        prompt or output [B, T, N]. An id may stand in several places, with the same figures in all."""
+        """Return ids [B, N], how often each is in the output before a column [B, T, N], and whether it is in
+        prompt or output there [B, T, N]. An id may stand in several places, with the same figures."""
         assert self.ids is not None and self.counts is not None and self.prompted is not None
         drafted = self.ids[:, :0] if self.drafted is None else self.drafted
         ids = torch.cat([self.ids, drafted], 1)  # [B, N]

@@ -1,7 +1,7 @@
-"""Scores of a prompt's own tokens, made as it is read, chunk by chunk.
+"""Scores of a prompt's own tokens, made chunk by chunk in prefill.
 
-The law that a prompt's token is held against is what would have been drawn from had the prompt ended before
-it; what counts or bars new tokens only (presence and frequency penalties, min_new_tokens) has no part in it.
+A token's distribution is the one that would have been drawn from if the prompt had ended before it.
+Transforms that depend on new tokens (presence and frequency penalties, min_new_tokens) have no part in it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ COLUMNS = 32  # at a time: a whole chunk's logits over a large vocabulary would 
 def score_chunk(
     head: Callable[[Tensor], Tensor], hidden: Tensor, sequence: Sequence, start: int, vocab_ops: VocabOps
 ) -> list[Score] | None:
-    """Scores of the tokens after those of a chunk that begins at `start`, hidden [1, n, D]; None where a
-    logit is not finite."""
+    """Return the scores of the tokens after those of a chunk; None where a logit is not finite.
+
+    Args:
+        head: Turns hidden states into logits.
+        hidden: [1, n, D], states of the chunk's tokens.
+        sequence: Its prompt and parameters.
+        start: Position of the chunk's first token.
+        vocab_ops: Turns logits into distributions.
+    """
     table = SamplingTable.of([sequence.params], hidden.device, vocab_ops=vocab_ops).of_prompt()
     top = sequence.params.prompt_logprobs or 0
     tokens = sequence.prompt[start + 1 : start + 1 + hidden.shape[1]]

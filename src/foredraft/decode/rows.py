@@ -25,7 +25,7 @@ class Rows:
         self.sequences: list[Sequence] = []
 
     def add(self, sequence: Sequence, donor: Sequence | None = None) -> None:
-        """The next free row; with a donor, its prompt's rows are copied in."""
+        """Give the sequence the next free row; with a donor, its prompt's cache rows are copied."""
         assert len(self.sequences) < self.capacity
         sequence.row = len(self.sequences)
         self.sequences.append(sequence)
@@ -36,15 +36,17 @@ class Rows:
                 cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
 
     def succeed(self, sequence: Sequence, sibling: Sequence) -> None:
-        """The sibling takes the row over in place: the prompt's rows are there already."""
+        """Let a sibling take the row over in place, because it holds the prompt already."""
         for cache in self.caches:
             cache.lengths[sequence.row] = _prompt_rows(cache, sequence, sibling)
         sibling.row, sequence.row = sequence.row, -1
         self.sequences[sibling.row] = sibling
 
     def remove(self, sequence: Sequence) -> None:
-        """Free the row; the last row moves into it. What an unproven sequence leaves behind may be NaN, which
-        no mask hides, and is zeroed."""
+        """Free the row; the last row moves into it.
+
+        A row that may hold NaN, which no mask hides, is zeroed.
+        """
         row, last = sequence.row, self.sequences.pop()
         sequence.row = -1
         for cache in self.caches:
@@ -61,5 +63,5 @@ class Rows:
 
 
 def _prompt_rows(cache: KVCache, donor: Sequence, sequence: Sequence) -> int:
-    """Of the donor's rows, those that the sibling shares: the prompt but for its pending token."""
+    """Return how many of the donor's positions the sibling shares: the prompt but for its last token."""
     return min(cache.lengths[donor.row], len(sequence.prompt) - 1)

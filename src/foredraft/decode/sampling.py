@@ -1,4 +1,4 @@
-"""Sampling: logits -> laws, each row of a batch by its own parameters.
+"""Sampling: logits -> distributions, each row of a batch by its own parameters.
 
 Order of the transforms: logit bias, masks, penalties, temperature, top-k, top-p, min-p, typical-p, as in
 `transformers`; ties at a cut are kept. All in float32. Temperature 0 is argmax with ties to the smallest
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 def _single(temperature: float) -> float:
-    """The nearest that float32 has of it and of its inverse; the law is the same."""
+    """Return the nearest temperature that float32 can hold, also as an inverse."""
     range_ = torch.finfo(torch.float32)
     return min(max(temperature, range_.tiny), range_.max)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The parameters of a batch, a row per sequence; None where no row uses a transform."""
+    """Sampling parameters of a batch, a row per sequence; None where no row uses a transform."""
 
-    greedy: Tensor | None  # [B] bool; None: none is
+    greedy: Tensor | None  # [B] bool; None where no row is
     all_greedy: bool
     temperature: Tensor  # [B] float32, 1 in greedy rows
     top_k: Tensor | None  # [B] int64
@@ -54,10 +54,10 @@ class SamplingTable:
     bias: Tensor | None  # [B, N] float32, padded with 0
     least: Tensor | None  # [B] int64: min_new_tokens
     ends: Tensor | None  # [B, E] int64: the ids that it bars, padded with the first
-    bound: Tensor | None  # [B] float32: nats of surprise that `bild` lets stand, NaN in rows of other rules
-    bounded: bool  # all rows have one
-    judge: SamplingTable | None  # by what their surprise is told; None: by this
-    vocab_ops: VocabOps  # what makes laws of logits by these
+    bound: Tensor | None  # [B] float32: nats of surprise that `bild` accepts, NaN in rows of other rules
+    bounded: bool  # all rows have a bound
+    judge: SamplingTable | None  # parameters that measure surprise; None: these
+    vocab_ops: VocabOps  # turns logits into distributions
 
     @classmethod
     def of(
@@ -67,7 +67,14 @@ class SamplingTable:
         ends: Seq[frozenset[int]] | None = None,
         vocab_ops: VocabOps = TORCH_VOCAB_OPS,
     ) -> SamplingTable:
-        """ends: each row's end-of-text ids, which min_new_tokens bars."""
+        """Return the table of a batch.
+
+        Args:
+            params: [B].
+            device: Of the tensors.
+            ends: [B] end-of-text ids, which min_new_tokens bars.
+            vocab_ops: Turns logits into distributions.
+        """
 
         def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             if all(v == off for v in values):
@@ -136,7 +143,7 @@ class SamplingTable:
         return not (self.biased is None and self.least is None and self.penalties is None)
 
     def of_prompt(self) -> SamplingTable:
-        """Without what counts or bars new tokens."""
+        """Return the table without the transforms that depend on new tokens."""
         if self.penalties is None:
             return replace(self, least=None, ends=None)
         repetition = self.penalties * upload([[1.0], [0.0], [0.0]], self.penalties.device)
@@ -156,10 +163,16 @@ def distribution_of(
     *,
     argmax: bool = False,
 ) -> tuple[Distribution, Tensor]:
-    """logits [B, T, V] float32 -> the laws, and [B, T] bool: False where the logits are not finite.
+    """Return the distributions of logits [B, T, V] float32, and where the logits are finite [B, T] bool.
 
-    masks: [B, T, V] bool, True = allowed. past: needed where a row has a penalty or a min_new_tokens.
-    argmax: one-hot laws in every row (a greedy drafter's). The logits are left as they are.
+    The logits are left as they are.
+
+    Args:
+        logits: The model's own.
+        table: Parameters of the rows.
+        masks: [B, T, V] bool, True = allowed.
+        penalty_context: Needed where a row has a penalty or a min_new_tokens.
+        argmax: Make one-hot distributions in every row, as for a greedy drafter.
     """
     logits = _edited(logits, table, masks, penalty_context)
     if argmax or table.all_greedy:
@@ -174,7 +187,7 @@ def distribution_of(
 def _edited(
     logits: Tensor, table: SamplingTable, masks: Tensor | None, penalty_context: PenaltyContext | None
 ) -> Tensor:
-    """Bias, masks and penalties. A row without one keeps every bit of its logits."""
+    """Apply bias, masks and penalties. A row without any keeps every bit of its logits."""
     columns = logits.shape[1]
 
     def over(ids: Tensor) -> Tensor:
@@ -203,7 +216,7 @@ def _edited(
 
 
 def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    """[B, T, V] -> probabilities after temperature and cuts, and whether all logits are finite."""
+    """Return the probabilities [B, T, V] after temperature and truncation, and where logits are finite."""
     probs, finite = table.vocab_ops.probs(logits, table)
     if table.typical_p is not None:
         probs = _typical(probs, table.typical_p[:, None, None])
@@ -211,7 +224,7 @@ def _transformed(logits: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
 
 
 def _typical(probs: Tensor, mass: Tensor) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the law's entropy, up to the mass [B, 1, 1] below 1."""
+    """Keep the tokens whose surprise is nearest to the entropy, up to the mass [B, 1, 1] below 1."""
     surprise = -probs.log()
     entropy = total((probs * surprise).where(probs > 0, 0.0))
     distance = (surprise - entropy).abs().where(probs > 0, math.inf)

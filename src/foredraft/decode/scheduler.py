@@ -25,7 +25,7 @@ class Scheduler:
 
     @property
     def steady(self) -> bool:
-        """There are rounds to take, and nothing else to do."""
+        """Return whether every row decodes and no sequence waits."""
         sequences = self.rows.sequences
         return not self.waiting and bool(sequences) and all(s.state is State.RUNNING for s in sequences)
 
@@ -35,11 +35,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing to do."""
+        """Return whether there is nothing to do."""
         return not self.rows.sequences and not self.waiting
 
     def admit(self) -> list[Sequence]:
-        """Give free rows to those who wait; returns siblings that are ready to run at once."""
+        """Give free rows to waiting sequences; return siblings that are ready to run at once."""
         ready: list[Sequence] = []
         while self.waiting and len(self.rows.sequences) < self.rows.capacity:
             sequence = self.waiting[0]
@@ -57,12 +57,12 @@ class Scheduler:
 
     @property
     def prefilling(self) -> Sequence | None:
-        """The one whose prompt is being read: the first come."""
+        """Return the sequence whose prompt is read next: the first one in prefill; None without any."""
         reading = (s for s in self.rows.sequences if s.state is State.PREFILLING)
         return min(reading, key=lambda s: s.id, default=None)
 
     def leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> Sequence | None:
-        """The sequence is over; returns the sibling that took its row over, ready to run, if one did."""
+        """End a sequence; return the sibling that took its row over, ready to run, if one did."""
         if sequence.state is State.FINISHED:
             return None
         sequence.finish, sequence.error = finish, error

@@ -1,4 +1,4 @@
-"""Scores: log-probabilities of tokens, the model's own and those of the law that a token was drawn from.
+"""Scores: log-probabilities of tokens, by the model and by the distribution that a token was drawn from.
 
 They are made on the device beside the round's other results and travel with them, as the bits of float32
 in int64, so that asking for them costs no further synchronisation.
@@ -29,10 +29,11 @@ class Score:
     Attributes:
         token_id: The token.
         logprob: By the model's own logits.
-        processed: By the law that it was drawn from, after bias, masks, penalties, temperature and cuts; -inf
-            where a prompt's token, or one that the lossy rule let stand, could not have been drawn.
+        processed: By the distribution that it was drawn from, after bias, masks, penalties, temperature and
+            truncation; -inf where a prompt's token, or one that the lossy rule kept, could not have been
+            drawn.
         top: The likeliest tokens by the model's own logits, best first, and their log-probabilities.
-        processed_top: The same by the law; tokens that cannot be drawn are left out.
+        processed_top: The likeliest tokens by that distribution; tokens that cannot be drawn are left out.
     """
 
     token_id: int
@@ -43,8 +44,14 @@ class Score:
 
 
 def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
-    """logits [B, T, V] as the model gave them, p their laws, tokens [B, T] -> [B, T, 2 + 4 * top] int64;
-    top: at most V."""
+    """Return the scores of tokens [B, T] on the device, [B, T, 2 + 4 * top] int64.
+
+    Args:
+        logits: [B, T, V], the model's own.
+        p: Their distributions.
+        tokens: [B, T].
+        top: Likeliest tokens to score, at most V.
+    """
     own = logits.log_softmax(-1)
     processed = p.dense(logits.shape[-1]).log()
     figures = [bits(x.gather(-1, tokens[..., None])).long() for x in (own, processed)]
@@ -55,7 +62,7 @@ def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
 
 
 def scores_in(figures: Integers, tokens: list[int], top: int, shown: int) -> list[Score]:
-    """What `score` made of one row, read: figures [T, 2 + 4 * top]; of the likeliest, only some are shown."""
+    """Return one row's scores from figures [T, 2 + 4 * top] of `score`, with `shown` likeliest tokens."""
     own, processed = _numbers(figures[:, :2]).T.tolist()
     ids, values, law_ids, law_values = (figures[:, 2 + i * top : 2 + i * top + shown] for i in range(4))
 
@@ -68,5 +75,5 @@ def scores_in(figures: Integers, tokens: list[int], top: int, shown: int) -> lis
 
 
 def _numbers(x: Integers) -> NDArray[np.float32]:
-    """Back from `bits`, which came in int64."""
+    """Return the float32 numbers whose bits are in x."""
     return x.astype(np.int32).view(np.float32)

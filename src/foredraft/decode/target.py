@@ -1,4 +1,4 @@
-"""Target: what the round needs of the model whose output counts."""
+"""Target: the interface of the model whose output counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Target"]
 
 
 class Target(Protocol):
-    """What the engine needs of `model.runner.Runner`."""
+    """The part of `model.runner.Runner` that the engine uses."""
 
     max_queries: int  # longest [pending, *draft] that one pass takes
     chunk: int  # prefill is cut at multiples of it

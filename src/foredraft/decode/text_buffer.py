@@ -1,4 +1,4 @@
-"""Transcript: the text of one sequence's new tokens, and where a stop string ends it.
+"""Text buffer: the text of one sequence's new tokens, and where a stop string ends it.
 
 The text ends at the first token with which a stop string is complete: the earliest to be complete wins,
 and of those complete at once the one that began first. It may lie across tokens, in the middle of one, or
@@ -24,8 +24,8 @@ __all__ = ["StopAutomaton", "TextBuffer"]
 
 @dataclass(slots=True)
 class _Node:
-    """A prefix of some stop string: what follows it, its longest suffix that is a prefix too, its length,
-    and the longest stop string that ends with it."""
+    """A prefix of a stop string: its continuations, its longest suffix that is a prefix too (fallback), its
+    length (depth), and the longest stop string that ends with it (complete)."""
 
     next: dict[str, _Node] = field(default_factory=dict)
     fallback: _Node | None = None
@@ -34,7 +34,7 @@ class _Node:
 
     @property
     def open(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Return how many characters at the end may begin a stop string."""
         node = self
         while not node.next and node.fallback is not None:  # complete, but too early to count
             node = node.fallback
@@ -42,7 +42,7 @@ class _Node:
 
 
 class StopAutomaton:
-    """Finds where any of some strings is complete, a character at a time."""
+    """Finds where any of several strings is complete, one character at a time (Aho and Corasick 1975)."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.start = _Node()
@@ -68,11 +68,14 @@ class StopAutomaton:
 
 
 class TextBuffer:
-    """Text as it grows, a token at a time.
+    """Text that grows token by token.
 
-    detokenizer: makes a fresh one, at the sequence's beginning. stops: strings that end the text; `include`
-    leaves the string in it. ends: tokens that are stop strings by themselves, and show no text. least: a stop
-    string that is complete before so many tokens is text like any.
+    Args:
+        detokenizer: Makes a fresh detokenizer at the sequence's beginning.
+        stops: Strings that end the text.
+        ends: Tokens that are stop strings by themselves and show no text.
+        include: Keep the stop string in the text.
+        least: A stop string that is complete before so many tokens does not end the text.
     """
 
     def __init__(
@@ -102,8 +105,10 @@ class TextBuffer:
         self.stopped_by: str | None = None
 
     def push(self, tokens: list[int], *, ended: bool = False) -> int:
-        """Read tokens up to the one that completes a stop string; how many were read. ended: the last of them
-        ends the text by itself, and is no part of a stop string."""
+        """Read tokens up to the one that completes a stop string; return how many were read.
+
+        ended: The last token ends the text by itself and is no part of a stop string.
+        """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             self.pieces.append(self._detokenizer.push([token]))
@@ -115,7 +120,7 @@ class TextBuffer:
         return len(tokens)
 
     def _look(self, token: int) -> None:
-        """Whether the token just read completes a stop string; if so, what follows it is cut off."""
+        """Look for a stop string that the token just read completes, and cut off what follows it."""
         begin, held = self._length, self._detokenizer.pending()
         self._length += len(self.pieces[-1])
         if len(self.tokens) < self._least:
@@ -133,7 +138,7 @@ class TextBuffer:
             self.pieces = _trimmed(self.pieces, begin + len(self.pieces[-1]) - end)
 
     def _scan(self, node: _Node, text: str, begin: int) -> tuple[_Node, int | None]:
-        """Walk the automaton over text that begins at `begin`; also where a stop string ends it all."""
+        """Walk the automaton over text that begins at `begin`; return its node, and where the text ends."""
         for length, character in enumerate(text, start=begin + 1):
             node = self._automaton.step(node, character)
             if node.complete is not None and length > self._early:
@@ -142,21 +147,23 @@ class TextBuffer:
         return node, None
 
     def finish(self) -> None:
-        """No token follows: what is held back is text."""
+        """Finish the text: held-back characters belong to it."""
         if not self._over and self.pieces:
             self.pieces[-1] += self._detokenizer.flush()
             self._holds[-1] = 0
         self._over = True
 
     def rewind(self, count: int) -> None:
-        """Only the first `count` tokens stay."""
+        """Keep only the first `count` tokens."""
         kept = self.tokens[:count]
         self._start()
         self.push(kept)
 
     def release(self, settled: int) -> list[tuple[int, str]]:
-        """What nothing can change any more of the text of the first `settled` tokens, and was not released
-        before: parts of it, each with the index of the token that completed it."""
+        """Return the text of the first `settled` tokens that is final and was not released before.
+
+        It comes in parts, each with the index of the token that completed it.
+        """
         index, offset = self._released
         if settled <= index:
             return []
@@ -172,7 +179,7 @@ class TextBuffer:
 
 
 def _trimmed(pieces: list[str], surplus: int) -> list[str]:
-    """Pieces less so many characters at the end of them all."""
+    """Return the pieces without the last `surplus` characters."""
     trimmed: list[str] = []
     for piece in reversed(pieces):
         kept = max(0, len(piece) - surplus)

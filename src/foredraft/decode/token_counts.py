@@ -1,4 +1,4 @@
-"""Tally: which tokens a sequence has said, and how often; what penalties look at.
+"""Token counts: the tokens of a sequence and how often each occurs, for penalties.
 
 Kept on the host as arrays that grow, so that a round only copies them.
 """
@@ -13,8 +13,10 @@ __all__ = ["TokenCounts"]
 
 
 class TokenCounts:
-    """The distinct tokens of prompt and output: ids, how often each is in the output, and whether in the
-    prompt. A token that a rollback took back keeps its place, with a count of 0."""
+    """The distinct tokens of prompt and output: ids, counts in the output, and whether the prompt has them.
+
+    A token that a rollback took back keeps its place, with a count of 0.
+    """
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -27,7 +29,7 @@ class TokenCounts:
         return len(self._place)
 
     def count(self, token: int, times: int) -> None:
-        """The token was said so many times more, or less."""
+        """Add `times` to the count of a token; a rollback adds -1."""
         place = self._place.setdefault(token, len(self._place))
         if place == len(self._ids):
             grown = max(64, 2 * place)

@@ -13,15 +13,15 @@ class RoundTrace:
 
     Attributes:
         start: New tokens before it.
-        drafter: Who drafted; None in a plain step.
+        drafter: The drafter; None in a plain step.
         budget: How many tokens the policy allowed. A shorter draft was ended by the policy or the drafter.
         draft: The proposed ids.
-        p: The probability that the target's law gave each of them; empty if discarded. Under the lossy rule
-            at temperature 0, that by which it judges: the law of temperature 1.
-        q: The probability that the drafter's law gave each; empty if discarded.
+        p: The target's probability of each drafted token; empty if discarded. Under the lossy rule at
+            temperature 0 it is that of temperature 1, by which the rule judges.
+        q: The drafter's probability of each drafted token; empty if discarded.
         accepted: How many were kept.
         next_token: The target's own token after them: a correction, the bonus, or a plain step.
-        next_p: Its probability by the target's law.
+        next_p: The target's probability of it.
         emitted: Tokens appended; an end of the text may cut them short, and a ban's rollback may make it
             negative.
         discarded: The target's logits along the draft were not finite, so nothing was judged.

@@ -1,10 +1,10 @@
-"""What is decided over a vocabulary, a row at a time, and the noise that decides.
+"""Vocabulary operations: argmax, softmax with truncation, residual and draws, a row at a time.
 
-Contract: `Operators` is all that laws and noise ask for. `Definition` says in PyTorch's operators what each
-of them is, on any device; `kernels.rows.RowKernels` are the same in C, for float32 rows on a CPU. A row's
-result is the same alone and among others. An engine is given one of the two, and what it makes of logits
-and keys (its `SamplingTable`, and from that laws and noise) carries it along: nothing else decides who
-computes.
+Contract: `VocabOps` is all that distributions and noise need. `TorchVocabOps` defines each operation in
+    PyTorch, on
+any device; `kernels.vocab.KernelVocabOps` computes the same in C for float32 rows on a CPU. A row's result is
+the same alone and in a batch. An engine gets one of the two; its `SamplingTable`, distributions and noise
+carry it along.
 """
 
 from __future__ import annotations
@@ -32,50 +32,57 @@ __all__ = [
 
 class VocabOps(Protocol):
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token of every row [..., V], ties to the smallest id: int64 [...]; whether its logit
-        is finite, which NaN and +inf anywhere in the row are not: bool [...]."""
+        """Return the likeliest token of rows [..., V], int64 [...], and whether its logit is finite, bool.
+
+        Ties go to the smallest id. NaN and +inf anywhere in the row count as its maximum.
+        """
         ...
 
     def probs(self, x: Tensor, by: Truncation) -> tuple[Tensor, Tensor]:
-        """softmax(x / temperature) of every row [B, T, V], cut by top_k, top_p and min_p, and whether its
-        largest value is finite [B, T] bool."""
+        """Return softmax(x / temperature) of rows [B, T, V], truncated by top_k, top_p and min_p.
+
+        Also return whether every row's maximum is finite, [B, T] bool.
+        """
         ...
 
     def max_prob(self, x: Tensor) -> Tensor:
-        """The probability of every row's likeliest token [..., V] -> [...], by softmax as it is; NaN where it
-        is not finite."""
+        """Return the largest probability of the raw softmax of rows [..., V]; NaN where not finite."""
         ...
 
     def residual(self, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
-        """What is positive of p - q in the rows [..., V] where `where` [...] says so and anything is, else p.
+        """Return max(p - q, 0) in rows [..., V] of `where` [...] in which any of it is positive, else p.
 
-        q: [..., V], or the one id that it is certain of [...] int64.
+        q: [..., V], or the id of a one-hot q, [...] int64.
         """
         ...
 
     def match_prefix(self, drafted: Tensor, own: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """How many drafted tokens [B, K] at the start of each row, of so many [B], are its own [B, K + 1],
-        and its own one after these; int64 all -> [B] each."""
+        """Return how many leading drafted tokens [B, K], of `lengths` [B], equal the row's own [B, K + 1].
+
+        Also return the row's own token after these; int64, [B] each.
+        """
         ...
 
     def gumbel_argmax(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """The winners of the exponential race of each row [..., V], by the noise of its key [...]: [...]."""
+        """Draw from weights [..., V] by the exponential race with the noise of each row's key [...]."""
         ...
 
     def hash_keys(
         self, base: Tensor, rounds: Tensor | None, position: Tensor, attempt: Tensor | None, purpose: int
     ) -> Tensor:
-        """The hash of the fields of a key: base and rounds [B], position and attempt [B, T], all int64.
-        [B, T]. No rounds: they have no part in it; no attempts: each is 0."""
+        """Return the hash of keys, [B, T] int64, from base and rounds [B], position and attempt [B, T].
+
+        Without rounds they have no part in it; without attempts each is 0.
+        """
         ...
 
     def uniform(self, keys: Tensor) -> Tensor:
-        """Uniform in [0, 1), 53 bits of each key: int64 -> float64, of the same shape."""
+        """Return uniform numbers in [0, 1) from 53 bits of each key, float64 of the same shape."""
         ...
 
 
 class TorchVocabOps:
-    """In PyTorch's operators."""
+    """The definition, in PyTorch."""
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids = x.argmax(-1)
@@ -142,12 +149,12 @@ TORCH_VOCAB_OPS: Final = TorchVocabOps()
 
 
 def vocab_ops_of(runner: Runner) -> VocabOps:
-    """Those that go with its passes: the kernels where they run these."""
+    """Return the operations that go with a runner's passes: kernels where kernels run the passes."""
     return KernelVocabOps() if runner.by_kernels else TORCH_VOCAB_OPS
 
 
 def leading(keep: Tensor, lengths: Tensor) -> Tensor:
-    """Length of the run of kept tokens at the start of each row; padding is never kept -> [B]."""
+    """Return the length of the run of kept tokens at the start of each row, [B]; padding is never kept."""
     return torch.minimum(keep.cumprod(1).sum(1), lengths)
 
 
@@ -155,7 +162,7 @@ def leading(keep: Tensor, lengths: Tensor) -> Tensor:
 
 
 def least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
-    """The least probability kept [B, T]: tokens with less than the mass [B, 1] ranked above them are."""
+    """Return the least probability [B, T] in the nucleus of mass [B, 1]."""
     ordered = probs.sort(-1, descending=True).values
     before = running(ordered) - ordered  # mass ranked above; the first is always kept
     # a mass too small for float32 keeps the first all the same, and NaN has no last at all
@@ -164,14 +171,15 @@ def least_in_nucleus(probs: Tensor, mass: Tensor) -> Tensor:
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum over the vocabulary. A running sum adds in one order; `sum` splits a single long row over
-    threads, and not several."""
+    """Return the sum over the vocabulary, in one order: `sum` splits a single long row over threads."""
     return running(x)[..., -1:]
 
 
 def running(x: Tensor) -> Tensor:
-    """The running sum over the vocabulary [B, T, V], in the same order for a row alone and among others: a
-    GPU scans a row that is alone by another kernel, whose order is not fixed."""
+    """Return the running sum over the vocabulary [B, T, V], in the same order for a row alone and in a batch.
+
+    A GPU scans a single row by another kernel, whose order is not fixed.
+    """
     if x.is_cuda and x.shape[:-1].numel() == 1:
         return x.expand(2, -1, -1).cumsum(-1)[:1]
     return x.cumsum(-1)

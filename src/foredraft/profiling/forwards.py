@@ -1,9 +1,8 @@
 """Bare forwards: drafts and verifying passes as decoding runs them, without the engine, laid out to be timed.
 
 Contract: forwards through the runner over a cache of their own, and the draws of a draft where they are asked
-    for.
-A draft costs what a round (draft, then verifying pass) takes beyond a verifying pass: so it pays for weights
-that it drives out of the CPU's caches.
+for. A draft costs what a round (draft, then verifying pass) takes beyond a verifying pass: so it pays for
+weights that it drives out of the CPU's caches.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The cost profile: the tables by which policy `auto` decides, measured once for a machine and a model.
 
 Contract: measured while no sequence has a row, and kept on disk under a key that names the machine, the
-    model, the
-dtype and the threads, so that a second process starts without measuring. Every cost is the least of its
-samples: on a shared machine samples are too long, never too short. A cost whose two least samples disagree is
-taken again, and not believed if they never agree; a profile with such a cost is not kept.
+model, the dtype and the threads, so that a second process starts without measuring. Every cost is the least
+of its samples: on a shared machine samples are too long, never too short. A cost whose two least samples
+disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept.
 """
 
 from __future__ import annotations

@@ -36,14 +36,9 @@ class Acceptance:
         self.tried, self.kept = [0.0] * length, [0.0] * length
 
     @property
-    def rounds(self) -> float:
-        """Return how many rounds the estimate remembers."""
-        return self.tried[0]
-
-    @property
     def known(self) -> bool:
         """Return whether the estimate rests on more than its prior."""
-        return self.rounds >= PRIOR_ROUNDS
+        return self.tried[0] >= PRIOR_ROUNDS
 
     @property
     def alpha(self) -> float:

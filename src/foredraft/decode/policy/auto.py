@@ -25,19 +25,16 @@ __all__ = ["Auto", "LossBudget"]
 
 DECISION_ROUNDS = 8  # rounds that a decision stands: deciding then costs under 1 % of a 1 ms step
 REJECTED_DRAFTS = 2  # consecutive fully rejected drafts after which a row's decision is dropped
-FIRST_WAIT, LONGEST_WAIT = (
-    8,
-    256,
-)  # rounds until a drafter that did not pay is tried again, at first and at most
-LOSS_STEPS = (
-    2.0  # the cap: plain steps that drafting may cost a request: about one rejected draft of 5 tokens,
-)
-LOSS_SHARE = 0.005  # and this share of the request's time so far
+FIRST_WAIT = 8  # rounds until a drafter that did not pay is tried again; each failed trial doubles the wait
+LONGEST_WAIT = 256  # rounds at most: a drafter that became good is found within a long text
+LOSS_STEPS = 2.0  # plain steps that drafting may cost a request: about one rejected draft of 5 tokens
+LOSS_SHARE = 0.005  # share of the request's time so far that drafting may cost beyond LOSS_STEPS
 LATE_CONTEXT = 64  # tokens before the pending one that an unknown draft model reads of a long text
 READ_SHARE = 0.04  # share of the rest of the request that a draft model known to pay may read a new text
 
 # A drafter, and its confidence in what it proposes: acceptance is estimated for each pair.
 Source: TypeAlias = tuple[str, float | None]
+Key: TypeAlias = tuple[object, ...]  # the candidates that a decision was made for
 
 
 @dataclass(slots=True)
@@ -47,17 +44,11 @@ class LossBudget:
     The loss of a round is its cost less a plain step for each token that it emitted for the request. It is
     less again by what the request saves when other rows, which got more tokens, finish before it: the plain
     steps of a smaller batch are cheaper. A negative loss is a gain.
-
-    Attributes:
-        credit: What earlier requests gained, up to LOSS_STEPS plain steps: where drafts pay, bad luck at the
-            beginning is no reason to give up.
-        spent: Cost of the request's rounds.
-        lost: Loss in them.
     """
 
-    credit: float = 0.0
-    spent: float = 0.0
-    lost: float = 0.0
+    credit: float = 0.0  # gain of earlier requests, LOSS_STEPS at most: bad luck at first then ends nothing
+    spent: float = 0.0  # cost of the request's rounds
+    lost: float = 0.0  # loss in them
 
     def left(self, plain: float) -> float:
         """Return what the next rounds may lose under the cap, in ms; plain: cost of a plain step."""
@@ -66,24 +57,31 @@ class LossBudget:
 
 @dataclass(slots=True)
 class Pooled:
-    """What all requests together know of a drafter.
-
-    Attributes:
-        acceptance: Of its drafts.
-        waited: Rounds since it last drafted.
-        wait: Rounds after which it is tried again where it does not pay.
-    """
+    """What all requests together know of a drafter."""
 
     acceptance: Acceptance
-    waited: int = 0
-    wait: int = FIRST_WAIT
+    waited: int = 0  # rounds since it last drafted
+    wait: int = FIRST_WAIT  # rounds after which it is tried again where it does not pay
+
+
+@dataclass(slots=True)
+class Standing:
+    """A row's decision while it stands."""
+
+    decision: Decision
+    rounds: float = DECISION_ROUNDS  # for which it still stands
+    estimate: Estimate | None = None  # of the drafter; None in a plain step
+    trial: bool = False  # the drafter is tried although it was not chosen
+    alone: bool = False  # it is tried in a batch that drafts nothing otherwise
+    read_ms: float = 0.0  # cost of what the drafter reads before the first draft, where it counts as loss
+    rejected: int = 0  # consecutive drafts so far that were fully rejected
 
 
 @dataclass(slots=True)
 class Estimate:
-    """What one request knows of a drafter: `acceptance`, whose prior is the pooled one."""
+    """What one request knows of a drafter."""
 
-    acceptance: Acceptance
+    acceptance: Acceptance  # its prior is the pooled one
     pooled: Pooled
 
     def learn(self, outcome: Round, standing: Standing) -> None:
@@ -101,49 +99,14 @@ class Estimate:
 
 
 @dataclass(slots=True)
-class Standing:
-    """A row's decision while it stands.
-
-    Attributes:
-        decision: What the row does.
-        rounds: Rounds that the decision still stands.
-        estimate: Of the drafter; None in a plain step.
-        trial: The drafter is tried although it was not chosen.
-        alone: It is tried in a batch that drafts nothing otherwise.
-        read_ms: Cost of what the drafter reads before the first draft, where it counts as loss.
-        rejected: Consecutive drafts so far that were fully rejected.
-    """
-
-    decision: Decision
-    rounds: float = DECISION_ROUNDS
-    estimate: Estimate | None = None
-    trial: bool = False
-    alone: bool = False
-    read_ms: float = 0.0
-    rejected: int = 0
-
-    @property
-    def stands(self) -> bool:
-        return self.rounds >= 1 and self.rejected < REJECTED_DRAFTS
-
-
-@dataclass(slots=True)
 class RequestState:
-    """The policy's state of one sequence.
+    """The policy's state of one sequence."""
 
-    Attributes:
-        loss: Its loss budget.
-        estimates: What it knows of each drafter.
-        standing: Its decisions, by the candidates that they were made for.
-        last: The decision of the last round.
-        why: Why the last plan drafts nothing for it.
-    """
-
-    loss: LossBudget = field(default_factory=LossBudget)
+    loss: LossBudget
     estimates: dict[Source, Estimate] = field(default_factory=dict)
-    standing: dict[tuple[object, ...], Standing] = field(default_factory=dict)
-    last: Standing | None = None
-    why: str | None = None
+    standing: dict[Key, Standing] = field(default_factory=dict)
+    last: Standing | None = None  # decision of the last round
+    batch: int = 1  # rows when it was decided last
 
 
 class Auto(Policy):
@@ -151,8 +114,7 @@ class Auto(Policy):
 
     Args:
         max_draft: Longest draft.
-        greedy: Costs of greedy rounds on this machine.
-        sampled: Costs of rounds in which a row draws its tokens; as `greedy` unless given.
+        costs: Costs on this machine, as `use` takes them.
     """
 
     name = "auto"
@@ -165,12 +127,12 @@ class Auto(Policy):
         self.use(greedy or CostTable.unmeasured(), sampled)
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
-        self._round: list[tuple[RequestState, str | None, Round]] = []  # the last round, until it is settled
+        self._round: list[tuple[RequestState, Round]] = []  # the last round, until it is settled
         self._read_ms = 0.0  # in that round, as far as it counts as loss
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
-        """Decide by these costs from now on; not while a sequence has a row."""
+        """Decide by these costs of greedy and of sampled rounds; not called while a sequence has a row."""
         self.greedy, self.sampled, self.measured = greedy, sampled or greedy, True
         self.table = greedy
 
@@ -181,29 +143,34 @@ class Auto(Policy):
         self._settle()
         draws = any(row.sequence.params.temperature > 0 for row in rows)
         self.table = self.sampled if draws else self.greedy
+        plain = self.table.plain(len(rows))
+        left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
-        if any(key and not self._stands(row, key) for row, key in zip(rows, keys, strict=True)):
-            self._plan(rows, keys)
+        if not all(_stands(row, key, left) for row, key in zip(rows, keys, strict=True) if key):
+            self._plan(rows, keys, left, plain)
         return [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
         state: RequestState = sequence.policy_state
-        drafter = None
         if (last := state.last) is not None and last.estimate is not None:
-            drafter = last.decision.drafter
             last.estimate.learn(outcome, last)
             last.rejected = 0 if outcome.accepted else last.rejected + 1
-        self._round.append((state, drafter, outcome))
+        self._round.append((state, outcome))
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
-        return state.why or "no drafter had anything to propose"
+        told: dict[str, str] = {}  # of several confidences of a drafter the best one is told
+        for (name, _), known in sorted(state.estimates.items(), key=lambda each: each[1].acceptance.alpha):
+            chance, ms = known.acceptance.rates(1)[0], round_ms(self.table, [(name, 1)] * state.batch)
+            speed = (1 + chance) * self.table.plain(state.batch) / ms
+            told[name] = f"{name} at {speed:.2f} x plain decoding (acceptance {chance:.0%})"
+        return (
+            f"no draft is expected to pay: {', '.join(told.values())}"
+            if told
+            else "no drafter had a proposal"
+        )
 
-    def _stands(self, row: Candidates, key: tuple[object, ...]) -> bool:
-        standing = _state(row).standing.get(key)
-        return standing is not None and standing.stands
-
-    def _within(self, row: Candidates, key: tuple[object, ...]) -> Decision:
+    def _within(self, row: Candidates, key: Key) -> Decision:
         """Return the row's standing decision, cut to what the row may draft now."""
         state = _state(row)
         state.last = standing = state.standing[key] if key else None
@@ -215,37 +182,28 @@ class Auto(Policy):
         name, budget, context = standing.decision
         return Decision(name, min(budget, row.limits[name]), context) if name is not None else PLAIN
 
-    def _plan(self, rows: Seq[Candidates], keys: Seq[tuple[object, ...]]) -> None:
+    def _plan(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
         """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
-        batch, plain = len(rows), self.table.plain(len(rows))
-        left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
         plans = self._paying(rows, left, plain)
         loss = self._loss(plans, plain)
-        if self._try_another(rows, plans, left, plain):
-            rounds = 1.0
-        else:
-            rounds = min(DECISION_ROUNDS, left // loss) if loss > 0 else DECISION_ROUNDS
+        rounds = min(DECISION_ROUNDS, left // loss) if loss > 0 else DECISION_ROUNDS
+        trial = self._try_another(rows, plans, left, plain)
         for row, key, plan in zip(rows, keys, plans, strict=True):
-            plan.rounds = max(rounds, 1.0)
-            _state(row).standing[key] = plan
-            if not row.idle:
-                _state(row).why = self._why(row, batch)
+            plan.rounds = 1.0 if trial else max(rounds, 1.0)
+            _state(row).standing[key], _state(row).batch = plan, len(rows)
 
     def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[Standing]:
-        """Return the plans that give the most tokens per ms, shortened to what the batch can bear to lose.
+        """Return the plans that give the most tokens per ms, within what the batch may lose.
 
-        It must bear REJECTED_DRAFTS rounds of rejected drafts, and what the drafters read before the first.
+        It may lose REJECTED_DRAFTS fully rejected drafts, and what the drafters read before the first.
         """
-        names = [self._best(row, len(rows)) for row in rows]
+        best = [self._best(row, len(rows)) for row in rows]
         limit = self.max_draft
         while limit:
-            prospects = [
-                None if name is None else self._prospect(row, name, limit)
-                for row, name in zip(rows, names, strict=True)
-            ]
+            cut = [each and Prospect(each.drafter, each.survival[:limit]) for each in best]
             plans = [
-                self._standing(row, name, budget) if name is not None and budget else Standing(PLAIN)
-                for row, name, budget in zip(rows, names, best_budgets(self.table, prospects), strict=True)
+                self._standing(row, each.drafter, budget) if each and budget else Standing(PLAIN)
+                for row, each, budget in zip(rows, cut, best_budgets(self.table, cut), strict=True)
             ]
             read_ms = sum(plan.read_ms for plan in plans)
             if REJECTED_DRAFTS * (self._loss(plans, plain) - read_ms) + read_ms <= left:
@@ -253,92 +211,77 @@ class Auto(Policy):
             limit //= 2
         return [Standing(PLAIN) for _ in rows]
 
-    def _best(self, row: Candidates, batch: int) -> str | None:
-        """Return the drafter that gives the most tokens per ms for the rest of the request, if any may serve.
+    def _best(self, row: Candidates, batch: int) -> Prospect | None:
+        """Return the drafter with the most tokens per ms for the rest of the request, if any may serve.
 
-        A drafter that has nothing to read stays in the choice even where it pays only beside rows that share
-        its steps.
+        A drafter that has nothing to read may serve even where it does not pay: it may pay beside rows that
+        share its steps.
         """
         plain_rate, rest = batch / self.table.plain(batch), batch * row.sequence.remaining
         best, chosen = 0.0, None
         for name in row.limits:
-            rate, length = best_length(self.table, batch, self._prospect(row, name))
-            if read_ms := self._read_cost(row, name):
+            prospect, (_, read_ms, _) = self._prospect(row, name), self._reading(row, name)
+            rate, length = best_length(self.table, batch, prospect)
+            if read_ms:
                 rate = rest / (rest / rate + batch * read_ms)
                 if not length or rate <= plain_rate:
                     continue
             if rate > best:
-                best, chosen = rate, name
+                best, chosen = rate, prospect
         return chosen
 
     def _try_another(self, rows: Seq[Candidates], plans: list[Standing], left: float, plain: float) -> bool:
         """Plan a trial of a drafter that was not chosen, if one is due; return whether one is.
 
-        One row tries it. Where no row drafts and the drafter is unknown, as many rows do as the cap bears: a
-        round tells more then for what its draft steps cost.
+        One row tries it. Where no row drafts and the drafter is unknown, as many rows try it as the cap
+        bears, because they share the cost of its draft steps.
         """
         drafts, tried = any(plan.decision.budget for plan in plans), None
         for at, row in enumerate(rows):
             for name in row.limits:
                 pooled = self._estimate(row, name).pooled
                 due = name != plans[at].decision.drafter and pooled.waited >= pooled.wait
-                if not due or tried not in (None, name) or not self._may_pay(row, name):
-                    continue
+                certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
+                if not due or tried not in (None, name) or not best_length(self.table, 1, certain)[1]:
+                    continue  # it would not pay even if it were always right
                 length = best_length(self.table, 1, self._prospect(row, name))[1]
                 for budget in (max(length, 1), 1):
-                    trial = self._standing(row, name, budget)
-                    trial.trial, trial.alone = True, not drafts
+                    trial = self._standing(row, name, budget, trial=True)
+                    trial.alone = not drafts
                     if self._loss([*plans[:at], trial, *plans[at + 1 :]], plain) <= left:
                         plans[at], tried = trial, name
                         break
-            if tried and (drafts or self._known(row, tried)):
+            if tried and (drafts or self._estimate(row, tried).pooled.acceptance.known):
                 break
         return tried is not None
-
-    def _may_pay(self, row: Candidates, name: str) -> bool:
-        """Return whether drafts would pay if the drafter were always right."""
-        return best_length(self.table, 1, Prospect(name, (1.0,) * self._limit(row, name)))[1] > 0
 
     def _loss(self, plans: Seq[Standing], plain: float) -> float:
         """Return what a row loses in a round of these plans, in ms, if it gains nothing."""
         ms = round_ms(self.table, [plan.decision[:2] for plan in plans])
         return ms - plain + sum(plan.read_ms for plan in plans)
 
-    def _standing(self, row: Candidates, name: str, budget: int) -> Standing:
-        decision = Decision(name, budget, self._context(row, name))
-        return Standing(decision, estimate=self._estimate(row, name), read_ms=self._charge(row, name))
+    def _standing(self, row: Candidates, name: str, budget: int, trial: bool = False) -> Standing:
+        context, _, loss = self._reading(row, name, trial)
+        estimate = self._estimate(row, name)
+        return Standing(Decision(name, budget, context), estimate=estimate, trial=trial, read_ms=loss)
 
-    def _context(self, row: Candidates, name: str) -> int | None:
-        """Return how many of the last tokens the drafter reads of a text that is new to it; None is all."""
-        unread = row.unread.get(name, 0)
-        if name not in row.late or unread <= LATE_CONTEXT:
-            return None
-        if not self._known(row, name):
-            return LATE_CONTEXT
-        may_take = READ_SHARE * self.table.plain(1) * row.sequence.remaining
-        whole = self.table.read(name, unread)
-        return None if whole <= may_take else max(LATE_CONTEXT, int(unread * may_take / whole))
+    def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
+        """Return (`Decision.context`, ms of what the drafter reads before its first draft, ms that are loss).
 
-    def _read_cost(self, row: Candidates, name: str) -> float:
-        """Return the cost in ms of what the drafter reads before its first draft."""
-        context = self._context(row, name)
-        return self.table.read(name, row.unread.get(name, 0) if context is None else context)
+        Reading a new text is no loss where LATE_CONTEXT bounds it, or where a known drafter is chosen.
+        """
+        context, tokens = None, row.unread.get(name, 0)
+        is_new = tokens == len(row.sequence.tokens) - 1
+        is_chosen = not trial and self._estimate(row, name).pooled.acceptance.known
+        if name in row.late and tokens > LATE_CONTEXT:
+            may_take = READ_SHARE * self.table.plain(1) * row.sequence.remaining if is_chosen else 0.0
+            if (whole := self.table.read(name, tokens)) > may_take:
+                context = tokens = max(LATE_CONTEXT, int(tokens * may_take / whole))
+        ms = self.table.read(name, tokens)
+        return context, ms, 0.0 if is_new and (is_chosen or tokens <= LATE_CONTEXT) else ms
 
-    def _charge(self, row: Candidates, name: str) -> float:
-        """Return the part of the reading that counts as loss: not that of a text which is new and bounded."""
-        unread = row.unread.get(name, 0)
-        is_new, context = unread == len(row.sequence.tokens) - 1, self._context(row, name)
-        is_bounded = (unread if context is None else context) <= LATE_CONTEXT or self._known(row, name)
-        return 0.0 if is_new and is_bounded else self._read_cost(row, name)
-
-    def _known(self, row: Candidates, name: str) -> bool:
-        return self._estimate(row, name).pooled.acceptance.known
-
-    def _limit(self, row: Candidates, name: str) -> int:
-        return min(row.limits[name], self.max_draft)
-
-    def _prospect(self, row: Candidates, name: str, limit: int | None = None) -> Prospect:
-        length = min(self._limit(row, name), limit or self.max_draft)
+    def _prospect(self, row: Candidates, name: str) -> Prospect:
+        length = min(row.limits[name], self.max_draft)
         return Prospect(name, self._estimate(row, name).acceptance.survival(length))
 
     def _estimate(self, row: Candidates, name: str) -> Estimate:
@@ -346,23 +289,20 @@ class Auto(Policy):
         state, confidence = _state(row), row.confidence.get(name)
         source = name, confidence
         if source not in state.estimates:
-            kind = source, row.sequence.params.temperature == 0
-            if kind not in self._pool:
-                assumed = PRIOR_ALPHA if confidence is None else confidence
-                self._pool[kind] = Pooled(Acceptance(self.max_draft, assumed=assumed))
-            pooled = self._pool[kind]
+            kind, assumed = (source, row.sequence.params.temperature == 0), confidence or PRIOR_ALPHA
+            pooled = self._pool.setdefault(kind, Pooled(Acceptance(self.max_draft, assumed=assumed)))
             state.estimates[source] = Estimate(Acceptance(self.max_draft, pooled.acceptance), pooled)
         return state.estimates[source]
 
     def _settle(self) -> None:
         """Charge the last round to its requests."""
-        outcomes, batch = self._round, len(self._round)
-        if not batch:
+        if not self._round:
             return
-        ms = round_ms(self.table, [(name, outcome.drafted) for _, name, outcome in outcomes]) + self._read_ms
-        plain, emitted = self.table.plain(batch), [1 + outcome.accepted for _, _, outcome in outcomes]
+        batch, outcomes = len(self._round), [outcome for _, outcome in self._round]
+        ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes]) + self._read_ms
+        plain, emitted = self.table.plain(batch), [1 + each.accepted for each in outcomes]
         smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
-        for (state, _, _), tokens in zip(outcomes, emitted, strict=True):
+        for (state, _), tokens in zip(self._round, emitted, strict=True):
             ahead = sum(max(0, others - tokens) for others in emitted)
             state.loss.spent += ms
             state.loss.lost += ms - plain * tokens - smaller * ahead
@@ -371,18 +311,15 @@ class Auto(Policy):
             pooled.waited += 1
         self._round, self._read_ms = [], 0.0
 
-    def _why(self, row: Candidates, batch: int) -> str | None:
-        """Return why no candidate is expected to pay for the row, for people."""
-        plain = self.table.plain(batch)
-        told = []
-        for name in row.limits:
-            survival = self._prospect(row, name).survival
-            ms = self.table.draft(name, batch, 1) + self.table.verify(batch, 2 * batch)
-            speed = (1 + survival[0]) * plain / ms
-            told.append(f"{name} at {speed:.2f} x plain decoding (acceptance {survival[0]:.0%})")
-        return f"no draft is expected to pay: {', '.join(told)}" if told else None
-
 
 def _state(row: Candidates) -> RequestState:
     state: RequestState = row.sequence.policy_state
     return state
+
+
+def _stands(row: Candidates, key: Key, left: float) -> bool:
+    """Return whether the row's decision still stands; left: what the batch may lose."""
+    standing = _state(row).standing.get(key)
+    if standing is None or standing.rounds < 1 or standing.rejected >= REJECTED_DRAFTS:
+        return False
+    return left >= 0 or not standing.decision.budget

@@ -1,8 +1,7 @@
 """Policy: the base class, and what a policy is told and answers.
 
-Contract: a policy decides from distributions and from what was emitted. It never drops a drawn token, because
-    a
-token dropped for its own probability would bias the output; it stops *after* a token, which goes to
+Contract: a policy decides from distributions and from what was emitted. It never drops a drawn token,
+because a token dropped for its own probability would bias the output; it stops *after* a token, which goes to
 verification. So no policy changes the distribution of the text.
 """
 
@@ -20,8 +19,7 @@ from foredraft.decode.stats import Round
 
 __all__ = ["PLAIN", "Candidates", "Decision", "Policy", "Signal"]
 
-# How the target's confidence in the token that it emitted last is measured, from its own logits; 1 is
-# certain.
+# Measure of the target's confidence in the token that it emitted last, from its own logits; 1 is certain.
 Signal: TypeAlias = Literal["probability", "entropy", "margin"]
 
 

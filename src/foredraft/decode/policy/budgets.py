@@ -20,15 +20,10 @@ __all__ = ["Prospect", "best_budgets", "best_length"]
 
 
 class Prospect(NamedTuple):
-    """What one row can expect of a drafter.
-
-    Attributes:
-        drafter: Its name.
-        survival: s(1), s(2), ... as far as the row may draft; never rising.
-    """
+    """What one row can expect of a drafter."""
 
     drafter: str
-    survival: tuple[float, ...]
+    survival: tuple[float, ...]  # s(1), s(2), ... as far as the row may draft; never rising
 
 
 def best_length(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:

@@ -89,23 +89,12 @@ class CostTable:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON; `from_dict` reads it."""
-        return {
-            "passes": {
-                str(batch): [list(point) for point in points] for batch, points in self.passes.items()
-            },
-            "drafts": {
-                name: {str(batch): list(pair) for batch, pair in by.items()}
-                for name, by in self.drafts.items()
-            },
-            "reads": self.reads,
-        }
+        return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads}
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> CostTable:
         """Return the table of `as_dict`. Raises KeyError, TypeError or ValueError where it is none."""
-        passes = {
-            int(batch): {int(n): float(ms) for n, ms in points} for batch, points in told["passes"].items()
-        }
+        passes = {int(batch): {int(n): float(ms) for n, ms in by} for batch, by in told["passes"].items()}
         drafts = {
             str(name): {int(batch): (float(first), float(further)) for batch, (first, further) in by.items()}
             for name, by in told["drafts"].items()

@@ -1,0 +1,119 @@
+"""Costs, acceptance and draft lengths of the cost policy: pure functions, each against its definition."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+
+from foredraft.decode.policy import CostTable
+from foredraft.decode.policy.acceptance import Acceptance
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
+from foredraft.decode.policy.costs import round_ms
+from foredraft.decode.stats import Round
+from tests.support.simulation import flat
+
+
+def test_costs_lie_on_lines_between_measured_ones() -> None:
+    table = CostTable(
+        {1: {1: 1.0, 5: 2.0, 9: 4.0}, 4: {4: 3.0, 8: 5.0}}, {"small": {1: (0.3, 0.2), 5: (0.7, 0.6)}}
+    )
+    assert [table.verify(1, n) for n in (1, 3, 5, 7, 9, 11)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert [table.verify(4, n) for n in (4, 6, 8, 10)] == [3.0, 4.0, 5.0, 6.0]
+    assert table.verify(3, 5) == pytest.approx(1.5 / 3 + 4.0 * 2 / 3), "two drafted columns in both batches"
+    assert table.verify(6, 8) == table.verify(4, 6), "the last batch serves beyond it"
+    assert [table.draft("small", 2, n) for n in (0, 1, 3)] == pytest.approx([0.0, 0.4, 1.0])
+    assert table.draft("small", 9, 2) == pytest.approx(1.3)
+    assert table.draft("unknown", 4, 2) == pytest.approx(2 * 0.25 * 3.0), "a quarter of a plain step each"
+    assert CostTable({1: {1: 3.0, 2: 1.0, 3: 2.0}}, {}).passes == {1: [(1, 1.0), (2, 1.0), (3, 2.0)]}
+
+
+def test_a_round_costs_its_drafts_and_its_pass() -> None:
+    table = CostTable({3: {3: 2.0, 9: 5.0}}, {"small": {3: (0.3, 0.1)}, "other": {3: (0.5, 0.2)}})
+    rows = [("small", 3), ("other", 1), ("small", 2)]
+    assert round_ms(table, rows) == pytest.approx((0.3 + 2 * 0.1) + 0.5 + (2.0 + 0.5 * 6)), "rows share steps"
+    assert round_ms(table, [(None, 0)] * 3) == 2.0
+
+
+def test_reading_costs_as_measured_or_as_a_pass_of_the_target() -> None:
+    passes, drafts = {1: {1: 2.0, 5: 4.0}}, {"small": {1: (0.3, 0.2)}}
+    assert CostTable(passes, drafts).read("small", 5) == pytest.approx(0.3 * 4.0 / 2.0)
+    assert CostTable(passes, drafts, {"small": 0.01}).read("small", 5) == pytest.approx(0.3 + 4 * 0.01)
+    assert CostTable(passes, drafts).read("small", 1) == 0.0, "the first draft step reads one token"
+
+
+def test_a_table_survives_json() -> None:
+    table = CostTable({1: {1: 1.0, 3: 1.5}, 8: {8: 2.0}}, {"small": {1: (0.3, 0.2)}}, {"small": 0.01})
+    told = CostTable.from_dict(json.loads(json.dumps(table.as_dict())))
+    assert (told.passes, told.drafts, told.reads) == (table.passes, table.drafts, table.reads)
+
+
+def test_acceptance_is_estimated_as_its_equations_say() -> None:
+    pooled = Acceptance(3, assumed=0.6)
+    own = Acceptance(3, pooled)
+    assert pooled.survival(3) == own.survival(3) == pytest.approx((0.6, 0.36, 0.216))
+    for drafted, accepted in ((3, 1), (3, 3), (0, 0)):  # the drafter had nothing to propose in the last round
+        pooled.learn(Round(drafted, accepted, accepted + 1))
+        own.learn(Round(drafted, accepted, accepted + 1))
+    f, g = 0.98, 0.9
+    alpha = (f**2 + 3 * f + 8 * 0.6) / ((f**2 + f + 1) + (f**2 + f) + f + 8)
+    rates = [
+        (f**2 + f + 8 * alpha) / (f**2 + f + 1 + 8),
+        (f + 8 * alpha) / (f**2 + f + 8),
+        (f + 8 * alpha) / (f + 8),
+    ]
+    assert pooled.alpha == pytest.approx(alpha)
+    assert pooled.rates(3) == pytest.approx(rates)
+    own_alpha = (g**2 + 3 * g + 8 * alpha) / ((g**2 + g + 1) + (g**2 + g) + g + 8)
+    level = own_alpha / alpha
+    first = (g**2 + g + 8 * level * rates[0]) / (g**2 + g + 1 + 8)
+    second = (g + 8 * level * rates[1]) / (g**2 + g + 8)
+    assert own.survival(2) == pytest.approx((first, first * second))
+    assert not pooled.known
+    for _ in range(8):
+        pooled.learn(Round(1, 1, 2))
+    assert pooled.known
+
+
+def rate(table: CostTable, rows: list[Prospect | None], budgets: tuple[int, ...]) -> float:
+    """Return tokens per ms of a round with these draft lengths, by the definition."""
+    pairs = list(zip(rows, budgets, strict=True))
+    tokens = len(rows) + sum(sum(row.survival[:budget]) for row, budget in pairs if row is not None)
+    return tokens / round_ms(table, [(row and row.drafter, budget) for row, budget in pairs])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_budgets_are_better_than_the_best(seed: int) -> None:
+    """Up to three rows, two drafters whose steps cost time, and one whose steps do not."""
+    dice = random.Random(seed)
+    rows: list[Prospect | None] = []
+    for _ in range(dice.randint(1, 3)):
+        rates = [dice.choice([0.2, 0.6, 0.9, 1.0]) for _ in range(dice.randint(1, 4))]
+        prospect = Prospect(
+            dice.choice(["small", "other", "lookup"]), tuple(itertools.accumulate(rates, float.__mul__))
+        )
+        rows.append(prospect if dice.random() < 0.9 else None)
+    batch = len(rows)
+    widths, times = sorted(dice.sample(range(batch + 1, 16), 3)), sorted(dice.uniform(1, 2) for _ in range(4))
+    steps = {name: {batch: (dice.uniform(0.05, 0.6), dice.uniform(0.05, 0.3))} for name in ("small", "other")}
+    passes = {batch: dict(zip([batch, *widths], times, strict=True))}
+    table = CostTable(passes, steps | {"lookup": {batch: (0.0, 0.0)}})
+    found = best_budgets(table, rows)
+    ranges = [range(1 if row is None else len(row.survival) + 1) for row in rows]
+    best = max(rate(table, rows, budgets) for budgets in itertools.product(*ranges))
+    assert rate(table, rows, tuple(found)) == pytest.approx(best, rel=1e-12)
+    if batch == 1 and rows[0] is not None:
+        assert best_length(table, 1, rows[0]) == (pytest.approx(best), found[0])
+
+
+def test_a_bad_row_among_good_ones_gets_no_draft() -> None:
+    good, bad = Prospect("small", (0.8, 0.64, 0.5)), Prospect("small", (0.05, 0.0, 0.0))
+    budgets = best_budgets(flat(), [bad, *[good] * 7])
+    assert budgets[0] == 0 and min(budgets[1:]) > 1
+
+
+def test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out() -> None:
+    table = CostTable({1: {1: 1.0, 2: 2.0}}, {"lookup": {1: (0.0, 0.0)}})
+    assert best_budgets(table, [Prospect("lookup", (0.5,))]) == [0]
