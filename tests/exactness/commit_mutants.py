@@ -27,6 +27,7 @@ from tests.exactness import round_checks as checks
 from tests.exactness import test_identity as identity
 from tests.exactness import test_policies as policies
 from tests.support.planting import Mutant, Spoiler, defect, replaced
+from tests.support.spoilers import last_token_known, verified, with_the_drafts_plan
 
 Function = Callable[..., Any]
 
@@ -122,7 +123,9 @@ def first_drafter_again(plan: Function) -> Function:
 
 APPENDED = [
     Mutant(
-        "a bonus that the target was unsure of dropped", unsure_bonus_dropped(), checks.law_behind_the_gate
+        "a bonus that the target was unsure of dropped",
+        unsure_bonus_dropped(),
+        checks.distribution_behind_the_gate,
     ),
     defect(
         "the bonus token missing after a gate",
@@ -186,32 +189,6 @@ def rollbacks_not_told(tell: Function) -> Function:
     return spoilt
 
 
-def verified(change: Function) -> Spoiler:
-    """Spoil the verifying pass: `change` gets (engine, inputs, draft, starts, options) and alters the last two."""
-
-    def spoiler(verify: Function) -> Function:
-        def spoilt(engine: Engine, inputs: RoundInputs, draft: Draft) -> Forward:
-            sound = engine.target.forward
-
-            def forward(cache: Any, tokens: Tensor, starts: list[int], **options: Any) -> Forward:
-                starts = list(starts)
-                change(engine, inputs, draft, starts, options)
-                return sound(cache, tokens, starts, **options)
-
-            with replaced(engine.target, "forward", forward):
-                made: Forward = verify(engine, inputs, draft)
-            return made
-
-        return spoilt
-
-    return spoiler
-
-
-def with_the_drafts_plan(engine: Engine, inputs: Any, draft: Any, starts: Any, options: Any) -> None:
-    drafter: Any = engine.drafters["layer-skip"]
-    options["plan"] = drafter.draft_pass.plan
-
-
 def one_off_after_whole_drafts(
     engine: Any, inputs: RoundInputs, draft: Any, starts: Any, options: Any
 ) -> None:
@@ -240,7 +217,7 @@ TOLD = [
         "only the round's drafter told of a commit",
         Engine._tell_drafters,
         only_the_rounds_drafter_told,
-        checks.choices_among_drafters,
+        checks.decisions_among_drafters,
     ),
     defect(
         "a ban's rollback not told to the drafter",
@@ -271,16 +248,19 @@ TOLD = [
         "the plan of a draft applied to the verifying pass",
         Engine._verify,
         verified(with_the_drafts_plan),
-        checks.law_of_skipping_drafts,
+        checks.distribution_of_skipping_drafts,
     ),
     defect(
         "resumes above a tapped depth",
         Engine._verify,
         verified(resumed_above_taps),
-        identity.test_states_below_a_resumed_depth_are_computed_for_who_taps_them,
+        identity.test_a_tap_below_the_resumed_depth_prevents_resuming,
     ),
     defect(
-        "parameters of the batch before", Engine._inputs, table_of_the_batch_before, checks.law_of_mixed_rows
+        "parameters of the batch before",
+        Engine._inputs,
+        table_of_the_batch_before,
+        checks.distribution_of_mixed_rows,
     ),
 ]
 
@@ -320,14 +300,6 @@ def begins_one_further(step: Function) -> Function:
     return lambda drafter, tokens, starts, *rest: step(
         drafter, tokens, [start + (start > 8) for start in starts], *rest
     )
-
-
-def last_token_known(resume: Function) -> Function:
-    def spoilt(drafter: LayerSkip) -> Resume | None:
-        made: Resume | None = resume(drafter)
-        return made and replace(made, known=[known + (known > 0) for known in made.known])
-
-    return spoilt
 
 
 def idle_rows_known(step: Function) -> Function:
@@ -402,7 +374,7 @@ DRAFTERS = [
         "states known of rows that took no part in a step",
         LayerSkip.step,
         idle_rows_known,
-        checks.law_of_skipping_drafts,
+        checks.distribution_of_skipping_drafts,
     ),
     defect("states of a draft that broke off handed on", LayerSkip.leave, nothing, checks.draft_broken_off),
     defect("states of the draft before handed on", LayerSkip.resume, states_kept, checks.exiting_tokens),

@@ -23,8 +23,8 @@ from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.vocab_ops import leading
 from tests.exactness import test_enumeration as enumeration
 from tests.exactness import test_lossy as lossy
-from tests.exactness.mutants import added, kept_after_a_rejection, padding_kept
 from tests.support.planting import Mutant, Spoiler, defect
+from tests.support.spoilers import added, kept_after_a_rejection, padding_kept
 from tests.unit import test_decode_accept as accept_unit
 
 Function = Callable[..., Any]
@@ -32,11 +32,11 @@ Function = Callable[..., Any]
 # --- checks: the tests themselves, in their quickest form ---------------------------------------------
 
 
-def lossy_law() -> None:
+def lossy_distribution() -> None:
     lossy.assert_defined([lossy.case("as it is", 1.1), lossy.case("top-k", 2.5)], 2)
 
 
-def lossy_greedy_law() -> None:
+def lossy_greedy_distribution() -> None:
     lossy.assert_defined([lossy.case("greedy", bound, prompt=(1, 1)) for bound in (0.4, 2.5)], 2)
 
 
@@ -44,11 +44,11 @@ def rules_side_by_side() -> None:
     lossy.test_rows_of_every_rule_share_a_batch()
 
 
-def fallback_law() -> None:
+def fallback_distribution() -> None:
     lossy.assert_defined([lossy.case("cold", 1.1), lossy.case("greedy", 2.5, prompt=(1,))], 3, threshold=0.55)
 
 
-def strict_fallback_law() -> None:
+def strict_fallback_distribution() -> None:
     cases = [enumeration.case("as it is", "draft-model")]
     enumeration.enumerate_and_compare(cases, lambda: Fallback(2, threshold=0.55))
 
@@ -170,22 +170,22 @@ def confidence_after_the_transforms(may_draw: Function) -> Function:
 # --- the defects ------------------------------------------------------------------------------------
 
 MUTANTS = [
-    defect("the bound the wrong way round", accept._stands, bound_reversed, lossy_law),
+    defect("the bound the wrong way round", accept._stands, bound_reversed, lossy_distribution),
     defect("the bound the wrong way round, by hand", accept._stands, bound_reversed, by_hand),
     defect("a token exactly as surprising as the bound is cut", accept._stands, bound_excluded, by_hand),
     defect(
         "a token that the target is certain of is cut", accept._stands, certain_tokens_cut, greedy_by_hand
     ),
-    Mutant("the draft's own distribution consulted", relative_to_q(), lossy_law),
-    defect("the token that is cut is kept", leading, one_more_kept, lossy_law),
-    Mutant("the token after a cut drawn from a residual", next_token_from_a_residual(), lossy_law),
+    Mutant("the draft's own distribution consulted", relative_to_q(), lossy_distribution),
+    defect("the token that is cut is kept", leading, one_more_kept, lossy_distribution),
+    Mutant("the token after a cut drawn from a residual", next_token_from_a_residual(), lossy_distribution),
     defect(
         "the token after a cut drawn from the position before it",
         Distribution.position,
         one_position_before,
-        lossy_law,
+        lossy_distribution,
     ),
-    defect("tokens after a cut stand", leading, kept_after_a_rejection, lossy_law),
+    defect("tokens after a cut stand", leading, kept_after_a_rejection, lossy_distribution),
     defect("padding stands", leading, padding_kept, by_hand),
     defect(
         "an impossible token stands under an infinite bound", accept._stands, impossible_tokens_stand, by_hand
@@ -194,30 +194,30 @@ MUTANTS = [
         "judged by certainty at temperature 0",
         SamplingParams.judged,
         lambda _: lambda params: params,
-        lossy_greedy_law,
+        lossy_greedy_distribution,
     ),
-    defect("judged before the transforms", Rollback.of, judged_before_the_transforms, lossy_law),
+    defect("judged before the transforms", Rollback.of, judged_before_the_transforms, lossy_distribution),
     defect("rows of other rules judged, too", accept.accept, every_row_lossy, rules_side_by_side),
     defect("every row by one bound", Rollback.of, one_bound, rules_side_by_side),
     defect(
         "a token drafted where the drafter is unsure",
         _Steps.add,
         added(drawable=lambda token, q, drawable, finite: finite),
-        fallback_law,
+        fallback_distribution,
     ),
     defect(
         "unsure by the distribution after the transforms",
         Fallback.may_draw,
         confidence_after_the_transforms,
-        fallback_law,
+        fallback_distribution,
     ),
     defect(
         "left to the target by the drawn token",
         _Steps.add,
         added(drawable=lambda token, q, drawable, finite: drawable | finite & (token == 0)),
-        strict_fallback_law,
+        strict_fallback_distribution,
     ),
-    defect("no row is of the lossy rule", SamplingTable.of, without_bounds, lossy_law),
+    defect("no row is of the lossy rule", SamplingTable.of, without_bounds, lossy_distribution),
 ]
 
 CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS))

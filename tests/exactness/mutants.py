@@ -25,6 +25,15 @@ from tests.exactness import round_checks as checks
 from tests.exactness import test_chi_square as chi_square
 from tests.exactness import test_identity as identity
 from tests.support.planting import Mutant, Spoiler, defect
+from tests.support.spoilers import (
+    added,
+    drawn_from_power_of_q,
+    kept_after_a_rejection,
+    matches_what_differs,
+    padding_kept,
+    residual_with_epsilon,
+    ties_at_top_k_dropped,
+)
 from tests.unit import test_decode_accept as accept_unit
 from tests.unit import test_decode_noise as noise_unit
 
@@ -40,14 +49,6 @@ def no_residual(minus: Function) -> Function:
 
 def residual_of_accepted_rows(minus: Function) -> Function:
     return lambda p, q, where: minus(p, q, torch.ones_like(where))
-
-
-def residual_with_epsilon(residual: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, p: Tensor, q: Tensor, where: Tensor) -> Tensor:
-        left = residual(ops, p, q, where)
-        return torch.where(where[..., None], left.clamp_min(1e-10), left)
-
-    return spoilt
 
 
 def zero_residual_divided_by_epsilon(residual: Function) -> Function:
@@ -78,14 +79,6 @@ def rejected_in_the_padding() -> tuple[tuple[Any, Spoiler], ...]:
     return (leading, remember), (Distribution.minus, spoil_minus)
 
 
-def padding_kept(sound: Function) -> Function:
-    return lambda keep, lengths: sound(keep, torch.full_like(lengths, keep.shape[1]))
-
-
-def kept_after_a_rejection(sound: Function) -> Function:
-    return lambda keep, lengths: torch.minimum(keep.sum(1), lengths)
-
-
 def bonus_from_raw_logits(of: Function) -> Function:
     def spoilt(cls: type, table: Any, p: Distribution, logits: Tensor, *rest: Any) -> Any:
         if p.probs is not None and p.probs.shape[1] > 1:
@@ -95,24 +88,19 @@ def bonus_from_raw_logits(of: Function) -> Function:
     return spoilt
 
 
-def matches_what_differs(match_prefix: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, drafted: Tensor, own: Tensor, lengths: Tensor) -> Any:
-        target = own[:, :-1]
-        return match_prefix(ops, torch.where(drafted == target, target + 1, target), own, lengths)
-
-    return spoilt
-
-
 ACCEPTANCE = [
-    defect("residual missing", Distribution.minus, no_residual, checks.law_of_sampled_drafts),
+    defect("residual missing", Distribution.minus, no_residual, checks.distribution_of_sampled_drafts),
     defect("residual missing, sampled", Distribution.minus, no_residual, checks.samples_of_draft_model),
     defect(
-        "epsilon in the residual", TorchVocabOps.residual, residual_with_epsilon, checks.law_of_cut_drafts
+        "epsilon in the residual",
+        TorchVocabOps.residual,
+        residual_with_epsilon(1e-10),
+        checks.distribution_of_truncated_drafts,
     ),
     defect(
         "epsilon in the residual, by hand",
         TorchVocabOps.residual,
-        residual_with_epsilon,
+        residual_with_epsilon(1e-10),
         accept_unit.test_the_residual_holds_no_token_that_p_does_not,
     ),
     defect(
@@ -127,23 +115,31 @@ ACCEPTANCE = [
         lambda _: lambda u, q, p: u * q <= p,
         accept_unit.test_an_impossible_token_is_rejected_whatever_the_coin,
     ),
-    defect("bonus token from untransformed p", Rollback.of, bonus_from_raw_logits, checks.law_of_cut_drafts),
+    defect(
+        "bonus token from untransformed p",
+        Rollback.of,
+        bonus_from_raw_logits,
+        checks.distribution_of_truncated_drafts,
+    ),
     defect(
         "bonus token from the residual too",
         Distribution.minus,
         residual_of_accepted_rows,
-        checks.law_of_sampled_drafts,
+        checks.distribution_of_sampled_drafts,
     ),
     Mutant(
         "a row of a shorter draft, or of none, treated as rejected",
         rejected_in_the_padding(),
-        checks.law_of_ragged_drafts,
+        checks.distribution_of_ragged_drafts,
         IndexError,  # the residual of a token that was never drafted
     ),
-    defect("padding accepted", leading, padding_kept, checks.law_of_ragged_drafts),
+    defect("padding accepted", leading, padding_kept, checks.distribution_of_ragged_drafts),
     defect("padding accepted, by hand", leading, padding_kept, accept_unit.test_padding_is_never_accepted),
     defect(
-        "tokens after a rejection accepted", leading, kept_after_a_rejection, checks.law_of_sampled_drafts
+        "tokens after a rejection accepted",
+        leading,
+        kept_after_a_rejection,
+        checks.distribution_of_sampled_drafts,
     ),
     defect(
         "coupled keeps what differs from the target's token",
@@ -155,25 +151,6 @@ ACCEPTANCE = [
 
 
 # --- the draft loop -------------------------------------------------------------------------------------
-
-
-def added(
-    token: Function | None = None, q: Function | None = None, drawable: Function | None = None,
-    finite: Function | None = None,
-) -> Spoiler:  # fmt: skip
-    """Spoil what the draft loop keeps of a step: each function gets (token, q, drawable, finite)."""
-
-    def spoiler(add: Function) -> Function:
-        def spoilt(steps: _Steps, *sound: Any) -> None:
-            changes = (token, q, drawable, finite)
-            kept = [
-                was if change is None else change(*sound) for was, change in zip(sound, changes, strict=True)
-            ]
-            add(steps, *kept)
-
-        return spoilt
-
-    return spoiler
 
 
 def q_before_the_transforms() -> tuple[tuple[Any, Spoiler], ...]:
@@ -188,14 +165,6 @@ def q_before_the_transforms() -> tuple[tuple[Any, Spoiler], ...]:
 
     raw = added(q=lambda token, q, drawable, finite: Distribution(seen["logits"].softmax(-1)))
     return (distribution_of, remember), (_Steps.add, raw)
-
-
-def drawn_from_q_squared(draw: Function) -> Function:
-    def spoilt(q: Distribution, *rest: Any) -> Tensor:
-        assert q.probs is not None
-        return draw(replace(q, probs=q.probs**2), *rest)
-
-    return spoilt
 
 
 def drawn_by_the_next_key(draw: Function) -> Function:
@@ -231,21 +200,21 @@ def q_of_the_last(combine: Function) -> Function:
 
 
 DRAFT_LOOP = [
-    Mutant("q before the transforms", q_before_the_transforms(), checks.law_of_cut_drafts),
+    Mutant("q before the transforms", q_before_the_transforms(), checks.distribution_of_truncated_drafts),
     defect(
-        "the token is not drawn from q", drafting._draw, drawn_from_q_squared, checks.law_of_sampled_drafts
+        "the token is not drawn from q", drafting._draw, drawn_from_power_of_q(2), checks.distribution_of_sampled_drafts
     ),
     defect(
         "a drawn token of low confidence dropped",
         _Steps.add,
         added(drawable=lambda token, q, drawable, finite: drawable & (q.at(token) > 0.4)),
-        checks.law_of_sampled_drafts,
+        checks.distribution_of_sampled_drafts,
     ),
     defect(
         "a threshold that drops the token it stops at",
         _Steps.draft,
         cut_at_improbable_tokens,
-        checks.law_of_confident_drafts,
+        checks.distribution_of_confident_drafts,
     ),
     defect("draft keys off by one", drafting._draw, drawn_by_the_next_key, checks.shared_noise),
     defect(
@@ -258,7 +227,7 @@ DRAFT_LOOP = [
         "a drafter that a mask leaves nothing to draw counts as broken",
         _Steps.add,
         added(finite=lambda token, q, drawable, finite: drawable),
-        identity.test_a_drafter_that_cannot_say_what_is_allowed_is_not_sick,
+        identity.test_a_drafter_without_an_allowed_token_is_not_dropped,
     ),
     defect(
         "drafts of several drafters, each with the lengths of the first",
@@ -270,15 +239,15 @@ DRAFT_LOOP = [
         "drafts of several drafters, each with the q of the last",
         Distribution.combine,
         q_of_the_last,
-        checks.law_of_mixed_drafters,
+        checks.distribution_of_mixed_drafters,
     ),
     defect(
         "p not masked along the draft", RoundInputs.masks, lambda _: lambda inputs, drafted: None,
-        checks.law_under_a_mask,
+        checks.distribution_under_a_mask,
     ),
     defect(
         "the constraint left where the draft led it", Walks.undo, lambda _: lambda walks: None,
-        checks.law_under_constraints,
+        checks.distribution_under_constraints,
     ),
 ]  # fmt: skip
 
@@ -325,13 +294,13 @@ NOISE = [
         "draft and residual share their noise",
         NoiseKeys.bits,
         residual_by_draft_noise,
-        checks.law_of_sampled_drafts,
+        checks.distribution_of_sampled_drafts,
     ),
     defect(
         "draft and residual share their noise, sampled",
         NoiseKeys.bits,
         residual_by_draft_noise,
-        chi_square.test_two_tokens_of_a_weak_drafter,
+        chi_square.test_two_tokens_of_an_often_rejected_drafter,
     ),
     defect(
         "samples share their noise", noise.seed_key, same_noise_in_all_samples, checks.samples_of_draft_model
@@ -346,13 +315,13 @@ NOISE = [
         "the round left out of the key",
         TorchVocabOps.hash_keys,
         keys_without_the_round,
-        checks.law_of_sampled_drafts,
+        checks.distribution_of_sampled_drafts,
     ),
     defect(
         "the round left out of the key, sampled",
         TorchVocabOps.hash_keys,
         keys_without_the_round,
-        chi_square.test_a_policy_that_looks_at_rejected_tokens,
+        chi_square.test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution,
     ),
     defect(
         "the attempt left out of the key",
@@ -365,7 +334,7 @@ NOISE = [
         "coupled noise for rows that are not coupled",
         NoiseKeys._hash,
         drafts_by_coupled_noise,
-        checks.law_of_sampled_drafts,
+        checks.distribution_of_sampled_drafts,
     ),
     defect(
         "coupled noise for rows that are not coupled, beside some that are",
@@ -416,26 +385,15 @@ def renormalised_without_a_cut(probs: Function) -> Function:
     return spoilt
 
 
-def ties_at_top_k_dropped(probs: Function) -> Function:
-    def spoilt(ops: TorchVocabOps, x: Tensor, by: Any) -> Any:
-        if by.top_k is not None:
-            rank = x.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-            k = by.top_k[:, None, None]
-            x = x.masked_fill((k > 0) & (rank >= k), float("-inf"))
-        return probs(ops, x, by)
-
-    return spoilt
-
-
 SAMPLING = [
     defect(
         "NaN under top-p",
         vocab_ops.least_in_nucleus,
         nucleus_without_clamp,
-        checks.law_of_broken_rows,
+        checks.distribution_beside_broken_rows,
         RuntimeError,  # a gather out of bounds breaks the whole batch
     ),
-    defect("one row's temperature for all", SamplingTable.of, one_temperature, checks.law_of_mixed_rows),
+    defect("one row's temperature for all", SamplingTable.of, one_temperature, checks.distribution_of_mixed_rows),
     defect(
         "one row's cut in another's last bit",
         TorchVocabOps.probs,
@@ -443,7 +401,7 @@ SAMPLING = [
         checks.bits_of_a_row,
     ),
     defect(
-        "ties at a top-k cut dropped", TorchVocabOps.probs, ties_at_top_k_dropped, checks.law_of_ties
+        "ties at a top-k cut dropped", TorchVocabOps.probs, ties_at_top_k_dropped, checks.ties_at_a_cut
     ),
 ]  # fmt: skip
 

@@ -14,27 +14,27 @@ from tests.support.parts import LateBan, RandomBudgets, StopUnsure
 from tests.unit import test_decode_sampling as sampling_unit
 
 
-def law_of_sampled_drafts() -> None:
+def distribution_of_sampled_drafts() -> None:
     enumeration.enumerate_and_compare([enumeration.case("as it is", "draft-model")], lambda: Fixed(2))
 
 
-def law_of_cut_drafts() -> None:
+def distribution_of_truncated_drafts() -> None:
     cases = [enumeration.case("top-k", "draft-model"), enumeration.case("cold top-k", "script")]
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
 
 
-def law_of_ragged_drafts() -> None:
+def distribution_of_ragged_drafts() -> None:
     cases = [enumeration.case("as it is", d) for d in ("draft-model", "script", None)]
     for policy in (lambda: RandomBudgets(2), lambda: StopUnsure(2)):
         enumeration.enumerate_and_compare(cases, policy)
 
 
-def law_of_confident_drafts() -> None:
+def distribution_of_confident_drafts() -> None:
     cases = [enumeration.case("as it is", d) for d in ("draft-model", "tapping")]
     enumeration.enumerate_and_compare(cases, enumeration.POLICIES["confidence"])
 
 
-def law_behind_the_gate() -> None:
+def distribution_behind_the_gate() -> None:
     cases = [enumeration.case("as it is", d, new=4) for d in ("draft-model", "script")]
     enumeration.enumerate_and_compare(cases, enumeration.POLICIES["target-confidence"])
 
@@ -48,18 +48,18 @@ def bonus_behind_the_gate() -> None:
     assert all(turn.emitted == turn.drafted + 1 for turn in one.rounds[:-1])
 
 
-def choices_among_drafters() -> None:
+def decisions_among_drafters() -> None:
     enumeration.enumerate_and_compare(
         [enumeration.choosing("as it is", new=4)], lambda: enumeration.Whims(3, 1)
     )
 
 
-def law_of_mixed_rows() -> None:
+def distribution_of_mixed_rows() -> None:
     cases = [enumeration.case(t, "draft-model", new=2) for t in ("cold", "hot", "top-k", "greedy", "top-p")]
     enumeration.enumerate_and_compare(cases, lambda: Fixed(1), rows=4)
 
 
-def law_under_constraints() -> None:
+def distribution_under_constraints() -> None:
     cases = [
         enumeration.case("as it is", d, c)
         for d in ("draft-model", "script")
@@ -68,17 +68,17 @@ def law_under_constraints() -> None:
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
 
 
-def law_under_a_mask() -> None:
+def distribution_under_a_mask() -> None:
     enumeration.enumerate_and_compare(
         [enumeration.case("as it is", "draft-model", "no repeat")], lambda: Fixed(2)
     )
 
 
-def law_of_ties() -> None:
+def ties_at_a_cut() -> None:
     sampling_unit.test_ties_at_a_cut_are_kept()
 
 
-def law_of_broken_rows() -> None:
+def distribution_beside_broken_rows() -> None:
     sampling_unit.test_a_broken_row_harms_no_other({"top_p": 0.9}, float("nan"))
 
 
@@ -92,7 +92,7 @@ def samples_of_draft_model() -> None:
 
 
 def samples_under_a_ban() -> None:
-    chi_square.test_a_late_ban("coupled")
+    chi_square.test_a_ban_that_rolls_back_keeps_the_distribution("coupled")
 
 
 def greedy_tokens(drafter: str = "draft-model") -> None:
@@ -113,14 +113,14 @@ def exiting_tokens() -> None:
     greedy_tokens("early-exit")
 
 
-def law_of_skipping_drafts() -> None:
+def distribution_of_skipping_drafts() -> None:
     cases = [enumeration.case("as it is", d) for d in ("layer-skip", "early-exit", "script")]
     enumeration.enumerate_and_compare(cases, lambda: Fixed(2))
 
 
 def broken_self_drafts() -> None:
     for drafter in ("layer-skip", "early-exit"):
-        identity.test_a_target_whose_own_drafts_break_goes_on_without_them(drafter, Fixed(3))
+        identity.test_a_target_with_nonfinite_self_drafts_continues_without_them(drafter, Fixed(3))
 
 
 def draft_broken_off() -> None:
@@ -170,7 +170,7 @@ def broken_drafts() -> None:
 
 
 def broken_drafter() -> None:
-    identity.test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone()
+    identity.test_a_drafter_with_nonfinite_logits_is_reset_once_and_then_dropped()
 
 
 def mixed_drafters() -> None:
@@ -181,7 +181,7 @@ def mixed_drafters() -> None:
     assert [count > 0 for count in drafted] == [bool(s.drafters) for s in sequences]
 
 
-def law_of_mixed_drafters() -> None:
+def distribution_of_mixed_drafters() -> None:
     cases = [enumeration.case("as it is", d, new=2) for d in ("draft-model", "tapping")]
     enumeration.enumerate_and_compare(cases, lambda: Fixed(1), rows=2)
 
@@ -199,7 +199,7 @@ def shared_noise_beside_others() -> None:
 
 
 def cancelled() -> None:
-    identity.test_cancelling_keeps_what_was_said_and_is_final()
+    identity.test_cancelling_keeps_the_text_and_is_final()
 
 
 def bans() -> None:
@@ -226,7 +226,7 @@ def seeded_text() -> None:
 
 def rewound_lookup() -> None:
     conformance.test_a_rejection_at_every_place_leaves_no_trace("lookup")
-    conformance.test_a_rewound_drafter_is_a_fresh_one("lookup")
+    conformance.test_a_rewound_drafter_equals_a_fresh_one("lookup")
 
 
 def independent_siblings() -> None:

@@ -21,9 +21,9 @@ from foredraft.decode.policy import Fixed
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.skips import Skips
 from tests.exactness import test_layer_skip as layer_skip
-from tests.exactness.commit_mutants import last_token_known, verified, with_the_drafts_plan
 from tests.exactness.test_bits import PROMPTS, row_of, steps_of
 from tests.support.planting import defect
+from tests.support.spoilers import last_token_known, verified, with_the_drafts_plan
 
 NEW = 40
 COUNT = len(PROMPTS[4]) + NEW - 1

@@ -1,4 +1,4 @@
-"""Real forwards: greedy ids, seeded ids and cache contents are the same bits, whoever drafts and shares the batch."""
+"""Real forwards: greedy ids, seeded ids and cache contents are the same bits for every drafter and batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("none", "draft-model", "lookup")
 
 def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
     """A target, and a draft model that is the target with some noise on its weights: weak, but not blind."""
-    # untied: a tiny random model with a tied head says one token for ever
+    # untied: a tiny random model with a tied head repeats one token for ever
     model = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     model.save_pretrained(folder / "target")
     random_ = torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def load_pair(target: Path, draft: Path, dtype: str) -> LLM:
 
 
 def prompts_of(count: int, vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
-    """Random prompts with some of it said twice, so that a lookup finds something."""
+    """Return random prompts with a repeated half, so that a lookup finds something."""
     dice = random.Random(seed)
     made = []
     for _, length in zip(range(count), itertools.cycle(LENGTHS), strict=False):
@@ -134,7 +134,7 @@ def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_greedy_ids_where_products_cannot_be_packed(
+def test_greedy_ids_without_packed_weights(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading.runners, "unserved_because", lambda *_: "for a test")
@@ -227,7 +227,7 @@ def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) ->
             torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
 
 
-def test_a_sibling_that_copied_the_prompt_says_the_same(llm: LLM, plain: list[list[int]]) -> None:
+def test_a_sibling_that_copied_the_prompt_gives_the_same_text(llm: LLM, plain: list[list[int]]) -> None:
     llm.engine.policy = Fixed(3)
     for index in (4, 7):
         outputs = llm.generate([PROMPTS[index]], replace(GREEDY, max_new_tokens=32), n=ROWS + 3)

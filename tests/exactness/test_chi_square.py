@@ -1,4 +1,4 @@
-"""The joint law of four tokens, sampled through batches with the shipped noise and weak drafters."""
+"""The joint distribution of four tokens, sampled through batches with the shipped noise and weak drafters."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def law(options: dict[str, Any]) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("policy", [Fixed(3), RandomBudgets(4)], ids=lambda p: p.name)
-def test_the_joint_law_of_four_tokens(policy: Policy) -> None:
+def test_the_joint_distribution_of_four_tokens(policy: Policy) -> None:
     for found, (drafter, options) in zip(sample(900, policy), ROWS, strict=True):
         assert_law(found, law(options), f"{drafter} {options}")
 
 
-def test_a_policy_that_stops_by_content() -> None:
+def test_a_policy_that_stops_by_content_keeps_the_distribution() -> None:
     (found,) = sample(3000, StopUnsure(4), ROWS[:1])
     assert_law(found, law({}))
 
 
-def test_a_policy_that_looks_at_rejected_tokens() -> None:
-    """Whether it drafts hangs on noise of positions that are said anew: that noise must be gone by then."""
+def test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution() -> None:
+    """The policy decides by drafts of positions that are drawn again later: with other noise."""
     target, draft = Table(V, 74, scale=0.5), Table(V, 174, scale=2.0)
     params = SamplingParams(max_new_tokens=6)
     several = [
@@ -75,7 +75,7 @@ def test_a_policy_that_looks_at_rejected_tokens() -> None:
     assert_law([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
 
 
-def test_two_tokens_of_a_weak_drafter() -> None:
+def test_two_tokens_of_an_often_rejected_drafter() -> None:
     """Rejected often, with residuals of several tokens."""
     target, draft = Table(4, 43, scale=0.5), Table(4, 44, scale=1.5)
     params = SamplingParams(max_new_tokens=2)
@@ -87,14 +87,14 @@ def test_two_tokens_of_a_weak_drafter() -> None:
     )
 
 
-def test_greedy_drafts() -> None:
+def test_greedy_drafts_keep_the_distribution() -> None:
     (found,) = sample(3000, Fixed(3), ROWS[:1], greedy_drafts=True)
     assert_law(found, law({}))
 
 
 @pytest.mark.parametrize("acceptance", ["speculative", "coupled"])
-def test_a_late_ban(acceptance: Literal["speculative", "coupled"]) -> None:
-    """Positions are said twice: never with the same noise."""
+def test_a_ban_that_rolls_back_keeps_the_distribution(acceptance: Literal["speculative", "coupled"]) -> None:
+    """Positions are drawn twice, never with the same noise."""
     ban = (2, 1)
     want = outputs(TARGET.after, [1], SamplingParams(max_new_tokens=JOINT), constraint=LateBan(V, ban))
     params = SamplingParams(max_new_tokens=JOINT, acceptance=acceptance)
@@ -105,8 +105,8 @@ def test_a_late_ban(acceptance: Literal["speculative", "coupled"]) -> None:
     assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want)
 
 
-def test_samples_do_not_depend_on_each_other() -> None:
-    """Pairs of siblings have the product law."""
+def test_samples_are_independent() -> None:
+    """Pairs of siblings have the product distribution."""
     params = SamplingParams(max_new_tokens=2)
     one = outputs(TARGET.after, [1], params)
     product = {a + b: p * q for a, p in one.items() for b, q in one.items()}
@@ -119,8 +119,8 @@ def test_samples_do_not_depend_on_each_other() -> None:
     assert_law([a.new_ids + b.new_ids for a, b in pairs], product)
 
 
-def test_the_test_itself_can_tell() -> None:
-    """Another table's law, and an impossible sample, are refused."""
+def test_the_chi_square_test_detects_another_distribution() -> None:
+    """The test rejects the distribution of another table, and an impossible sample."""
     (found,) = sample(1000, Fixed(3), ROWS[:1])
     other = outputs(DRAFT.after, [1, 0], SamplingParams(max_new_tokens=JOINT))
     assert p_value(found, other) < 1e-20
@@ -134,6 +134,6 @@ def test_the_test_itself_can_tell() -> None:
     [Fixed(3), Fixed(5), RandomBudgets(5), StopUnsure(5), Fickle(4)],
     ids=lambda p: f"{p.name}-{p.max_draft}",
 )
-def test_many_samples(policy: Policy) -> None:
+def test_the_joint_distribution_with_many_samples(policy: Policy) -> None:
     for found, (drafter, options) in zip(sample(20_000, policy, new=9), ROWS, strict=True):
         assert_law(found, law(options), f"{drafter} {options}")

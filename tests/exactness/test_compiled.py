@@ -32,7 +32,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.recorder import Rerun
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_new_tokens=48, ignore_eos=True)
-# what PyTorch's compiler warns of by itself
+# warnings of PyTorch's compiler itself
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -74,7 +74,7 @@ def runners_of(llm: LLM) -> list[Any]:
 
 
 def test_greedy_and_seeded_ids(llm: LLM) -> None:
-    """Alone and plain, against batches, whoever drafts, padded, gathered and recorded."""
+    """Alone and plain, against batches of all drafters, padded, ragged and captured."""
     wishes = [replace(GREEDY, max_new_tokens=48) if i % 2 else SEEDED for i in range(len(PROMPTS))]
     plain = [
         llm.generate([prompt], replace(wish, drafter="none"))[0].token_ids
@@ -149,7 +149,7 @@ def test_steps_see_rows_within_the_span(
         assert all(span.low <= count <= span.high and count % span.step == 0 for count in seen)
 
 
-def test_models_do_not_use_up_each_others_compilations() -> None:
+def test_models_have_their_own_compilations() -> None:
     from foredraft.model.runner.compiled import _compiled
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_models_do_not_use_up_each_others_compilations() -> None:
             assert torch.equal(_compiled(step)(x), step(x))
 
 
-def test_what_is_confirmed_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shape_check_runs_the_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels whose bits depend on the rows: no bucket agrees in which they would differ."""
 
     def finish(spec: Any, layer: Any, x: Any, attended: Any, mlp: bool, span: Any) -> Any:
@@ -174,7 +174,7 @@ def test_what_is_confirmed_is_what_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert compiled.query_buckets == tuple(n for n in plain.query_buckets if 2 * n < 13)
 
 
-def test_without_a_compiler_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config
 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))

@@ -75,7 +75,7 @@ def shorten(engine: CheckedEngine, sequence: Sequence, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_rewound_drafter_is_a_fresh_one(name: str) -> None:
+def test_a_rewound_drafter_equals_a_fresh_one(name: str) -> None:
     for length in range(len(PROMPT), len(PROMPT) + LENGTH - 1):
         engine, sequence = begin(list(PROMPT), name)
         while len(sequence.tokens) < len(PROMPT) + LENGTH - GAMMA - 1:
@@ -118,7 +118,7 @@ def test_a_rejection_at_every_place_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_that_sat_out_some_rounds_catches_up(name: str) -> None:
+def test_a_drafter_catches_up_after_plain_steps(name: str) -> None:
     for absent in (1, 2, 3, 7):
         engine, sequence = begin(list(PROMPT), name)
         engine.round()
@@ -139,7 +139,7 @@ def test_a_drafter_is_of_one_kind_and_keeps_to_its_budget(name: str) -> None:
     assert int(draft(engine, sequence).lengths) <= GAMMA
 
 
-def test_the_draft_models_law_is_its_own_table() -> None:
+def test_q_of_the_draft_model_is_its_own_table() -> None:
     engine, sequence = begin(list(PROMPT), "draft-model")
     for _ in range(5):
         engine.round()
@@ -152,7 +152,7 @@ def test_the_draft_models_law_is_its_own_table() -> None:
 
 
 def replay(make: Callable[[], Constraint], tokens: list[int]) -> tuple[Constraint, list[int]]:
-    """A fresh constraint that read `tokens`, rollbacks carried out, and what was left of them."""
+    """Return a fresh constraint that read `tokens` and rolled back, and the tokens that were left."""
     constraint, said = make(), []
     for token in tokens:
         mask = constraint.mask()
@@ -176,7 +176,7 @@ def state_of(constraint: Constraint) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_a_rewound_constraint_is_a_fresh_one(name: str) -> None:
+def test_a_rewound_constraint_equals_a_fresh_one(name: str) -> None:
     make = CONSTRAINTS[name]
     tokens = [1, 2, 1, 0, 3, 4, 4, 1, 1, 0, 2, 1, 0, 1]
     for length in range(len(tokens)):
@@ -211,7 +211,7 @@ def test_masks_along_a_draft_leave_no_trace(name: str) -> None:
 
 @dataclass(frozen=True)
 class Hushed(StopUnsure):
-    """Stops drafting at some positions only; of the others it says nothing, or, `aloud`, that all go on."""
+    """Stops drafting at some positions only; at the others the answer is None, or, `aloud`, True for all rows."""
 
     silent: tuple[int, ...] = ()
     aloud: bool = False
@@ -225,7 +225,7 @@ class Hushed(StopUnsure):
 
 
 @pytest.mark.parametrize("silent", [(1,), (2,), (0, 2), (1, 2), (2, 3)])
-def test_to_say_nothing_is_to_go_on(silent: tuple[int, ...]) -> None:
+def test_the_answer_none_continues_the_draft(silent: tuple[int, ...]) -> None:
     """And a draft that stopped stays stopped."""
     found = []
     for aloud in (False, True):

@@ -1,4 +1,4 @@
-"""`coupled`: the text is a function of the seed alone, its law is the target's, and drafts match often."""
+"""`coupled`: the text is a function of the seed, its distribution is the target's, and drafts match often."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def alone() -> list[list[int]]:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 @pytest.mark.parametrize("drafter", DRAFTERS[1:])
-def test_text_is_a_function_of_the_seed(drafter: str, policy: object, alone: list[list[int]]) -> None:
+def test_the_text_is_a_function_of_the_seed(drafter: str, policy: object, alone: list[list[int]]) -> None:
     wishes = requests(drafter)
     assert run(make_engine(TARGET, DRAFT, policy, rows=5), wishes) == alone  # type: ignore[arg-type]
     assert any(turn.accepted < turn.drafted for s in wishes for turn in s.rounds)
     assert any(turn.accepted for s in wishes for turn in s.rounds)
 
 
-def test_greedy_drafts_change_nothing(alone: list[list[int]]) -> None:
+def test_greedy_drafts_do_not_change_the_text(alone: list[list[int]]) -> None:
     engine = make_engine(TARGET, DRAFT, Fixed(3), greedy_drafts=True)
     assert run(engine, requests("draft-model")) == alone
 
 
-def test_neighbours_of_the_other_rule_change_nothing(alone: list[list[int]]) -> None:
+def test_rows_of_the_other_rule_do_not_change_the_text(alone: list[list[int]]) -> None:
     """Rows of both rules in one batch, and all drafters."""
     engine = make_engine(TARGET, DRAFT, RandomBudgets(4), rows=6)
     wishes = requests("tapping")
@@ -83,7 +83,7 @@ def test_siblings_each_have_their_own_text() -> None:
     assert run(make_engine(TARGET, DRAFT, Fixed(3), rows=4), siblings("draft-model")) == plain
 
 
-def test_the_law_of_the_text_is_the_targets() -> None:
+def test_the_distribution_of_the_text_is_the_targets() -> None:
     n = 4000
     for transform in ("as it is", "hot top-p"):
         params = SamplingParams(acceptance="coupled", max_new_tokens=3, **TRANSFORMS[transform])
@@ -99,7 +99,7 @@ def keys(n: int, position: int = 0) -> NoiseKeys:
 
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=6), st.lists(st.floats(-3, 3), min_size=6, max_size=6))
 @settings(max_examples=15)
-def test_matches_are_as_likely_as_the_theory_says(ours: list[float], theirs: list[float]) -> None:
+def test_matches_are_as_likely_as_in_theory(ours: list[float], theirs: list[float]) -> None:
     """The Gumbel coupling of p and q agrees with probability sum_v 1 / sum_u max(p_u / p_v, q_u / q_v),
     and never less often than (1 - TV) / (1 + TV)."""
     n = 3000
@@ -115,7 +115,7 @@ def test_matches_are_as_likely_as_the_theory_says(ours: list[float], theirs: lis
 
 
 def test_a_coupled_drafter_matches_more_than_one_that_is_not() -> None:
-    """What sharing the noise is for."""
+    """Shared noise makes a drafter match more often."""
 
     def accepted(acceptance: str) -> float:
         group = [

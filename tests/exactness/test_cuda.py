@@ -75,7 +75,7 @@ def test_greedy_ids_of_a_model_that_drafts_for_itself(tmp_path: Path, dtype: str
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["operators", "compiled"])
-def test_recorded_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str, compile: bool) -> None:
+def test_captured_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str, compile: bool) -> None:
     decoder = load_decoder(save_variant(tmp_path, "llama"), torch.device("cuda"), getattr(torch, dtype))
     recording, plain = (Runner(decoder, compile=compile) for _ in range(2))
     plain.graphs = None
@@ -96,7 +96,7 @@ def test_recorded_passes_have_the_bits_of_the_others(tmp_path: Path, dtype: str,
         assert torch.equal(caches[0].data, caches[1].data)
         starts = [start + 1 + turn % 3 for start in starts]
     assert recording.graphs is not None
-    assert recording.graphs.recorder is not None, "recording failed"
+    assert recording.graphs.capturer is not None, "the capture failed"
     assert any(entry is not None for entry in recording.graphs._kept[caches[0]].values())
 
 
@@ -120,7 +120,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
     for params in [*several, *several]:
         llm.generate(
             PROMPTS, params, trace=True
-        )  # what is made when a shape is first met, or again, may wait
+        )  # the first passes of a shape may synchronise: they allocate and capture
     read, round_ = round_results.download, llm.engine.round
 
     def may_wait(*args: Any) -> Any:
@@ -160,7 +160,9 @@ def test_memory_is_known_before_it_is_taken(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8}, {"min_p": 0.05}, {}], ids=str)
 @pytest.mark.parametrize("vocabulary", [50_257, 128_256])
-def test_a_row_has_the_same_law_alone_and_among_others(options: dict[str, Any], vocabulary: int) -> None:
+def test_a_row_has_the_same_distribution_alone_and_in_a_batch(
+    options: dict[str, Any], vocabulary: int
+) -> None:
     """Bit for bit, through every sum over the vocabulary."""
     device = torch.device("cuda")
     logits = torch.randn(3, 6, vocabulary, generator=torch.Generator().manual_seed(0)).to(device) * 3

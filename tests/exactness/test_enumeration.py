@@ -1,4 +1,4 @@
-"""The engine's exact output law, by taking every branch, against the definition."""
+"""The engine's exact output distribution, by taking every branch, against the definition."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def choosing(transform: str, constraint: str = "free", **more: Any) -> Case:
 
 @pytest.mark.parametrize("transform", ["as it is", "cold top-k", "greedy"])
 def test_the_cost_model_chooses_among_drafters(transform: str) -> None:
-    """One row at a time, for what others do would change its choices."""
+    """One row at a time, because a row's decision depends on the batch."""
     (found,) = enumerate_and_compare([choosing(transform)], lambda: solitary(2, SEVERAL), rows=1)
     assert found.drafted > 0
     cases = [case(transform, drafter) for drafter in ("draft-model", "lookup")]
@@ -176,7 +176,7 @@ def test_no_policy_changes_the_distribution(
 
 
 @pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
-def test_greedy_drafts(policy: str) -> None:
+def test_greedy_drafts_keep_the_distribution(policy: str) -> None:
     cases = [case(t, d) for t in ("as it is", "top-k") for d in ("draft-model", "tapping")]
     enumerate_and_compare(cases, POLICIES[policy], greedy_drafts=True)
 
@@ -204,7 +204,7 @@ def test_every_pair_of_transforms(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("transform", ["repetition", "presence", "frequency", "late end"])
-def test_what_was_said_counts_whoever_drafts(transform: str) -> None:
+def test_penalties_count_the_text_under_every_drafter(transform: str) -> None:
     """Penalties along drafts of every kind, under a ban that takes tokens back, and to greedy drafts."""
     end = frozenset({2})
     cases = [case(transform, drafter, eos=end) for drafter in DRAFTERS]
@@ -220,14 +220,14 @@ def test_rows_of_different_parameters_share_a_batch() -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("transform", ["as it is", "top-k"])
-def test_worlds(world: str, transform: str) -> None:
+def test_targets_and_drafts_with_ties_and_impossible_tokens(world: str, transform: str) -> None:
     cases = [case(transform, "draft-model"), case(transform, "tapping"), case("greedy", "draft-model")]
     enumerate_and_compare(cases, POLICIES["fixed-2"], world)
 
 
 @pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])
 @pytest.mark.parametrize("constraint", ["no repeat", "late ban"])
-def test_constraints(policy: str, constraint: str) -> None:
+def test_constraints_keep_the_output(policy: str, constraint: str) -> None:
     cases = [case("as it is", drafter, constraint) for drafter in DRAFTERS]
     cases += [
         case("top-k", "draft-model", constraint),
@@ -245,7 +245,7 @@ def test_a_ban_takes_back_the_tokens_of_three_rounds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fixed-1", "fixed-2", "random"])
-def test_bans_after_bans(policy: str) -> None:
+def test_repeated_bans_keep_the_distribution(policy: str) -> None:
     """A path ends, because no ban is met twice: its rollback bars the run's first token after that text for
     good. So with n new tokens a path has no more rollbacks than there are texts of n - 3 tokens or fewer: one
     with three. With four these are the empty text and three more, of which a path meets (1,) before the ban
@@ -258,12 +258,12 @@ def test_bans_after_bans(policy: str) -> None:
         assert got.rollbacks == 3
 
 
-def test_an_end_inside_a_run() -> None:
+def test_an_end_inside_a_draft_keeps_the_distribution() -> None:
     cases = [case("as it is", drafter, new=4, eos=frozenset({1, 2})) for drafter in DRAFTERS]
     enumerate_and_compare(cases, POLICIES["fixed-3"])
 
 
-def test_four_tokens_three_drafted() -> None:
+def test_four_tokens_of_which_three_are_drafted() -> None:
     cases = [case("top-k top-p", drafter, new=4) for drafter in ("draft-model", "tapping", "script")]
     found = enumerate_and_compare(cases, POLICIES["fixed-3"])
     assert all(got.accepted > 0 for got in found)
@@ -280,7 +280,7 @@ def test_prompts_with_a_prefill_and_siblings() -> None:
     enumerate_and_compare(cases, POLICIES["random"], rows=7)
 
 
-def test_a_forgetful_stepper() -> None:
+def test_a_stepper_that_hands_on_fewer_states() -> None:
     enumerate_and_compare(
         [case("as it is", "tapping"), case("hot", "script")], POLICIES["fixed-2"], forgetful=True
     )
@@ -292,8 +292,8 @@ def test_a_forgetful_stepper() -> None:
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_everything_with_everything(policy: str, world: str, constraint: str, greedy_drafts: bool) -> None:
-    """A late ban comes once on a path of three tokens; four have too many paths (`test_bans_after_bans`)."""
+def test_every_combination(policy: str, world: str, constraint: str, greedy_drafts: bool) -> None:
+    """A late ban comes once on a path of three tokens; four have too many paths (`test_repeated_bans_keep_the_distribution`)."""
     new = 3 if constraint == "late ban" else 4
     cases = [case(t, d, constraint, new=new) for t in TRANSFORMS for d in DRAFTERS]
     enumerate_and_compare(cases, POLICIES[policy], world, greedy_drafts=greedy_drafts)

@@ -69,7 +69,7 @@ def test_tokens_are_those_of_plain_decoding(policy: Policy, rows: int) -> None:
 
 @pytest.mark.parametrize("gamma", [1, 3, 5])
 @pytest.mark.parametrize("right", [0, 1, 2, 3, 5])
-def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
+def test_drafts_accepted_in_part_or_whole(gamma: int, right: int) -> None:
     sequences = [greedy(prompt, "script") for prompt in PROMPTS]
     outputs = {s.id: reference(s.prompt) for s in sequences}
     engine = make_engine(TARGET, policy=Fixed(gamma), script=foreseeing(outputs, right, V))
@@ -80,7 +80,7 @@ def test_none_some_or_all_accepted(gamma: int, right: int) -> None:
             assert turn.emitted == turn.accepted + 1
 
 
-def test_nobody_verifies_what_another_row_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_verifies_its_own_guess_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's columns are the pending token and its own guess, however long the others' are."""
     sequences = [greedy(prompt, "script") for prompt in PROMPTS[:4]]
     engine = make_engine(TARGET, policy=Fixed(4), script=lambda s, budget: [1] * min(s.row, budget))
@@ -109,7 +109,7 @@ def test_a_perfect_drafter_is_accepted_whole(drafter: str) -> None:
         assert len(sequence.rounds) == 5  # 24 tokens by 5, the last round of 4
 
 
-def test_origins_say_who_wrote_each_token() -> None:
+def test_origins_name_the_source_of_each_token() -> None:
     sequence = greedy((0,), "script", max_new_tokens=7)
     engine = make_engine(TARGET, policy=Fixed(2), script=foreseeing({sequence.id: reference((0,), 7)}, 2, V))
     run(engine, [sequence])
@@ -328,7 +328,7 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind() -> None:
 def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None:
     """A token that the target would never say may have a state that is not finite."""
     table = Table(V, 21)
-    table.logits[..., 4] = -40.0  # never the argmax, nor anybody's guess but the script's
+    table.logits[..., 4] = -40.0  # never the argmax; only the script proposes it
     want = [reference(p, target=table) for p in PROMPTS[:4] if 4 not in p]
     engine = make_engine(
         Tabular(table, venom=4), DRAFT, Fixed(3), rows=3, script=lambda sequence, budget: [1, 4, 2][:budget]
@@ -346,7 +346,7 @@ def test_a_draft_that_breaks_the_pass_costs_only_the_draft(drafter: str) -> None
     )
 
 
-def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
+def test_a_drafter_with_nonfinite_logits_is_reset_once_and_then_dropped() -> None:
     def engine_of(**broken: Any) -> CheckedEngine:
         engine = make_engine(TARGET, DRAFT, Fixed(3), rows=1)
         model: Any = engine.drafters["draft-model"]
@@ -361,7 +361,7 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
     heir = greedy((1, 0), "draft-model")
     assert run(engine, [heir]) == [reference(heir.prompt)]
     assert sum(turn.drafted for turn in heir.rounds) > 12
-    # what another left in its rows is no fault of its own
+    # NaN of an earlier sequence in its row is no second fault
     engine = engine_of()
     engine.check = lambda: None  # type: ignore[method-assign]  # it would find the damage first
     engine.drafters["draft-model"].caches[0].data[:, 0, 40:] = float("nan")  # type: ignore[index]
@@ -373,7 +373,7 @@ def test_a_drafter_that_breaks_starts_anew_and_then_is_left_alone() -> None:
 
 @pytest.mark.parametrize("policy", [Fixed(3), TargetConfidence(3)], ids=lambda p: f"{p.name}")
 @pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
-def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str, policy: Policy) -> None:
+def test_a_target_with_nonfinite_self_drafts_continues_without_them(drafter: str, policy: Policy) -> None:
     """They wrote in its cache, but past the text, where the verifying pass writes in its turn."""
     engine = make_engine(Tabular(TARGET, drafter_nonfinite=True), DRAFT, policy, rows=3)
     sequences = [greedy(PROMPTS[2], drafter), greedy(PROMPTS[3]), greedy(PROMPTS[4], drafter)]
@@ -384,7 +384,7 @@ def test_a_target_whose_own_drafts_break_goes_on_without_them(drafter: str, poli
 
 
 def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its second step fails: the next draft must not hand on those of the first."""
+    """The second step fails: the next draft must not pass on the states of the first."""
     engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
     engine.submit(greedy((0, 1), "early-exit"))
     drafter: Any = engine.drafters["early-exit"]
@@ -404,7 +404,7 @@ def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch
     assert run(engine, [heir]) == [reference(heir.prompt)]
 
 
-def test_states_below_a_resumed_depth_are_computed_for_who_taps_them() -> None:
+def test_a_tap_below_the_resumed_depth_prevents_resuming() -> None:
     engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
     low: Any = engine.drafters["script"]
     low.taps, seen = (0,), []
@@ -425,7 +425,7 @@ def test_states_below_a_resumed_depth_are_computed_for_who_taps_them() -> None:
     assert seen
 
 
-def test_cancelling_keeps_what_was_said_and_is_final() -> None:
+def test_cancelling_keeps_the_text_and_is_final() -> None:
     engine = make_engine(TARGET, DRAFT, Fixed(3), rows=2)
     sequences = [greedy(p, d) for p, d in zip(PROMPTS, itertools.cycle(DRAFTERS))]
     waiting = sequences[-1]
@@ -448,7 +448,7 @@ def test_cancelling_keeps_what_was_said_and_is_final() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}")
-def test_constraints(policy: Policy) -> None:
+def test_constraints_keep_the_output(policy: Policy) -> None:
     """A run of the text itself is banned: found late, taken back, and the text goes another way."""
     for prompt in PROMPTS[:4]:
         free = reference(prompt)
@@ -495,7 +495,7 @@ class OnlyLast(NoRepeat):
         return torch.arange(self.vocabulary) == self.vocabulary - 1
 
 
-def test_a_drafter_that_cannot_say_what_is_allowed_is_not_sick() -> None:
+def test_a_drafter_without_an_allowed_token_is_not_dropped() -> None:
     """A mask may leave it nothing; its own logits are as finite as ever."""
     target, draft = Table(V, 1), Table(V, 2)
     draft.logits[..., V - 1] = -float("inf")

@@ -69,8 +69,8 @@ def test_tokens_are_those_of_plain_decoding(rows: int, plain: int, context: int)
 
 
 @pytest.mark.parametrize("drafter", LATECOMERS)
-def test_a_ban_takes_back_what_a_text_began_with(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter reads what is left of it from its very beginning."""
+def test_a_ban_takes_back_the_start_of_a_late_context(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter reads the rest of the text from its very beginning."""
     free = reference((0,), 12)
     ban = LateBan(V, tuple(free[2:7]))
     sequence = greedy((0,), drafter, constraint=ban, max_new_tokens=12)
@@ -94,7 +94,7 @@ def test_a_ban_takes_back_what_a_text_began_with(drafter: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("drafter", LATECOMERS)
-def test_what_it_has_read_counts_from_the_text_s_beginning(drafter: str) -> None:
+def test_the_read_length_counts_from_the_start_of_the_text(drafter: str) -> None:
     sequence = greedy(PROMPTS[-1], drafter)
     engine = make_engine(TARGET, DRAFT, Late(0, 2))
     latecomer: Any = engine.drafters[drafter]
@@ -107,7 +107,7 @@ def test_what_it_has_read_counts_from_the_text_s_beginning(drafter: str) -> None
 
 
 @pytest.mark.parametrize("drafter", LATECOMERS)
-def test_room_for_drafts_counts_from_where_a_text_begins(drafter: str) -> None:
+def test_the_room_for_drafts_counts_from_the_start_of_the_context(drafter: str) -> None:
     most = len(PROMPTS[-1]) + 3  # positions that it can read, all but three of which the prompt would take
     spans = []
     for context in (None, 2):
@@ -122,8 +122,7 @@ def test_room_for_drafts_counts_from_where_a_text_begins(drafter: str) -> None:
 
 
 def test_siblings_share_the_whole_text() -> None:
-    """Rows of a prompt that is copied hold it from its beginning; whoever has read nothing else may begin late,
-    once for every text."""
+    """Copied prompt rows hold the prompt from its beginning; a drafter may begin late in texts of no group, once each."""
     policy = Late(0, 1)
     several = [greedy(PROMPTS[-1], "draft-model", group=1) for _ in range(5)]
     alone = [greedy(PROMPTS[-1], "draft-model") for _ in range(2)]

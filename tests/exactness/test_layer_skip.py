@@ -112,7 +112,7 @@ def test_greedy_ids_of_one_plan(llm: LLM, plain: list[list[int]], name: str) -> 
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_any_layers_may_be_left_out(llm: LLM, plain: list[list[int]], data: st.DataObject) -> None:
+def test_any_layers_may_be_skipped(llm: LLM, plain: list[list[int]], data: st.DataObject) -> None:
     layers = st.sets(st.integers(0, llm.spec.layers - 1)).map(lambda found: tuple(sorted(found)))
     skips = st.builds(Skips, layers, layers) | st.builds(Skips, exit=st.integers(1, llm.spec.layers - 1))
     runner: Any = llm.engine.target
@@ -125,7 +125,7 @@ def test_any_layers_may_be_left_out(llm: LLM, plain: list[list[int]], data: st.D
 
 
 @pytest.mark.parametrize("way", ["gathered", "recorded"])
-def test_greedy_ids_whatever_way_passes_run(llm: LLM, plain: list[list[int]], way: str) -> None:
+def test_greedy_ids_of_ragged_and_captured_passes(llm: LLM, plain: list[list[int]], way: str) -> None:
     """Gathered, or replayed from recordings, of which each plan has its own."""
     runner: Any = llm.engine.target
     if runner._native is not None:
@@ -161,13 +161,13 @@ def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
     assert [output.token_ids for output in outputs] == [want.token_ids] * len(PLANS)
 
 
-def test_what_leaves_nothing_out_is_accepted_whole(llm: LLM) -> None:
+def test_drafts_of_a_plan_that_skips_nothing_are_accepted_whole(llm: LLM) -> None:
     llm.engine.policy = Fixed(4)
     for output in llm.generate(PROMPTS, replace(GREEDY, drafter="nothing")):
         assert output.stats.accepted == output.stats.drafted > 0
 
 
-def test_the_verifying_pass_resumes_where_the_draft_left(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pending token and all drafted ones but the last are known, of the rows that exit early."""
     llm.engine.policy = Fixed(3)
     seen: list[Resume | None] = []
@@ -198,7 +198,7 @@ def test_every_family(family: str, by: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_early_exit_drafts_what_the_shorter_model_says(family: str, by: str, tmp_path: Path) -> None:
+def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: str, tmp_path: Path) -> None:
     """Of transformers, with the layers from the exit on taken out."""
     model: Any = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     llm = load(tmp_path, family, "float32", by)
@@ -224,8 +224,8 @@ def test_an_early_exit_drafts_what_the_shorter_model_says(family: str, by: str, 
             assert output.stats.drafted >= 4
 
 
-def test_drafts_that_are_not_finite_harm_nothing(llm: LLM, plain: list[list[int]]) -> None:
-    """What they leave in the target's cache is overwritten in every layer before the target attends to it."""
+def test_nonfinite_drafts_leave_the_text_as_it_is(llm: LLM, plain: list[list[int]]) -> None:
+    """The verifying pass overwrites them in every layer of the cache before the target attends to them."""
     llm.engine.policy = Fixed(4)
     drafter: Any = llm.engine.drafters["nothing"]
     draft_pass, decoder = drafter.draft_pass, drafter.draft_pass.runner.decoder

@@ -1,4 +1,4 @@
-"""The lossy rule against its own definition, by taking every branch; and what keeps it from the others."""
+"""The lossy rule against its own definition, by taking every branch; other rules beside it stay lossless."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "greedy, cut": {"temperature": 0, "top_k": 1},
 }
 BOUNDS = [0.0, 0.4, 1.1, 2.5, math.inf]
-PROMPTS = ((0,), (1,), (1, 1))  # what follows the last two at temperature 0 depends on the bound
+PROMPTS = ((0,), (1,), (1, 1))  # after the last two, greedy output depends on the bound
 END = frozenset({2})
 
 
@@ -63,7 +63,7 @@ def defined(
 
     def draft(new: list[int], left: int, chance: float) -> None:
         own = law(TARGET, new, params)
-        rest = 1.0  # what falls to the target: the draft is over, or its token cut
+        rest = 1.0  # probability that the target's own token follows: the draft is over, or its token cut
         sure = max(laws.transformed(DRAFT.after(prompt + new), SamplingParams()))
         assert abs(sure - threshold) > laws.TOO_CLOSE
         if left and sure > threshold:
@@ -106,7 +106,7 @@ def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: flo
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_the_law_of_the_output_is_the_defined_one(transform: str) -> None:
+def test_the_distribution_of_the_output_is_the_defined_one(transform: str) -> None:
     cases = [case(transform, bound, prompt=prompt) for bound in BOUNDS for prompt in PROMPTS]
     cases += [case(transform, 1.1, "tapping", eos=END), case(transform, 1.1, None)]
     assert_defined(cases, 2)
@@ -118,7 +118,7 @@ def test_drafts_of_other_lengths(budget: int) -> None:
 
 
 @pytest.mark.parametrize("transform", ["as it is", "cold", "greedy", "top-k"])
-def test_as_published_with_its_fallback_policy(transform: str) -> None:
+def test_the_published_pair_of_rule_and_fallback_policy(transform: str) -> None:
     """The threshold is of the logits as they are, at every temperature."""
     for threshold in (0.55, 0.8):
         cases = [case(transform, bound, prompt=prompt) for bound in (0.4, 2.5) for prompt in PROMPTS]
@@ -126,7 +126,7 @@ def test_as_published_with_its_fallback_policy(transform: str) -> None:
 
 
 def test_rows_of_every_rule_share_a_batch() -> None:
-    """Lossless rows beside lossy ones keep the target's law."""
+    """Lossless rows beside lossy ones keep the target's distribution."""
     lossless = [
         Case(
             f"lossless, {options}",
@@ -151,7 +151,7 @@ def test_a_seeded_row_keeps_its_text_beside_lossy_rows() -> None:
     assert text(lossy, lambda: Fixed(3)) == text([], lambda: Fixed(0))
 
 
-def test_a_bound_of_zero_is_lossless_and_an_endless_one_says_what_is_drafted() -> None:
+def test_bound_zero_is_lossless_and_an_infinite_bound_keeps_every_draft() -> None:
     strict, lenient = [case("greedy", bound) for bound in (0.0, math.inf)]
     assert set(defined(strict.params, 3, [0])) == {tuple(laws.greedy(TARGET.after, [0], 3))}
     (drafted,) = defined(lenient.params, 3, [0])
@@ -160,7 +160,7 @@ def test_a_bound_of_zero_is_lossless_and_an_endless_one_says_what_is_drafted() -
     assert_defined([strict, lenient], 3)
 
 
-def test_the_lossy_law_is_another_one() -> None:
+def test_the_lossy_distribution_differs_from_the_targets() -> None:
     """Where it were the target's, these tests would show nothing."""
     lossy = case("as it is", 1.1)
     want = laws.outputs(TARGET.after, [0], lossy.params)

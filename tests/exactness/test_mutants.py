@@ -40,13 +40,13 @@ def defined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("defined")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_check_passes(check: Callable[[], object]) -> None:
+def test_a_check_passes_without_defect(check: Callable[[], object]) -> None:
     check()
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_check_passes_with_the_kernels(
+def test_a_check_passes_with_the_kernels_and_without_defect(
     check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_kernels(monkeypatch)
@@ -60,6 +60,6 @@ def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("defined")
-def test_what_is_no_defect_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harmless_change_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     transform_mutants.HARMLESS.plant(monkeypatch)
     transform_mutants.HARMLESS.check()

@@ -1,4 +1,4 @@
-"""What a policy is asked and told: of every row its own, over a batch that changes, and all of it is heeded."""
+"""The engine asks and tells a policy about each row itself, in a batch that changes, and follows its answers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Asked:
 
     @property
     def places(self) -> int:
-        """That it was asked of: those drafted, and the one that it left."""
+        """Return the positions that the policy was asked about: those drafted, and the one left to the target."""
         return self.longest + (self.leave < min(self.budget, self.stop + 1))
 
 
 class Witness(Policy):
-    """Any drafter, budget and end, by dice; it notes in a row's state what it is shown of that row."""
+    """Chooses drafter, budget and end at random, and records in a row's state all that it is asked about the row."""
 
     name = "witness"
     stops_by_content = True
@@ -172,7 +172,7 @@ def each_row_its_own(signal: Signal = "probability") -> None:
     assert witness.waited
     for sequence in sequences:
         several = sequence.policy_state
-        if not sequence.drafters:  # nobody asks once nobody else is left that may draft
+        if not sequence.drafters:  # the policy is not asked once no row has a drafter
             assert several
         for asked, turn in zip(several, sequence.trace, strict=bool(sequence.drafters)):
             assert_heard(sequence, asked, turn, signal)
@@ -181,5 +181,5 @@ def each_row_its_own(signal: Signal = "probability") -> None:
 
 
 @pytest.mark.parametrize("signal", ["probability", "margin", "entropy"])
-def test_each_row_is_told_its_own(signal: Signal) -> None:
+def test_the_policy_is_asked_and_told_about_each_row_itself(signal: Signal) -> None:
     each_row_its_own(signal)

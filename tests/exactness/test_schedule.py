@@ -1,4 +1,4 @@
-"""Any order of arrivals, rounds and cancellations: every request gets its own text, whoever else is there."""
+"""Any order of arrivals, rounds and cancellations: every request gets its own text in every batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _known: dict[Any, list[int]] = {}
 
 
 def expected(sequence: Sequence, constraint: int) -> list[int]:
-    """What the request says alone, one token a round."""
+    """Return the output of the request alone, one token a round."""
     key = (tuple(sequence.prompt), sequence.params, sequence.seed, sequence.sample, sequence.eos, constraint)
     if key not in _known:
         alone = Sequence(
@@ -138,7 +138,7 @@ class Schedule(RuleBasedStateMachine):
                 assert sequence.finish is (Finish.EOS if want[-1] in sequence.eos else Finish.LENGTH)
                 assert sum(turn.emitted for turn in sequence.rounds) == len(want)
         assert not any(cache.lengths[row] for cache in self.engine.rows.caches for row in range(cache.rows))
-        for drafter in self.engine.drafters.values():  # nothing is left of those who left
+        for drafter in self.engine.drafters.values():  # no state is left of finished sequences
             for table in ("lengths", "joined", "_indices", "_stepped", "_starts", "_seats"):
                 assert not getattr(drafter, table, ()), f"{drafter.name} keeps {table}"
 

@@ -82,7 +82,7 @@ def watch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[lis
     ids="+".join,
 )
 @pytest.mark.parametrize("rows", [1, 4])
-def test_once_a_round(
+def test_a_round_synchronises_once(
     llm: foredraft.LLM, counts: tuple[list[list[str]], ...], name: str, drafters: list[str], rows: int
 ) -> None:
     rounds, chunks = counts
@@ -100,7 +100,7 @@ def test_once_a_round(
     assert len(chunks) >= 2 and not any(chunks), chunks
 
 
-def test_once_more_for_each_draft_step_that_the_policy_may_end(
+def test_each_draft_step_that_a_policy_may_end_synchronises_once_more(
     llm: foredraft.LLM, counts: tuple[list[list[str]], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.engine, "policy", StopUnsure(4, least=0.1))
@@ -110,7 +110,9 @@ def test_once_more_for_each_draft_step_that_the_policy_may_end(
     assert {1} < {len(found) for found in counts[0]} <= {1, 2, 3, 4}, counts[0]
 
 
-def test_once_more_for_a_draft_in_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_in_another_tokenizer_synchronises_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many tokens it has: it drafts greedily, and is read at the end."""
     for name, size in (("big", 384), ("small", 300)):
         checkpoints.save_checkpoint(tmp_path / name, tokenizer=True, vocab_size=size, eos_token_id=None)
@@ -159,7 +161,7 @@ X = torch.arange(6.0).view(2, 3)
         (0, lambda: [row.shape for row in X]),
     ],
 )  # fmt: skip
-def test_what_waits(count: int, work: Callable[[], object]) -> None:
+def test_the_counter_finds_each_synchronisation(count: int, work: Callable[[], object]) -> None:
     for mode in (nullcontext, torch.inference_mode):
         with Waits() as waits, mode():
             work()

@@ -20,8 +20,8 @@ from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.token_counts import TokenCounts
 from foredraft.decode.vocab_ops import TorchVocabOps, total
 from tests.exactness import test_enumeration as enumeration
-from tests.exactness.mutants import ties_at_top_k_dropped
 from tests.support.planting import Spoiler, defect
+from tests.support.spoilers import ties_at_top_k_dropped
 from tests.unit import test_decode_sampling as unit
 
 Function = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Chi-square: samples against an exact law."""
+"""Chi-square: samples against an exact distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 from tests.support.distributions import Distribution
 
-LEAST = 1e-4  # a true law is rejected once in ten thousand; seeds are fixed, so a test that passes stays so
+LEAST = 1e-4  # a right distribution fails once in ten thousand; seeds are fixed, so a test that passes keeps passing
 
 
 def p_value(samples: Iterable[Iterable[int]], law: Distribution) -> float:

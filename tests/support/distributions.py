@@ -1,4 +1,4 @@
-"""The definition: what every output's probability must be, in plain Python and float64.
+"""The definition: the probability of every output, in plain Python and float64.
 
 Written without a look at the library's own transforms: bias, masks, penalties, temperature, top-k, top-p,
 min-p, typical-p, each one token at a time, and the law of whole outputs by walking every one of them.

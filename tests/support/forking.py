@@ -27,12 +27,17 @@ from foredraft.decode.sequence import Finish, Sequence, State
 
 
 class Path:
-    """One row's choices: `prefix` is replayed, the rest is new. certain: nothing may depend on the noise, so
-    no branch is taken but the last, the least expected one. idle: purposes of rules that are not the row's own;
-    a batch mate may have them asked for, and nothing may depend on what they say."""
+    """One row's choices: `prefix` is replayed, the rest is new.
 
-    def __init__(self, prefix: list[int], one_hot: bool = False, idle: tuple[int, ...] = ()) -> None:
-        self.prefix, self.one_hot, self.idle = prefix, one_hot, idle
+    Args:
+        prefix: Branches to take first.
+        greedy: Nothing may depend on the noise, so only the last branch is taken, the least expected one.
+        idle: Purposes of rules that are not the row's own. Other rows may need their draws; nothing of this row may
+            depend on them.
+    """
+
+    def __init__(self, prefix: list[int], greedy: bool = False, idle: tuple[int, ...] = ()) -> None:
+        self.prefix, self.greedy, self.idle = prefix, greedy, idle
         self.taken: list[int] = []
         self.siblings: list[list[int]] = []
         self.chance = 1.0
@@ -43,7 +48,7 @@ class Path:
         assert options, "nothing to choose from"
         if len(options) == 1:
             return options[0][0]
-        if self.one_hot or purpose in self.idle:
+        if self.greedy or purpose in self.idle:
             return options[-1][0]
         assert key not in self.used, "noise is used twice"
         self.used.add(key)
@@ -117,7 +122,7 @@ class Coin:
             kept.append([])
             over = False
             for column, (q, p_at, key) in enumerate(zip(q_row, p_row, own, strict=True)):
-                if over or column >= length:  # padding, and what comes after a rejection, must not matter
+                if over or column >= length:  # columns of padding, or after a rejection, must not matter
                     kept[-1].append(1)
                     continue
                 chance = float(p_at > 0) if q == 0 else min(1.0, p_at / q)
@@ -129,7 +134,7 @@ class Coin:
 
 @dataclass(frozen=True)
 class Case:
-    """One request, whose exact output law is wanted. alone: its paths share no prompt rows."""
+    """A request whose exact output distribution is wanted; alone: its paths share no prompt rows."""
 
     name: str
     params: SamplingParams
@@ -142,8 +147,12 @@ class Case:
 
 @dataclass
 class Found:
-    """A case's outputs with their probabilities, and what was seen on the way; rollbacks: how often, at most,
-    bans took one position back on one path."""
+    """The outputs of a case with their probabilities, and figures of all paths.
+
+    Attributes:
+        law: Output -> probability.
+        rollbacks: How often, at most, bans took one position back on one path.
+    """
 
     law: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
     paths: int = 0
@@ -154,7 +163,7 @@ class Found:
 
 
 def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: int = 500_000) -> list[Found]:
-    """Every case's output law under the engine, on `most` paths at most. Paths of all cases share its rows."""
+    """Return the output distribution of every case, by `most` paths at most. All paths share the engine's rows."""
     noise = ForkingNoise()
     engine = make(noise)
     found = [Found() for _ in cases]
@@ -178,7 +187,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
                 group=None if case.alone else index,
             )
             idle = (ROLLBACK,) if case.params.bound is None else (ACCEPT, RESIDUAL)
-            noise.paths[sequence.key] = Path(prefix, one_hot=case.params.greedy, idle=idle)
+            noise.paths[sequence.key] = Path(prefix, greedy=case.params.greedy, idle=idle)
             running[number] = index, sequence
             engine.submit(sequence)
         engine.step()

@@ -95,7 +95,7 @@ class CheckedEngine(Engine):
         assert all(
             cache.lengths[row] == 0 for cache in self.rows.caches for row in range(len(rows), cache.rows)
         )
-        assert not self.target.poisoned, "the target read a position that nobody wrote"  # type: ignore[attr-defined]
+        assert not self.target.poisoned, "the target read a position that was never written"  # type: ignore[attr-defined]
 
 
 def _check_row(cache: TokenCache, row: int, tokens: list[int]) -> None:

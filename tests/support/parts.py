@@ -142,7 +142,7 @@ class TappingStepper(Stepper):
         known = self._known
         if self.forgetful:
             known = [random.Random(f"{k} {b} {self.observed}").randint(0, k) for b, k in enumerate(known)]
-        unknown = torch.full_like(self._states[0], float("nan"))  # nobody may look at it
+        unknown = torch.full_like(self._states[0], float("nan"))  # must not be read
         hidden = torch.cat([*self._states, unknown], 1)  # the last token drafted was never read
         assert hidden.shape[2] == WIDTH
         self._states = []
@@ -313,7 +313,7 @@ class LateBan:
 
 @dataclass(frozen=True)
 class StopUnsure(Policy):
-    """Stops drafting after a position whose law had no token above `least`: from q alone, not from the draw."""
+    """Stops drafting after a position where q has no probability above `least`: by q alone, not by the draw."""
 
     max_draft: int
     least: float = 0.5
@@ -342,7 +342,7 @@ class RandomBudgets(Policy):
 
 
 class Fickle(Policy):
-    """Drafts again if the last law but one of its draft was a sure one, and takes a plain step otherwise.
+    """Drafts again if the last q but one of its draft was peaked, and takes a plain step otherwise.
 
     What it saw depends on drafted tokens that were rejected: their noise, used again, would be biased.
     """
@@ -365,7 +365,7 @@ class Fickle(Policy):
         if q.probs is None or position != self.max_draft - 2:
             return
         for sequence, top in zip(sequences, q.probs[:, 0].amax(-1).tolist(), strict=True):
-            # only what it is told whatever the others do: a whole draft, of a row that is not idle
+            # only a whole draft of a row that is not idle, which does not depend on the other rows
             if sequence.remaining > self.max_draft and top < 1:
                 sequence.policy_state[0] = top > self.least
 

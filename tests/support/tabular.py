@@ -1,4 +1,4 @@
-"""A tabular language model: logits are looked up, not computed, so that its exact law is known.
+"""A tabular language model: logits are looked up, not computed, so that its exact distribution is known.
 
 `Tabular` has the interface of `model.runner.Runner` as the engine and the draft model use it, over a
 `TokenCache` with the interface of `model.cache.KVCache`. The cache keeps token ids instead of keys and
@@ -34,7 +34,7 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, FusedDraft, Resume, SamplingInputs
 
 CHECKSUMS = 3
-LEVELS = 3  # lower, upper, and one that nothing is read of but NaN
+LEVELS = 3  # lower, upper, and one that is read for NaN alone
 DEPTH = 1  # where the lower level ends
 WIDTH = 4  # of a hidden state: the token, the one before, the checksum, whether the context is poisoned
 SPIKE = 1e4  # a lead of so much leaves all other tokens nothing in float32
@@ -197,7 +197,7 @@ class Tabular:
         real: np.ndarray,
         plan: Plan,
     ) -> Forward:
-        """What the other table says, from the level that runs whole."""
+        """Return the logits of the other table, from the level that runs whole."""
         if all((plan.attention[0], plan.mlp[0])):
             states = self._lower(cache, tokens, rows, positions, real, np.ones(real.shape, dtype=bool))
         else:
@@ -333,7 +333,7 @@ def _real(batch: int, width: int, idle: Seq[bool] | None, counts: list[int] | No
 
 
 def _states(cache: TokenCache, level: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """What `level` reads of every position's context -> [B, T, WIDTH]."""
+    """Return the state of every position's context at `level`, [B, T, WIDTH]."""
     ids = cache.data[level][rows]  # [B, P]
     sums = np.cumsum((ids + 1) * cache.weights, 1)
     poisons = np.cumsum(ids == cache.poison, 1)

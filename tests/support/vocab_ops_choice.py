@@ -1,4 +1,4 @@
-"""Who decides over a vocabulary, in a test: the definition or the kernels, whichever of them an engine was given."""
+"""Run a test by the PyTorch vocabulary operations, or by the kernels, whichever an engine was given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foredraft.kernels.vocab import KernelVocabOps
 METHODS = [name for name in vars(VocabOps) if not name.startswith("_")]
 PRESENT: VocabOps = (
     TORCH_VOCAB_OPS if library() is None else KernelVocabOps()
-)  # what serves where there is a compiler
+)  # the kernels where there is a compiler
 
 
 def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import foredraft
 from foredraft import LLM, ConfigError, Output, RequestError, SamplingParams
-from foredraft.decode import accept, at_once, drafting, sampling, vocab_ops
+from foredraft.decode import accept, drafting
+from foredraft.decode.distribution import Distribution
+from foredraft.decode.draft import RoundInputs
+from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
+from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.vocab_ops import TorchVocabOps
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.lookup import Lookup
 from foredraft.verify import Options, Report, verify
@@ -23,7 +30,14 @@ from foredraft.verify.defect import without_residual
 from foredraft.verify.distribution_tests import WIDTHS, Sampler, choose_prompts
 from foredraft.verify.plain_target import PlainTarget
 from tests.support.checkpoints import save_checkpoint
-from tests.support.planting import Edit, Mutant
+from tests.support.planting import Edit, Mutant, Spoiler
+from tests.support.spoilers import (
+    added,
+    drawn_from_power_of_q,
+    matches_what_differs,
+    residual_with_epsilon,
+    verified,
+)
 from tests.support.vocab_ops_choice import by_definition
 
 VOCABULARY = 40
@@ -189,48 +203,47 @@ def test_the_self_test_is_inconclusive_with_a_perfect_drafter(folders: tuple[Pat
     assert (report.found_planted, report.verdict) == (False, "inconclusive")
 
 
+def sharpened_q(token: Tensor, q: Distribution, drawable: Tensor, finite: Tensor) -> Distribution:
+    return replace(q, probs=None if q.probs is None else q.probs**3)
+
+
+def fused_q_sharpened(fused_draft: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(*args: Any) -> Any:
+        fused = fused_draft(*args)
+        return fused and replace(fused, probs=None if fused.probs is None else fused.probs**3)
+
+    return spoilt
+
+
+def drawn_from_power_of_weights(power: int) -> Spoiler:
+    return lambda race: lambda ops, weights, keys: race(ops, weights.pow(power), keys)
+
+
+EPSILON: Edit = (TorchVocabOps.residual, residual_with_epsilon(1e-3))
+# (edit, the tests that must fail)
 DEFECTS: dict[str, tuple[Edit, set[tuple[str, str]]]] = {
-    "epsilon in the residual": (
-        (vocab_ops.TorchVocabOps.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"),
-        SPECULATIVE,
-    ),
+    "epsilon in the residual": (EPSILON, SPECULATIVE),
     "every draft accepted": (
-        (accept.speculative, "* draft.q.at(x) < p.at(x)", "* draft.q.at(x) < 2"),
+        (accept._keeps, lambda _: lambda u, q, p: torch.ones_like(p, dtype=torch.bool)),
         SPECULATIVE,
     ),
-    "the token is not drawn from q": (
-        (
-            drafting._step_through,
-            "token = _draw(q,",
-            "token = _draw(Distribution(q.probs**3, q.ids, q.one_hot),",
-        ),
-        SPECULATIVE,
-    ),
-    "the q that is kept is not the q of the draw": (
-        (drafting._step_through, "laws.append(q)", "laws.append(Distribution((0.3 * logits).softmax(-1)))"),
-        SPECULATIVE,
-    ),
+    "the token is not drawn from q": ((drafting._draw, drawn_from_power_of_q(3)), SPECULATIVE),
+    "the q that is kept is not the q of the draw": ((_Steps.add, added(q=sharpened_q)), SPECULATIVE),
     "the q that is kept of a fused draft is not the q of the draw": (
-        (
-            at_once.at_once,
-            "Distribution(drafted.probs[:, :width])",
-            "Distribution(drafted.probs[:, :width] ** 3)",
-        ),
+        (DraftModel.fused_draft, fused_q_sharpened),
         SPECULATIVE,
     ),
     "coupled keeps tokens that differ": (
-        (vocab_ops.TorchVocabOps.match_prefix, "drafted == own", "drafted != own"),
+        (TorchVocabOps.match_prefix, matches_what_differs),
         {("draft-model", "coupled")},
     ),
-    "plain sampling is wrong too": (
-        (vocab_ops.TorchVocabOps.gumbel_argmax, "times = weights.to", "times = weights.square().to"),
-        ALL,
-    ),
+    "plain sampling is wrong too": ((TorchVocabOps.gumbel_argmax, drawn_from_power_of_weights(2)), ALL),
     "top-p ignored in p and q": (
-        (sampling.SamplingTable.of.__func__, "top_p=column([1.0 if p.greedy", "top_p=column([1.0 if True"),
+        (SamplingTable.of, lambda of: lambda *args, **more: replace(of(*args, **more), top_p=None)),
         set(),  # the expected distribution shares the transforms, which have tests of their own
     ),
 }
+SINGLE_STEPS = drafting._draw, _Steps.add  # a fused draft calls none of these
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -238,16 +251,17 @@ def test_a_defect_fails_exactly_the_affected_tests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     edit, affected = DEFECTS[name]
+    single = edit[0] in SINGLE_STEPS
     plant(monkeypatch, edit)
-    if edit[0] is drafting._step_through:
-        monkeypatch.setattr(DraftModel, "draft", lambda *given: None)  # fused drafting skips the edited code
+    if single:
+        monkeypatch.setattr(DraftModel, "fused_draft", lambda *args: None)
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.1))
     assert failed(report) == affected
     assert report.verdict == ("failed" if affected else "passed")
 
 
 def test_one_sample_of_probability_zero_fails_the_test(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, (vocab_ops.TorchVocabOps.residual, ".clamp_min(0.0)", ".clamp_min(1e-3)"))
+    plant(monkeypatch, EPSILON)
     report = verify(llm, PROMPTS, QUICK)
     truncated = [
         test for test in report.tests if test.top_k and test.acceptance == "speculative" and not test.control
@@ -256,10 +270,7 @@ def test_one_sample_of_probability_zero_fails_the_test(llm: LLM, monkeypatch: py
 
 
 def test_a_self_test_with_failing_controls_is_inconclusive(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(
-        monkeypatch,
-        (vocab_ops.TorchVocabOps.gumbel_argmax, "times = weights.to", "times = weights.pow(8).to"),
-    )
+    plant(monkeypatch, (TorchVocabOps.gumbel_argmax, drawn_from_power_of_weights(8)))
     report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
     assert not report.found_planted
 
@@ -343,9 +354,11 @@ def test_a_failed_sample_fails_its_test(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wrong_position_after_a_draft_diverges(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = "[len(s.tokens) - 1 for s in inputs.sequences]"
-    wrong = "[len(s.tokens) - 1 + bool(s.rounds and s.rounds[-1].drafted) for s in inputs.sequences]"
-    plant(monkeypatch, (Engine._verify, place, wrong))
+    def one_off(engine: Any, inputs: RoundInputs, draft: Any, starts: list[int], options: Any) -> None:
+        for row, sequence in enumerate(inputs.sequences):
+            starts[row] += bool(sequence.rounds and sequence.rounds[-1].drafted)
+
+    plant(monkeypatch, (Engine._verify, verified(one_off)))
     report = verify(llm, PROMPTS, replace(QUICK, samples=20))
     assert report.identity.diverged("draft-model", False) and not report.identity.diverged("none", True)
 
@@ -446,7 +459,7 @@ def test_missing_drafters_and_wrong_prompts_are_refused(llm: LLM, folders: tuple
     with pytest.raises(
         ConfigError, match="no drafter, so there is nothing to verify; give draft or drafter='lookup'"
     ):
-        verify(loaded(folders, draft=None), PROMPTS, QUICK)
+        verify(loaded(folders, draft=None, drafter="none"), PROMPTS, QUICK)
     for empty in ([], [[]], [[1], []]):
         with pytest.raises(ConfigError, match="a prompt is empty, or there are none"):
             verify(llm, empty, QUICK)
