@@ -116,37 +116,32 @@ static int run_draft(
                      : foredraft_draft_bfloat16(m, p, d, attention, mlp, 2, scratch, logits, threads);
 }
 
-// Fused drafts of the pass's groups: greedy and sampled, with and without stop thresholds.
+// Fused drafts of the pass's groups: greedy and sampled.
 static void drafts(
     int word, const Model *m, const Pass *p, const int64_t *tokens, const uint8_t (*plans)[2], void *scratch) {
-    const int64_t slot[GROUPS] = {2, 0, 3}, limit[GROUPS] = {1, 4, 2};
-    int64_t keys[ROWS * STEPS], drawn[ROWS * STEPS], counts[ROWS * 2];
+    const int64_t slot[GROUPS] = {2, 0, 3}, length[GROUPS] = {1, 4, 2};
+    int64_t keys[ROWS * STEPS], drawn[ROWS * STEPS];
     for (int i = 0; i < ROWS * STEPS; i++) keys[i] = (int64_t)mix64(i);
     const float temperature[ROWS] = {1, 0.5f, 2, 1};
     const float top_p[ROWS] = {0.5f, 1, 1, 0.9f}, min_p[ROWS] = {0, 0, 0.1f, 0.2f};
     const uint8_t cut[ROWS] = {1, 0, 1, 1};
     const int64_t top_k[ROWS] = {0, 1, 44, 100};
     const Sampling sampling[2] = {{0}, {temperature, top_k, top_p, min_p, cut}};
-    const float edges[2] = {0.03f, 0.3f}, chances[ROWS * 3] = {1, 1, 1, 0.5f, 0.6f, 1, 1, 1, 1, 0.2f, 1, 1};
-    const float keep[ROWS * STEPS] = {0, 0, 0.3f}, more[ROWS * STEPS] = {0, 0.4f};
-    const Stops stops = {3, edges, chances, keep, more, array(ROWS * STEPS, sizeof(float))};
     uint8_t *finite = array(ROWS * STEPS, 1);
     float *probs = array(ROWS * STEPS * VOCABULARY, sizeof(float));
     float *logits = array(GROUPS * VOCABULARY, sizeof(float));
-    Draft d = {tokens, COLUMNS, STEPS, slot, limit, NULL, keys, NULL, drawn, finite, probs, counts};
+    Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, drawn, finite, probs};
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
             d.sampling = sampling + plan % 2;
-            d.stops = plan ? &stops : NULL;
             run_draft(word, m, p, &d, plans[plan], plans[2 - plan], scratch, logits, threads);
         }
     if (m->hidden == 2) {  // the allocations do not depend on the size: the smallest model is enough
         d.sampling = sampling + 1;
-        d.stops = &stops;
         const int64_t needed = NEEDED(run_draft(word, m, p, &d, plans[0], plans[0], scratch, logits, 2));
         if (needed < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)needed), exit(1);
     }
-    free(stops.sure), free(finite), free(probs), free(logits);
+    free(finite), free(probs), free(logits);
 }
 
 // Forward passes and drafts of a model, whose cache has no position to spare.

@@ -17,7 +17,7 @@ from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.kernels.vocab import KernelVocabOps
 from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
-from foredraft.model.runner import FusedDraft, Runner, StopThresholds
+from foredraft.model.runner import FusedDraft, Runner
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
 from tests.support.compiling import plant
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 READ = [[5, 9], [11], [7, 8, 30], [2], [13]]  # the tokens that each row reads first
 STARTS = [10, 0, 3, 17, 9]
-MOST = [4, 1, 6, 0, 3]
+LENGTHS = [4, 1, 6, 0, 3]
 PARAMS = (
     SamplingParams(temperature=0.7, top_p=0.8),
     SamplingParams(temperature=1.3, top_k=5),
@@ -48,7 +48,7 @@ def decoder(family: str, dtype: torch.dtype) -> Decoder:
 def noise(rows: int = len(READ)) -> NoiseKeys:
     return NoiseKeys(
         torch.arange(rows) * 77,
-        torch.arange(max(MOST)).expand(rows, -1),
+        torch.arange(max(LENGTHS)).expand(rows, -1),
         None,
         torch.arange(rows),
         KernelVocabOps(),
@@ -66,7 +66,7 @@ def filled(runner: Runner) -> KVCache:
 def fused(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = None) -> FusedDraft:
     table = SamplingTable.of(PARAMS, CPU)
     sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
-    drafted = runner.draft(cache, READ, STARTS, MOST, sampling_inputs, plan=plan)
+    drafted = runner.draft(cache, READ, STARTS, LENGTHS, sampling_inputs, plan=plan)
     assert drafted is not None
     return drafted
 
@@ -78,7 +78,7 @@ def by_steps(
     params = PARAMS[row] if sampled else SamplingParams(temperature=0)
     table, own, start = SamplingTable.of([params], CPU, vocab_ops=KernelVocabOps()), READ[row], STARTS[row]
     tokens, distributions = [], []
-    for step in range(MOST[row]):
+    for step in range(LENGTHS[row]):
         logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
         assert logits is not None
         distribution, finite = distribution_of(logits[:, -1:], table)
@@ -97,10 +97,10 @@ def assert_equal_drafts(family: str, dtype: torch.dtype, sampled: bool, plan: Pl
     runner = Runner(decoder(family, dtype))
     cache, other = filled(runner), filled(runner)
     drafted = fused(runner, cache, sampled, plan)
-    for row, count in enumerate(MOST):
+    for row, count in enumerate(LENGTHS):
         tokens, distributions = by_steps(runner, other, row, sampled, plan)
-        assert drafted.tokens[row].tolist() == tokens + [0] * (max(MOST) - count)
-        assert drafted.finite[row, :count].all()
+        assert drafted.tokens[row].tolist() == tokens + [0] * (max(LENGTHS) - count)
+        assert drafted.finite[row, :count].all() and not drafted.finite[row, count:].any()
         for step, distribution in enumerate(distributions):
             assert not sampled or (
                 drafted.probs is not None and torch.equal(drafted.probs[row, step], distribution)
@@ -118,98 +118,6 @@ def test_a_fused_draft_equals_single_steps(family: str, dtype: torch.dtype, samp
 def test_a_plan_skips_sub_layers() -> None:
     full = Plan.full(decoder("llama", torch.float32).spec.layers)
     assert_equal_drafts("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
-
-
-def stops(seed: int) -> StopThresholds:
-    """Return random thresholds, different in every row."""
-    dice = torch.Generator().manual_seed(seed)
-
-    def some(columns: int, low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(len(READ), columns, generator=dice)
-
-    edges = torch.tensor([0.011, 0.012, 0.013, 0.02, 0.05, 0.3])
-    most = max(MOST)
-    return StopThresholds(edges, some(len(edges) + 1, 0.4, 1.0), some(most, 0.0, 0.5), some(most, 0.0, 0.6))
-
-
-def stopping(sampled: bool, seeds: int = 12) -> None:
-    """Compare drafts that stop with the whole draft, cut where `StopThresholds` says so."""
-    runner = Runner(decoder("llama", torch.float32))
-    table = SamplingTable.of(PARAMS, CPU)
-    sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
-    whole, other = fused(runner, filled(runner), sampled), filled(runner)
-    sures = [
-        [own.softmax(-1).amax() for own in by_logits(runner, other, row, whole)] for row in range(len(MOST))
-    ]
-    counts, steps = [], []
-    for seed in range(seeds):
-        ends = stops(seed)
-        drafted = runner.draft(filled(runner), READ, STARTS, MOST, sampling_inputs, ends)
-        assert drafted is not None and drafted.sure is not None
-        for row, most in enumerate(MOST):
-            survival, drawn, taken = torch.ones(len(MOST)), 0, 0
-            while drawn < most:
-                assert drafted.sure[row, taken] == pytest.approx(sures[row][taken].item(), rel=1e-5)
-                survival = ends.survival(sures[row][taken].expand(len(MOST)), survival)
-                taken += 1
-                if survival[row] < ends.keep[row, drawn]:
-                    break
-                drawn += 1
-                if not survival[row] >= ends.more[row, drawn - 1]:
-                    break
-            counts.append((drawn, most))
-            steps.append(taken)
-            assert (drafted.counts[row], drafted.steps[row]) == (drawn, taken)
-            assert (drafted.sure[row, taken:] == -1).all()
-            assert torch.equal(drafted.tokens[row, :drawn], whole.tokens[row, :drawn])
-            if drafted.probs is not None and whole.probs is not None:
-                assert torch.equal(drafted.probs[row, :drawn], whole.probs[row, :drawn])
-    assert any(taken > drawn > 0 for (drawn, _), taken in zip(counts, steps, strict=True)), (
-        "no draft drops its last token"
-    )
-    assert any(taken == drawn < most for (drawn, most), taken in zip(counts, steps, strict=True)), (
-        "no draft stops after a token"
-    )
-    assert any(drawn == most > 2 for drawn, most in counts), "no draft runs to its end"
-
-
-def by_logits(runner: Runner, cache: KVCache, row: int, whole: FusedDraft) -> list[Tensor]:
-    """Return the logits of each step of a row's draft, a step at a time."""
-    own, start, found = READ[row], STARTS[row], []
-    for step in range(MOST[row]):
-        logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row).logits
-        assert logits is not None
-        found.append(logits[0, -1])
-        start, own = start + len(own), [int(whole.tokens[row, step])]
-    return found
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_drafts_stop_where_the_thresholds_say(sampled: bool) -> None:
-    stopping(sampled)
-
-
-def test_thresholds_of_zero_change_nothing() -> None:
-    runner = Runner(decoder("llama", torch.float32))
-    none = torch.zeros(len(MOST), max(MOST))
-    never = StopThresholds(torch.tensor([0.5]), torch.ones(len(MOST), 2), none, none.clone())
-    drafted = runner.draft(filled(runner), READ, STARTS, MOST, None, never)
-    whole = fused(runner, filled(runner), False)
-    assert drafted is not None
-    assert torch.equal(drafted.tokens, whole.tokens)
-    assert drafted.counts == whole.counts == MOST
-
-
-def test_non_finite_logits_end_a_draft_with_thresholds() -> None:
-    runner = Runner(decoder("llama", torch.float32))
-    cache, none = filled(runner), torch.zeros(len(MOST), max(MOST))
-    cache.memory[0, 1, 2, 0, 1] = float("nan")
-    never = StopThresholds(torch.tensor([0.5]), torch.ones(len(MOST), 2), none + 2, none)
-    drafted = runner.draft(cache, READ, STARTS, MOST, None, never)
-    assert drafted is not None and drafted.sure is not None
-    assert drafted.counts == [0, 0, 1, 0, 0], "the token is drawn, so that the caller sees it"
-    assert not drafted.finite[2, 0]
-    assert drafted.sure[2, 0].isnan()
 
 
 @pytest.mark.parametrize("size", [3, 97, 5000, 40000])
@@ -234,7 +142,15 @@ def test_non_finite_logits_are_reported() -> None:
     for sampled in (False, True):
         drafted = fused(runner, cache, sampled)
         assert not drafted.finite[2].any()
-        assert all(drafted.finite[row, :count].all() for row, count in enumerate(MOST) if row != 2)
+        assert all(drafted.finite[row, :count].all() for row, count in enumerate(LENGTHS) if row != 2)
+
+
+def test_forwarded_counts_the_columns_of_a_fused_draft() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    cache = filled(runner)
+    before = runner.forwarded
+    fused(runner, cache, sampled=False)
+    assert runner.forwarded - before == (2 + 3) + 1 + (3 + 5) + (1 + 2)
 
 
 def test_a_draft_past_the_cache_is_refused() -> None:
@@ -247,22 +163,15 @@ def test_a_draft_past_the_cache_is_refused() -> None:
 def check_all() -> None:
     test_a_fused_draft_equals_single_steps("gemma2", torch.float32, True)
     test_a_plan_skips_sub_layers()
-    stopping(True)
 
 
 DEFECTS = {
     "first column of a group in place of its last": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
     "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
-    "limit of the longest row for all": ("step + 1 < limit &&", "step + 1 < d->steps &&"),
+    "limit of the longest row for all": ("step + 1 == d->length[from]", "step + 1 == d->steps"),
     "cache row of another group": ("row[left] = row[g];", "row[left] = left;"),
     "parameters of another row": ("draw(d->sampling, row, logits", "draw(d->sampling, 0, logits"),
     "noise of the step before": ("d->keys ? d->keys + cell : NULL", "d->keys ? d->keys + cell - (step > 0) : NULL"),
-    "survival of another group": ("survivals + from, &more", "survivals + g, &more"),
-    "threshold of the next step": ("*group_survival < stops->keep[cell]", "*group_survival < stops->keep[cell + (step + 1 < d->steps)]"),
-    "one threshold for the other": ("*group_survival >= stops->more[cell]", "*group_survival >= stops->keep[cell]"),
-    "chances of another row": ("survival(stops, row, stops", "survival(stops, 0, stops"),
-    "survival of earlier tokens forgotten": ("stops->sure[cell], *group_survival)", "stops->sure[cell], 1)"),
-    "dropped token counted": ("if (*group_survival < stops->keep[cell]) return failed;", "if (*group_survival < stops->keep[cell]) { d->counts[row] = step + 1; return failed; }"),
     "skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
 }  # fmt: skip
 

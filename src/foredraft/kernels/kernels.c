@@ -199,33 +199,20 @@ typedef struct {
     const uint8_t *cut;
 } Sampling;
 
-// Stop thresholds of drafts (StopThresholds in model/runner/job.py). The top probability of a step falls into one of
-// `bins` bins between bins - 1 rising `edges`. chances [rows, bins]: the probability that the token survives, given
-// that the ones before it do. keep and more [rows, steps]: the least survival at which the token is drawn, and at
-// which another step follows. Output: sure [rows, steps], the top probability of every step that ran.
-typedef struct {
-    int64_t bins;
-    const float *edges, *chances, *keep, *more;
-    float *sure;
-} Stops;
-
 // A fused draft: all its steps in one call. A group of the pass is row slot[g] of every [rows, ...] array.
 typedef struct {
-    const int64_t *tokens;        // [columns] of the first step
-    int64_t columns, steps;       // steps: the most that any group takes
-    const int64_t *slot, *limit;  // [groups]; limit: the tokens that a group may draw, 1 to steps
+    const int64_t *tokens;         // [columns] of the first step
+    int64_t columns, steps;        // steps: the length of the longest draft
+    const int64_t *slot, *length;  // [groups]; length: the tokens that a group draws, 1 to steps
     const Sampling *sampling;
-    const int64_t *keys;          // [rows, steps] keys of the noise; null where every row is greedy
-    const Stops *stops;           // null: every group draws as many tokens as it may
-    int64_t *drawn;               // [rows, steps] output: the tokens
-    uint8_t *finite;              // [rows, steps] output: whether each token's logits are finite
-    float *probs;                 // [rows, steps, vocabulary] output: each token's distribution; null where greedy
-    int64_t *counts;              // [rows, 2] output: the tokens drawn and the steps run
+    const int64_t *keys;           // [rows, steps] keys of the noise; null where every row is greedy
+    int64_t *drawn;                // [rows, steps] output: the tokens
+    uint8_t *finite;               // [rows, steps] output: whether each token's logits are finite
+    float *probs;                  // [rows, steps, vocabulary] output: each token's distribution; null where greedy
 } Draft;
 
 static int draft_token(
-    const Draft *d, int64_t row, int64_t step, int64_t limit, const float *logits, int64_t vocabulary,
-    float *group_survival, int *more, int threads);
+    const Draft *d, int64_t row, int64_t step, const float *logits, int64_t vocabulary, int threads);
 
 // One step of the online softmax of a query row at position `at`, over `count` keys from position `from` on. Turns the
 // products s [count] into scores, soft-capped and masked, and then into unnormalised probabilities; updates the row's

@@ -2,7 +2,7 @@
 
 from foredraft.model.runner.body import Forward
 from foredraft.model.runner.compiled import check_compiler
-from foredraft.model.runner.job import FusedDraft, Resume, SamplingInputs, StopThresholds
+from foredraft.model.runner.job import FusedDraft, Resume, SamplingInputs
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.runner.runner import Runner, next_chunk
 from foredraft.model.runner.shape_cache import cached_shapes
@@ -15,7 +15,6 @@ __all__ = [
     "Resume",
     "Runner",
     "SamplingInputs",
-    "StopThresholds",
     "cached_shapes",
     "check_compiler",
     "next_chunk",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from foredraft.model.cache import KVCache
@@ -50,67 +49,18 @@ class SamplingInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class StopThresholds:
-    """Thresholds at which a fused draft stops. All tensors are float32 and contiguous, for the kernels.
-
-    The top probability of a step, softmax of the unchanged logits, falls into one of N bins. Its bin gives
-    the chance that the token survives verification, given that the tokens before it do; the product of these
-    chances is the survival of the draft up to the token. Below `keep` the token is not drawn; below `more` no
-    step follows.
-
-    Attributes:
-        edges: The rising bounds between the bins, [N - 1].
-        chances: The chance of survival of each bin, [B, N].
-        keep: The least survival at which the token of a step is drawn, [B, K].
-        more: The least survival at which another step follows, [B, K].
-    """
-
-    edges: Tensor
-    chances: Tensor
-    keep: Tensor
-    more: Tensor
-
-    def __post_init__(self) -> None:
-        tensors = self.edges, self.chances, self.keep, self.more
-        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
-        assert self.chances.shape == (len(self.keep), len(self.edges) + 1)
-        assert self.keep.shape == self.more.shape
-
-    def survival(self, sure: Tensor, before: Tensor) -> Tensor:
-        """Return the survival of each row's draft up to its next token.
-
-        Args:
-            sure: The top probability of the step, [B].
-            before: The survival up to the token before, [B].
-
-        Returns:
-            The survival, [B]; NaN where `sure` is NaN.
-        """
-        bins = torch.bucketize(sure.contiguous(), self.edges, right=True)
-        chance = self.chances.gather(1, bins[:, None])[:, 0]
-        return (before * chance).where(sure == sure, sure)
-
-
-@dataclass(frozen=True, slots=True)
 class FusedDraft:
     """The draft of a batch whose steps all ran in one call.
 
     Attributes:
-        tokens: The drafted tokens, [B, K] int64; 0 past a row's count.
-        finite: Whether the logits of each token are finite, [B, K] bool.
+        tokens: The drafted tokens, [B, K] int64; 0 past a row's draft length.
+        finite: Whether the logits of each token are finite, [B, K] bool; False past a row's draft length.
         probs: The distribution of each token, [B, K, V] float32; None: the draft is greedy.
-        counts: The tokens of each row, [B].
-        steps: The steps that each row took, [B]: its tokens, and one more where the last step drew none.
-        sure: The top probability of every step that ran, [B, K] float32, and -1 elsewhere; None without
-            stop thresholds.
     """
 
     tokens: Tensor
     finite: Tensor
     probs: Tensor | None
-    counts: list[int]
-    steps: list[int]
-    sure: Tensor | None = None
 
 
 @dataclass(slots=True)

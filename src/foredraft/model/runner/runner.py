@@ -23,7 +23,7 @@ from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
-from foredraft.model.runner.job import FusedDraft, Job, Resume, SamplingInputs, StopThresholds
+from foredraft.model.runner.job import FusedDraft, Job, Resume, SamplingInputs
 from foredraft.model.runner.native import NativePasses, run_layers
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
@@ -247,23 +247,21 @@ class Runner:
         cache: KVCache,
         tokens: list[list[int]],
         starts: list[int],
-        most: list[int],
+        lengths: list[int],
         sampling_inputs: SamplingInputs | None = None,
-        stops: StopThresholds | None = None,
         *,
         plan: Plan | None = None,
     ) -> FusedDraft | None:
         """Run a fused draft: all draft steps of the batch in one call of the C kernels.
 
-        Row b reads tokens[b] from position starts[b] on, then drafts up to most[b] tokens one by one.
+        Row b reads tokens[b] from position starts[b] on, then drafts lengths[b] tokens one by one.
 
         Args:
             cache: A cache of `new_cache`; row b of the draft is its row b.
             tokens: The tokens that each row reads first, [B] lists.
             starts: The position of the first of them, [B].
-            most: The tokens that each row drafts, at most, [B]; 0: the row does nothing.
+            lengths: The tokens that each row drafts, [B]; 0: the row does nothing.
             sampling_inputs: Sampling parameters and noise; None drafts greedily.
-            stops: Thresholds at which rows stop earlier; None: no row does.
             plan: The sub-layers that run; None runs all.
 
         Returns:
@@ -275,16 +273,14 @@ class Runner:
         """
         if self._native is None:
             return None
-        active = [row for row, count in enumerate(most) if count]
-        last = max(starts[row] + len(tokens[row]) + most[row] - 1 for row in active)
+        active = [row for row, count in enumerate(lengths) if count]
+        last = max(starts[row] + len(tokens[row]) + lengths[row] - 1 for row in active)
         if last > cache.scratch:
             raise ValueError(
                 f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
             )
-        drafted = self._native.draft(cache, tokens, starts, most, plan or self._full, sampling_inputs, stops)
-        read = sum(len(tokens[row]) for row in active)
-        self.forwarded += read + sum(steps - 1 for steps in drafted.steps if steps)
-        return drafted
+        self.forwarded += sum(len(tokens[row]) + lengths[row] - 1 for row in active)
+        return self._native.draft(cache, tokens, starts, lengths, plan or self._full, sampling_inputs)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

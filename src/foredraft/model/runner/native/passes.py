@@ -21,7 +21,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
-from foredraft.model.runner.job import FusedDraft, SamplingInputs, StopThresholds
+from foredraft.model.runner.job import FusedDraft, SamplingInputs
 from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
 
 __all__ = ["Groups", "NativePasses"]
@@ -79,19 +79,12 @@ class CSampling(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in SAMPLING)
 
 
-class CStops(ctypes.Structure):
-    _fields_ = (
-        ("bins", c_int64),
-        *((name, c_void_p) for name in ("edges", "chances", "keep", "more", "sure")),
-    )
-
-
 class CDraft(ctypes.Structure):
     _fields_ = (
         ("tokens", c_void_p),
         *((name, c_int64) for name in ("columns", "steps")),
-        *((name, c_void_p) for name in ("slot", "limit", "sampling", "keys", "stops")),
-        *((name, c_void_p) for name in ("drawn", "finite", "probs", "counts")),
+        *((name, c_void_p) for name in ("slot", "length", "sampling", "keys")),
+        *((name, c_void_p) for name in ("drawn", "finite", "probs")),
     )
 
 
@@ -210,17 +203,16 @@ class NativePasses:
         cache: KVCache,
         tokens: Sequence[Sequence[int]],
         starts: Sequence[int],
-        most: Sequence[int],
+        lengths: Sequence[int],
         plan: Plan,
         sampling_inputs: SamplingInputs | None,
-        stops: StopThresholds | None,
     ) -> FusedDraft:
         """Run all steps of a draft in one call; see `Runner.draft` for the arguments."""
-        rows, steps, vocabulary = len(most), max(most), self.decoder.spec.vocab_size
-        active = [row for row, limit in enumerate(most) if limit]
+        rows, steps, vocabulary = len(lengths), max(lengths), self.decoder.spec.vocab_size
+        active = [row for row, length in enumerate(lengths) if length]
         read = [token for row in active for token in tokens[row]]
         pass_ = pass_struct(cache, [(row, starts[row], len(tokens[row])) for row in active], self._rotary)
-        numbers = array("q", (*read, *active, *(most[row] for row in active)))
+        numbers = array("q", (*read, *active, *(lengths[row] for row in active)))
         address, _ = numbers.buffer_info()
         active_address = address + numbers.itemsize * len(read)
         drawn = torch.zeros(rows, steps, dtype=torch.int64)
@@ -229,22 +221,17 @@ class NativePasses:
         if sampling_inputs is not None:
             sampling = CSampling(*(_address(getattr(sampling_inputs, name)) for name in SAMPLING))
             keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
-        sure = None if stops is None else torch.full((rows, steps), -1.0)
-        stops_struct = None if stops is None or sure is None else _stops_struct(stops, sure)
-        counts = array("q", bytes(2 * numbers.itemsize * rows))
         draft = CDraft(
             tokens=address,
             columns=len(read),
             steps=steps,
             slot=active_address,
-            limit=active_address + numbers.itemsize * len(active),
+            length=active_address + numbers.itemsize * len(active),
             sampling=ctypes.addressof(sampling),
             keys=_address(keys),
-            stops=None if stops_struct is None else ctypes.addressof(stops_struct),
             drawn=drawn.data_ptr(),
             finite=finite.data_ptr(),
             probs=_address(probs),
-            counts=counts.buffer_info()[0],
         )
         scratch = self._scratch(len(read) * (self._scratch_per_column + self.decoder.spec.hidden_size))
         logits = torch.empty(len(active), vocabulary)
@@ -259,7 +246,7 @@ class NativePasses:
             logits.data_ptr(),
             torch.get_num_threads(),
         )
-        return FusedDraft(drawn, finite, probs, counts[::2].tolist(), counts[1::2].tolist(), sure)
+        return FusedDraft(drawn, finite, probs)
 
     def _scratch(self, values: int) -> Tensor:
         """Return work memory of at least `values` elements, which the next call can use again."""
@@ -326,13 +313,6 @@ def pass_struct(cache: KVCache, groups: Groups, rotary: Sequence[int]) -> CPass:
     )
     pass_.numbers = numbers  # kept alive for their addresses
     return pass_
-
-
-def _stops_struct(stops: StopThresholds, sure: Tensor) -> CStops:
-    """Return the C struct of stop thresholds whose kernel writes top probabilities to `sure` [B, K]."""
-    assert stops.keep.shape == sure.shape  # the kernel does not check
-    arrays = stops.edges, stops.chances, stops.keep, stops.more, sure
-    return CStops(stops.chances.shape[1], *(x.data_ptr() for x in arrays))
 
 
 def _address(x: Tensor | None) -> int | None:
