@@ -133,7 +133,7 @@ class Ventriloquist(DraftModel):
 
     def _words(self, row: int, position: int, count: int) -> list[int]:
         """From a position of the row's on, counted from where its text begins here."""
-        sequences, words = self.llm.engine.rows.sequences, self.draft_pass.runner.decoder.spec.vocab_size
+        sequences, words = self.llm._engine.rows.sequences, self.draft_pass.runner.decoder.spec.vocab_size
         if row >= len(sequences) or sequences[row].id not in self._texts:
             return [0] * count  # its rounds are being timed
         index, output = self._texts[sequences[row].id]
@@ -144,12 +144,12 @@ class Ventriloquist(DraftModel):
 
 
 def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
-    own = llm.engine.drafters["draft-model"]
+    own = llm._engine.drafters["draft-model"]
     assert isinstance(own, DraftModel)
     right = CASES[case][1]
     if right is not None:
         return Ventriloquist(own, rows, POSITIONS, llm, right)
-    target: Any = llm.engine.target
+    target: Any = llm._engine.target
     return DraftModel(target, rows, POSITIONS) if case == "dear" else own
 
 
@@ -167,7 +167,7 @@ class Running:
 
     def __init__(self, contender: Contender, prompts: list[list[int]], params: SamplingParams) -> None:
         self.llm = contender.llm
-        self.engine = contender.llm.engine
+        self.engine = contender.llm._engine
         self.engine.policy = contender.policy()
         own = replace(params, drafter=contender.drafter)
         requests = self.llm._requests
@@ -210,7 +210,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
     """
 
     def known() -> Auto:
-        policy = contenders["auto"].llm.engine.policy
+        policy = contenders["auto"].llm._engine.policy
         assert isinstance(policy, Auto)
         return policy
 
@@ -227,11 +227,11 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
             max_draft=options.max_draft,
             plan=PLAN.format(more=more) if case == "choice" else None,
         )
-        own = llm.engine.policy
-        stand_in = llm.engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
-        llm.engine.rows.caches = list({id(c): c for c in (llm.engine.cache, *stand_in.caches)}.values())
+        own = llm._engine.policy
+        stand_in = llm._engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])
+        llm._engine.rows.caches = list({id(c): c for c in (llm._engine.cache, *stand_in.caches)}.values())
         if isinstance(own, Auto) and case == "dear":  # the stand-in costs what the target costs
-            profile = measure_profile(llm.engine, own.max_draft)
+            profile = measure_profile(llm._engine, own.max_draft)
             own.use(profile.greedy, profile.sampled)
         return Contender(llm, make or (lambda: own), drafter)
 
@@ -276,7 +276,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
     for group in (prompts[start : start + batch] for start in range(0, len(prompts), batch)):
         plain = [output.token_ids for output in llm.generate(group, replace(params, drafter="none"))]
         for contender in contenders.values():
-            drafter = contender.llm.engine.drafters["draft-model"]
+            drafter = contender.llm._engine.drafters["draft-model"]
             if isinstance(drafter, Ventriloquist):
                 drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
         for turn in range(-WARM, options.repeats):
@@ -293,7 +293,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
                 if turn >= 0:
                     runs.seconds[name].append(requests.seconds)
                     runs.outputs[name] += outputs
-    policy = llm.engine.policy
+    policy = llm._engine.policy
     assert isinstance(policy, Auto)
     runs.tables.append(policy.greedy)
 

@@ -75,7 +75,7 @@ class Bench:
     def forwards(self) -> dict[str, Any]:
         """Time bare forwards of Foredraft and of llama.cpp by rows, in turns with reads of memory."""
         llm = self.load()
-        runner: Any = llm.engine.target
+        runner: Any = llm._engine.target
         cache, memory = runner.new_cache(1, POSITIONS), torch.ones(READ // 4)
         made = {rows: torch.zeros(1, rows, dtype=torch.int64) for rows in ROWS}
         works: dict[Any, Callable[[], object]] = {"read": memory.sum}
@@ -146,8 +146,8 @@ class Bench:
                 params = SamplingParams(
                     max_new_tokens=self.new_tokens, ignore_eos=True, drafter="draft-model", **options
                 )
-                clock, parts = DecodingClock(llm.engine), RoundClock(llm.engine)
-                with observed(llm.engine, parts), observed(llm.engine, clock):
+                clock, parts = DecodingClock(llm._engine), RoundClock(llm._engine)
+                with observed(llm._engine, parts), observed(llm._engine, clock):
                     llm.generate([[100 + i for i in range(32)]], params)
                 if turn:  # the first one warms up
                     seconds = clock.ended - clock.began - clock.reading_since
@@ -169,8 +169,8 @@ class Bench:
         llm = self.load()
         stopped.set()
         sampler.join()
-        runner: Any = llm.engine.target
-        cache = llm.engine.cache.memory.nbytes
+        runner: Any = llm._engine.target
+        cache = llm._engine.cache.memory.nbytes
         embedding = runner.decoder.embedding.nbytes
         weights = model_record("target", "target", runner).step_bytes
         peak = max(*samples, _anonymous_bytes()) - before - cache

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = random_checkpoint(Path(folder) / "model", shape)
         room = LENGTH + new_tokens_per_prompt(given.tokens, PROMPTS)
         llm = foredraft.load(model, drafter="none", max_batch=8, max_length=room)
-        runner = llm.engine.target
+        runner = llm._engine.target
         assert isinstance(runner, Runner)
         calibration = write_calibration_texts(llm, prompts, given.tokens, options.temperature, silent)
         teacher = Watched(runner, calibration, options.max_draft)

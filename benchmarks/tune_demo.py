@@ -33,10 +33,10 @@ from safetensors.torch import load_file, save_file
 from timing import spread, timed
 from workload import machine, write
 
-import foredraft
 from foredraft import demo
 from foredraft.cli.tune import prompts_of
 from foredraft.drafters.skips import Skips
+from foredraft.loading import load_for
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import (
@@ -60,18 +60,18 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
 
 def teacher_again(model: str | None, prompts: list[str], options: Options) -> TeacherForced:
     """Rebuild the texts of the search, which depend only on model, prompts and temperature."""
-    llm = foredraft.load(
-        model or demo.target_path(),
-        drafter="none",
-        needs=lambda tokenizer, _: (
+    llm = load_for(
+        lambda tokenizer, _: (
             8,
             max(len(tokenizer.encode(prompt)) for prompt in prompts)
             + new_tokens_per_prompt(options.tokens, calibration_prompt_count(len(prompts))),
         ),
+        model or demo.target_path(),
+        drafter="none",
     )
     kept, _ = hold_out(llm.encode(prompts))
     calibration = write_calibration_texts(llm, kept, options.tokens, options.temperature, silent)
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     return TeacherForced(runner, calibration, options.max_draft)
 

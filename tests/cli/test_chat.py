@@ -231,7 +231,7 @@ def test_the_cache_has_room_for_a_conversation(
     assert converse(monkeypatch, [], chatty) == 0
     assert converse(monkeypatch, [], [*chatty, "--max-length", "64"]) == 0
     assert [llm.max_length for llm in loaded] == [2048, 512, 64]  # 2048 is the model's maximum
-    assert {llm.engine.cache.rows for llm in loaded} == {1}
+    assert {llm._engine.cache.rows for llm in loaded} == {1}
 
 
 @pytest.mark.parametrize(

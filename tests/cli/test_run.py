@@ -306,7 +306,7 @@ def test_the_cache_has_the_rows_and_positions_of_the_request(
     assert main([*pair, *GREEDY, "--json", *options]) == 0
     [llm] = loaded
     assert llm.tokenizer is not None
-    assert llm.engine.cache.rows == rows
+    assert llm._engine.cache.rows == rows
     assert llm.max_length == len(llm.tokenizer.encode("x")) + 6
 
 

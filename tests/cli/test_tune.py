@@ -128,7 +128,7 @@ def test_an_early_exit_that_wins_is_saved_and_used(
                  "--no-kernels", "--max-new-tokens", "8", "--temperature", "0", "--json"]) == 0  # fmt: skip
     assert document(capsys)["stats"]["drafted"] > 0
     assert (
-        foredraft.load(big, drafter="layer-skip", kernels=False).engine.drafters["layer-skip"].skips
+        foredraft.load(big, drafter="layer-skip", kernels=False)._engine.drafters["layer-skip"].skips
         == plan.skips
     )
 
@@ -374,7 +374,7 @@ def test_a_read_only_cache_folder_is_refused_before_the_model_is_loaded(
     file: str | None, what: str,
 ) -> None:  # fmt: skip
     (tmp_path / "cache").write_text("no folder")
-    monkeypatch.setattr(run_module.foredraft, "load", None)
+    monkeypatch.setattr(run_module, "load_for", None)
     storage = () if file is None else ("--storage", f"sqlite:///{tmp_path / file}")
     assert main(with_options(command, *storage)) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -473,7 +473,7 @@ def test_a_change_of_costs_changes_the_study(big: str, monkeypatch: pytest.Monke
     """The load of the machine does not change it."""
     llm = foredraft.load(big, drafter="none", kernels=False, max_batch=1, max_length=64)
     about, texts = (
-        run_module.machine(llm.engine.device),
+        run_module.machine(llm._engine.device),
         CalibrationTexts((CalibrationText((1, 2, 3), 1),), 0.0),
     )
 
@@ -485,9 +485,9 @@ def test_a_change_of_costs_changes_the_study(big: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(run_module, "machine", lambda device, change=change: about | change)
         names.append(name())
     assert len(set(names)) == 4 and names[-1] == names[0]
-    for owner, flag in ((llm, "deterministic"), (llm.engine.target, "compiled"), (Runner, "by_kernels")):
+    for owner, flag in ((llm, "deterministic"), (llm._engine.target, "compiled"), (Runner, "by_kernels")):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, flag, not getattr(llm if owner is llm else llm.engine.target, flag))
+            patch.setattr(owner, flag, not getattr(llm if owner is llm else llm._engine.target, flag))
             names.append(name())
     assert len(set(names)) == 7 and name() == names[0]
 

@@ -252,7 +252,7 @@ def test_the_cache_has_the_rows_and_positions_of_the_verification(
     [llm] = loaded
     assert llm.tokenizer is not None
     assert llm.max_length == len(llm.tokenizer.encode("Viktor")) + 6
-    assert document(capsys)["about"]["max_batch"] == llm.engine.cache.rows == 8  # the CPU's limit
+    assert document(capsys)["about"]["max_batch"] == llm._engine.cache.rows == 8  # the CPU's limit
 
 
 @pytest.mark.slow

@@ -41,14 +41,14 @@ def loaded(family: str) -> tuple[LLM, torch.Tensor]:
 def bits(family: str, skips: Skips, gathered: bool | None = None) -> None:
     """Compare; gathered: passes write the keys of real columns alone."""
     llm, want = loaded(family)
-    runner: Any = llm.engine.target
+    runner: Any = llm._engine.target
     runner.gathers = gathered
-    llm.engine.drafters["layer-skip"] = LayerSkip(runner, llm.engine.cache, skips)
+    llm._engine.drafters["layer-skip"] = LayerSkip(runner, llm._engine.cache, skips)
     for gamma in (1, 4):  # drafts of one token are often accepted whole
-        for row in range(llm.engine.cache.rows):
+        for row in range(llm._engine.cache.rows):
             # keys of an earlier text could stand in for missing ones
-            llm.engine.cache.zero_row(row)
-        llm.engine.policy = Fixed(gamma)
+            llm._engine.cache.zero_row(row)
+        llm._engine.policy = Fixed(gamma)
         for sequence in steps_of(llm, PROMPTS[4], "layer-skip", NEW):
             assert gamma > 1 or any(turn.accepted == turn.drafted for turn in sequence.rounds)
             assert torch.equal(row_of(llm, sequence, COUNT), want)

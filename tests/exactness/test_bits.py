@@ -105,8 +105,8 @@ def assert_same(
 @pytest.fixture(params=["padded", "gathered", "recorded"])
 def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
     """How passes run: with the padding of a batch computed, left out of it, or replayed from recordings."""
-    drafter: Any = llm.engine.drafters["draft-model"]
-    target: Any = llm.engine.target
+    drafter: Any = llm._engine.drafters["draft-model"]
+    target: Any = llm._engine.target
     if target._native is not None and request.param != "padded":
         pytest.skip("the kernels have one way")
     for runner in (target, drafter.draft_pass.runner):
@@ -121,12 +121,12 @@ def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_greedy_ids_in_a_batch(llm: LLM, plain: list[list[int]], gamma: int) -> None:
-    llm.engine.policy = Fixed(gamma)
+    llm._engine.policy = Fixed(gamma)
     assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(len(PROMPTS))], plain)
 
 
 def test_greedy_ids_alone_and_mixed(llm: LLM, plain: list[list[int]]) -> None:
-    llm.engine.policy = Heuristic(7)
+    llm._engine.policy = Heuristic(7)
     for index, kind in ((1, "draft-model"), (4, "lookup"), (7, "draft-model")):
         assert_same(llm, [kind], plain[index : index + 1], PROMPTS[index : index + 1])
     assert_same(llm, ["none"] * len(PROMPTS), plain)
@@ -141,7 +141,7 @@ def test_greedy_ids_without_packed_weights(
     monkeypatch.setattr(packed, "_fault", lambda dtype: "absent")
     target, draft = save_pair(tmp_path, "qwen2")
     llm = load_pair(target, draft, dtype)
-    runner: Any = llm.engine.target
+    runner: Any = llm._engine.target
     assert isinstance(runner.decoder.output, Linear)
     alone = [llm.generate([p], replace(GREEDY, drafter="none"))[0].token_ids for p in PROMPTS]
     for runner.gathers in (False, True):
@@ -150,7 +150,7 @@ def test_greedy_ids_without_packed_weights(
 
 def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
     """Or the tests above would say little."""
-    llm.engine.policy = Fixed(3)
+    llm._engine.policy = Fixed(3)
     for output in llm.generate(PROMPTS[3:5], replace(GREEDY, drafter="draft-model")):
         rate = output.stats.acceptance_rate
         assert rate is not None
@@ -160,8 +160,8 @@ def test_the_drafts_are_neither_blind_nor_perfect(llm: LLM) -> None:
 
 
 def test_seeded_text_with_and_without_speculation(llm: LLM) -> None:
-    llm.engine.policy = Fixed(4)
-    runner: Any = llm.engine.target
+    llm._engine.policy = Fixed(4)
+    runner: Any = llm._engine.target
     wishes = [
         SamplingParams(temperature=0.7, seed=1, max_new_tokens=48, ignore_eos=True),
         SamplingParams(temperature=1.0, top_p=0.8, seed=2, max_new_tokens=48, ignore_eos=True),
@@ -191,19 +191,19 @@ def steps_of(llm: LLM, prompt: list[int], drafter: str | None, count: int) -> It
     sequence = Sequence(-1, prompt, params, 0, drafters=drafters)
     neighbours = [Sequence(-2 - i, PROMPTS[i], params, 0, drafters=drafters) for i in (0, 2, 3) if drafter]
     for one in [*neighbours[:2], sequence, *neighbours[2:]]:
-        llm.engine.submit(one)
+        llm._engine.submit(one)
     try:
         while len(sequence.new_ids) < count:
-            llm.engine.step()
+            llm._engine.step()
         yield sequence
     finally:
         for one in [sequence, *neighbours]:
-            llm.engine.cancel(one)
+            llm._engine.cancel(one)
 
 
 def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
     """[layers, k|v, heads, length, D]"""
-    cache = llm.engine.cache
+    cache = llm._engine.cache
     assert cache.lengths[sequence.row] == len(sequence.tokens) - 1
     return held(cache, sequence.row, length)
 
@@ -213,7 +213,7 @@ def row_of(llm: LLM, sequence: Sequence, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("drafter", KINDS[1:])
 def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) -> None:
     """The very bits that plain decoding leaves behind, and a fresh prefill of the text within rounding."""
-    llm.engine.policy = Fixed(5)
+    llm._engine.policy = Fixed(5)
     count = 40
     length = len(prompt) + count - 1
     for sequence in steps_of(llm, prompt, drafter, count):
@@ -222,13 +222,13 @@ def test_the_cache_after_rollbacks(llm: LLM, drafter: str, prompt: list[int]) ->
     for sequence in steps_of(llm, prompt, None, count):
         assert sequence.tokens[: length + 1] == tokens[: length + 1]
         assert torch.equal(row_of(llm, sequence, length), cached)
-    if llm.engine.cache.dtype == torch.float32:
+    if llm._engine.cache.dtype == torch.float32:
         for sequence in steps_of(llm, tokens[: length + 1], None, 1):
             torch.testing.assert_close(row_of(llm, sequence, length), cached, rtol=1e-3, atol=1e-4)
 
 
 def test_a_sibling_that_copied_the_prompt_gives_the_same_text(llm: LLM, plain: list[list[int]]) -> None:
-    llm.engine.policy = Fixed(3)
+    llm._engine.policy = Fixed(3)
     for index in (4, 7):
         outputs = llm.generate([PROMPTS[index]], replace(GREEDY, max_new_tokens=32), n=ROWS + 3)
         assert [output.token_ids for output in outputs] == [plain[index][:32]] * (ROWS + 3)
@@ -240,7 +240,7 @@ def test_two_hundred_prompts(llm: LLM) -> None:
     prompts = prompts_of(200, seed=1)
     want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, drafter="none"))]
     for gamma in GAMMAS:
-        llm.engine.policy = Fixed(gamma)
+        llm._engine.policy = Fixed(gamma)
         assert_same(llm, [KINDS[(gamma + i) % 3] for i in range(200)], want, prompts)
 
 
@@ -251,8 +251,8 @@ def test_two_hundred_prompts_of_the_demo(dtype: str) -> None:
     if not demo.target_path().is_dir():
         pytest.skip("the demo pair is not in this tree")
     llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512, policy="fixed")
-    prompts = prompts_of(200, llm.spec.vocab_size, seed=2)
+    prompts = prompts_of(200, llm._spec.vocab_size, seed=2)
     want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, drafter="none"))]
     for gamma in GAMMAS:
-        llm.engine.policy = Fixed(gamma)
+        llm._engine.policy = Fixed(gamma)
         assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(200)], want, prompts)

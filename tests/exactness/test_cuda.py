@@ -121,7 +121,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
         llm.generate(
             PROMPTS, params, trace=True
         )  # the first passes of a shape may synchronise: they allocate and capture
-    read, round_ = round_results.download, llm.engine.round
+    read, round_ = round_results.download, llm._engine.round
 
     def may_wait(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -138,7 +138,7 @@ def test_a_round_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.M
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(round_results, "download", may_wait)
-    monkeypatch.setattr(llm.engine, "round", must_not_wait)
+    monkeypatch.setattr(llm._engine, "round", must_not_wait)
     for params in several:
         outputs = llm.generate(PROMPTS, params, trace=True)
         assert {o.finish_reason for o in outputs} == {"length"}, outputs

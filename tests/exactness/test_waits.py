@@ -70,8 +70,8 @@ def watch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[lis
     """Of each round, and of each chunk of a prompt."""
     rounds: list[list[str]] = []
     chunks: list[list[str]] = []
-    monkeypatch.setattr(llm.engine, "round", counted(llm.engine.round, rounds))
-    monkeypatch.setattr(llm.engine, "_prefill", counted(llm.engine._prefill, chunks))
+    monkeypatch.setattr(llm._engine, "round", counted(llm._engine.round, rounds))
+    monkeypatch.setattr(llm._engine, "_prefill", counted(llm._engine._prefill, chunks))
     return rounds, chunks
 
 
@@ -103,7 +103,7 @@ def test_a_round_synchronises_once(
 def test_each_draft_step_that_a_policy_may_end_synchronises_once_more(
     llm: foredraft.LLM, counts: tuple[list[list[str]], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm.engine, "policy", StopUnsure(4, least=0.1))
+    monkeypatch.setattr(llm._engine, "policy", StopUnsure(4, least=0.1))
     params = SamplingParams(max_new_tokens=16, ignore_eos=True, drafter="draft-model")
     outputs = llm.generate(PROMPTS, params)
     assert all(output.error is None and output.stats.drafted for output in outputs)

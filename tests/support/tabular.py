@@ -255,7 +255,7 @@ class Tabular:
                     assert law.probs is not None
                     probs[row, step] = law.probs[0, 0]
                 start, own = start + len(own), [token.item()]
-        return FusedDraft(drawn, finite, probs, list(lengths), list(lengths))
+        return FusedDraft(drawn, finite, probs)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -83,7 +83,7 @@ def test_foredraft_decodes_one_prompt_and_a_batch(context: BenchContext, texts: 
 
 def test_big_little_is_lossy_and_restores_the_engines_policy(context: BenchContext, texts: Any) -> None:
     """With its published defaults, and with a threshold at which every drafted token is accepted."""
-    loaded = context.llm.engine.policy
+    loaded = context.llm._engine.policy
     bild: Any = CONTENDERS["bild"].make(context.llm, replace(context, max_draft=None))
     policy = bild.policy
     assert (bild.name, bild.lossless, policy.threshold, policy.max_draft) == ("bild", False, 0.6, 10)
@@ -98,7 +98,7 @@ def test_big_little_is_lossy_and_restores_the_engines_policy(context: BenchConte
         "longer drafts than the engine's policy has"
     )
     assert timing.tokens != texts
-    assert context.llm.engine.policy is loaded
+    assert context.llm._engine.policy is loaded
     assert ForedraftContender("draft-model", context.llm, "draft-model").run(PROMPTS, TOKENS).tokens == texts
 
 
@@ -107,7 +107,7 @@ def test_prefill_and_decoding_are_timed_separately(
 ) -> None:
     """On a fake clock, a prefill pass takes 1 s and a forward of a round 10 s."""
     now = 0.0
-    target: Any = context.llm.engine.target
+    target: Any = context.llm._engine.target
     prefill, forward = target.prefill, target.forward
 
     def advance(action: Any, seconds: float) -> Any:
@@ -126,8 +126,8 @@ def test_prefill_and_decoding_are_timed_separately(
     assert (alone.prefill_seconds, alone.decode_seconds) == (1.0, 10.0 * TOKENS)
     all_three = contender.run(PROMPTS, TOKENS)
     assert (all_three.prefill_seconds, all_three.decode_seconds) == (3.0, 10.0 * PASSES[3])
-    parts = RoundClock(context.llm.engine)
-    with observed(context.llm.engine, parts):
+    parts = RoundClock(context.llm._engine)
+    with observed(context.llm._engine, parts):
         assert contender.run(PROMPTS[:1], TOKENS).decode_seconds == 10.0 * TOKENS
     assert (parts.seconds["verify"], parts.seconds["draft"]) == (10.0 * TOKENS, 0.0)
 
@@ -137,7 +137,7 @@ def test_a_drafters_late_prompt_reading_counts_as_prefill(
 ) -> None:
     """Reading generated tokens counts as decoding. On a fake clock, the drafter reads a token in 1 s."""
     now = 0.0
-    drafter: Any = context.llm.engine.drafters["draft-model"]
+    drafter: Any = context.llm._engine.drafters["draft-model"]
     read = drafter.read
 
     def slow(sequence: Any, start: int, stop: int) -> None:
@@ -164,7 +164,7 @@ def test_round_parts_separate_drafter_and_target(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    engine = context.llm.engine
+    engine = context.llm._engine
     drafter: Any = engine.drafters["draft-model"]
     step = drafter.step
 
@@ -187,7 +187,7 @@ def test_round_parts_separate_drafter_and_target(
 def test_an_error_leaves_the_engine_unobserved(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = context.llm.engine
+    engine = context.llm._engine
 
     def broken(*given: Any, **named: Any) -> Any:
         assert engine.observer is not SILENT
@@ -206,7 +206,7 @@ def test_a_failed_request_raises_request_error(
     def broken(*given: Any, **named: Any) -> Any:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(context.llm.engine.target, "forward", broken)
+    monkeypatch.setattr(context.llm._engine.target, "forward", broken)
     with pytest.raises(RequestError, match="plain failed: RuntimeError: out of order"):
         ForedraftContender("plain", context.llm, "none").run(PROMPTS, TOKENS)
 
@@ -292,7 +292,7 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
     target. So a round with 3 drafted tokens takes 6 + 16, and a verifying pass alone 13; a round with 1 takes
     4 + 14, and the pass 11."""
     now, last, width = 0.0, "", 0
-    engine = context.llm.engine
+    engine = context.llm._engine
     drafter: Any = engine.drafters["draft-model"]
 
     def slow(name: str, runner: Any, seconds: Any) -> Any:
@@ -338,7 +338,7 @@ def test_model_record_counts_the_checkpoints_parameters(
     tmp_path: Path, family: str, tied: bool, dtype: str
 ) -> None:
     folder = checkpoints.save_checkpoint(tmp_path, family, tie_word_embeddings=tied)
-    runner: Any = foredraft.load(folder, device="cpu", dtype=dtype, max_batch=1).engine.target
+    runner: Any = foredraft.load(folder, device="cpu", dtype=dtype, max_batch=1)._engine.target
     reference = checkpoints.reference_model(family, tie_word_embeddings=tied)
     parameters = sum(weight.numel() for weight in reference.parameters())
     found = model_record("target", "tiny", runner)
@@ -384,7 +384,7 @@ def test_each_policy_suits_the_expected_drafters() -> None:
 
 def test_drafters_run_under_several_policies(context: BenchContext, texts: Any) -> None:
     """All on one engine, which gets its own policy back after every run."""
-    engine = context.llm.engine
+    engine = context.llm._engine
     own = engine.policy
     lineup = LineUp()
     names = ("plain", "lookup", "draft-model", "bild")
@@ -423,7 +423,7 @@ def test_drafters_run_under_several_policies(context: BenchContext, texts: Any) 
 def test_contenders_with_the_same_policy_share_its_measured_costs(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target: Any = context.llm.engine.target
+    target: Any = context.llm._engine.target
     policy: Any = make_policy("auto", {}, 3, target)
     longest_drafts: list[int] = []
 
@@ -454,8 +454,8 @@ def test_a_drafter_that_cannot_follow_the_loaded_policy_is_left_out(
     context: BenchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent(monkeypatch, "transformers", "llama-cpp-python")
-    target: Any = context.llm.engine.target
-    with replaced(context.llm.engine, "policy", make_policy("confidence", {}, 3, target)):
+    target: Any = context.llm._engine.target
+    with replaced(context.llm._engine, "policy", make_policy("confidence", {}, 3, target)):
         with pytest.raises(
             ConfigError, match="lookup cannot follow policy='confidence'; give another policy"
         ):
@@ -472,12 +472,12 @@ def test_a_drafter_that_cannot_follow_the_loaded_policy_is_left_out(
 
 def test_contenders_share_a_policy_unless_their_longest_drafts_differ(context: BenchContext) -> None:
     """A policy made anew keeps the given options."""
-    target: Any = context.llm.engine.target
+    target: Any = context.llm._engine.target
     settings = {"threshold": 0.3}
     given = replace(context, max_draft=None, policy_options=settings, plan_max_draft=7)
-    with replaced(context.llm.engine, "policy", make_policy("confidence", settings, None, target, 7)):
+    with replaced(context.llm._engine, "policy", make_policy("confidence", settings, None, target, 7)):
         own, other = (given.policy_for(drafter, "confidence") for drafter in ("layer-skip", "draft-model"))
-        assert own is context.llm.engine.policy
+        assert own is context.llm._engine.policy
         assert (other.max_draft, other.threshold) == (10, 0.3)  # type: ignore[attr-defined]
         fallback: Any = given.policy_for("draft-model", "fallback")
         assert (fallback.max_draft, fallback.threshold) == (10, 0.6)

@@ -291,13 +291,13 @@ def test_a_batch_is_decoded_side_by_side(pair: dict[str, Any], monkeypatch: pyte
     run = ForedraftContender.run
 
     def counting(self: ForedraftContender, prompts: list[list[int]], new_tokens: int) -> Timing:
-        round = self.llm.engine.round
+        round = self.llm._engine.round
 
         def count_rows() -> Any:
-            seen.append(len(self.llm.engine.rows.sequences))
+            seen.append(len(self.llm._engine.rows.sequences))
             return round()
 
-        with replaced(self.llm.engine, "round", count_rows):
+        with replaced(self.llm._engine, "round", count_rows):
             return run(self, prompts, new_tokens)
 
     monkeypatch.setattr(ForedraftContender, "run", counting)

@@ -270,7 +270,7 @@ def test_the_output_is_plain_decodings(models: Path, pair: tuple[str, str]) -> N
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     assert sum(output.stats.drafted for output in drafted) > 50
     assert all(output.lossless for output in drafted)
-    drafter: Any = llm.engine.drafters["retokenize"]
+    drafter: Any = llm._engine.drafters["retokenize"]
     assert sorted(drafter._free) == [0, 1, 2]
 
 

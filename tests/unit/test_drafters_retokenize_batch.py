@@ -157,7 +157,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Any:
     llm: Any = foredraft.load(
         folder / "target", draft=folder / "draft", device="cpu", dtype="float32", policy="fixed"
     )
-    return llm.engine.drafters["retokenize"].draft_pass.runner
+    return llm._engine.drafters["retokenize"].draft_pass.runner
 
 
 def alone(runner: Any, sequence: Sequence, budget: int, positions: int = 90) -> tuple[list[int], list[int]]:

@@ -231,7 +231,7 @@ def check_full_acceptance(models: Path) -> None:
         models / "target", draft=models / "relative", device="cpu", max_batch=3, policy="fixed"
     )
     assert llm.default_drafter == "draft-model"
-    assert isinstance(llm.engine.drafters["draft-model"], DraftModel)
+    assert isinstance(llm._engine.drafters["draft-model"], DraftModel)
     for params in (
         SamplingParams(temperature=0, max_new_tokens=24),
         SamplingParams(max_new_tokens=24, seed=3),

@@ -80,7 +80,7 @@ def test_other_forms_of_prompts_are_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(wrong, PLAIN)
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
 
 
 def test_a_stream_takes_one_prompt(llm: foredraft.LLM) -> None:
@@ -121,10 +121,10 @@ def test_a_stream_adds_up_to_the_output(llm: foredraft.LLM) -> None:
 def test_a_closed_stream_is_cancelled_and_others_go_on(llm: foredraft.LLM) -> None:
     stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
     next(stream)
-    assert llm.engine.rows.sequences
+    assert llm._engine.rows.sequences
     other = llm.generate("voix", PLAIN)[0]
     stream.close()  # type: ignore[attr-defined]
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
     assert llm.generate("voix", PLAIN)[0].token_ids == other.token_ids
 
 
@@ -157,8 +157,8 @@ def test_five_thousand_samples_of_a_prompt_forward_it_once(folders: tuple[Path, 
         target, draft=draft, dtype="float32", device="cpu", max_batch=64, max_length=512, policy="fixed"
     )
     prompt = [5 + i % 90 for i in range(301)]
-    draft_model: Any = llm.engine.drafters["draft-model"]
-    runners: list[Any] = [llm.engine.target, draft_model.draft_pass.runner]
+    draft_model: Any = llm._engine.drafters["draft-model"]
+    runners: list[Any] = [llm._engine.target, draft_model.draft_pass.runner]
     before = [runner.forwarded for runner in runners]
     params = SamplingParams(max_new_tokens=2, ignore_eos=True, drafter=drafter)
     outputs = llm.generate(prompt, params, n=5000)
@@ -180,7 +180,7 @@ def test_a_stream_dropped_during_a_step_does_not_block(
     """The garbage collector may close an iterator anywhere, also in the thread that steps the engine."""
     stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
     next(stream)
-    step = llm.engine.step
+    step = llm._engine.step
     open_ = [stream]
 
     def drop() -> Any:
@@ -188,12 +188,12 @@ def test_a_stream_dropped_during_a_step_does_not_block(
             open_.pop().close()  # type: ignore[attr-defined]
         return step()
 
-    monkeypatch.setattr(llm.engine, "step", drop)
+    monkeypatch.setattr(llm._engine, "step", drop)
     worker = threading.Thread(target=llm.generate, args=("voix", PLAIN), daemon=True)
     worker.start()
     worker.join(timeout=60)
     assert not worker.is_alive()
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
 
 
 def test_a_forward_that_fails_ends_only_its_own_batch(
@@ -201,14 +201,14 @@ def test_a_forward_that_fails_ends_only_its_own_batch(
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     want = [o.token_ids for o in llm.generate([[10 + i, 9] for i in range(7)], params)]
-    forward, calls = llm.engine.target.forward, iter(range(1000))
+    forward, calls = llm._engine.target.forward, iter(range(1000))
 
     def break_once(*args: Any, **more: Any) -> Any:
         if next(calls) == 2:
             raise RuntimeError("out of memory")
         return forward(*args, **more)
 
-    monkeypatch.setattr(llm.engine.target, "forward", break_once)
+    monkeypatch.setattr(llm._engine.target, "forward", break_once)
     outputs = llm.generate([[10 + i, 9] for i in range(7)], params)
     assert [o.finish_reason for o in outputs] == ["error"] * 3 + ["length"] * 4  # max_batch is 3
     for output, ids in zip(outputs, want, strict=True):
@@ -221,14 +221,14 @@ def test_a_failed_forward_does_not_harm_the_stepping_thread(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the requests in the failed batch end with an error, whichever thread steps the engine."""
-    forward, calls = llm.engine.target.forward, iter(range(100_000))
+    forward, calls = llm._engine.target.forward, iter(range(100_000))
 
     def break_often(*args: Any, **more: Any) -> Any:
         if next(calls) % 31 == 5:
             raise RuntimeError("unlucky")
         return forward(*args, **more)
 
-    monkeypatch.setattr(llm.engine.target, "forward", break_often)
+    monkeypatch.setattr(llm._engine.target, "forward", break_often)
     found: list[foredraft.Output] = []
 
     def work(index: int) -> None:
@@ -250,19 +250,19 @@ def test_a_failed_forward_does_not_harm_the_stepping_thread(
         thread.join(timeout=120)
     assert len(found) == 5 * 6
     assert {o.finish_reason for o in found} == {"error", "length"}
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
 
 
 def test_cancel_all_keeps_generated_tokens(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, some, go_on = llm.engine.step, threading.Event(), threading.Event()
+    step, some, go_on = llm._engine.step, threading.Event(), threading.Event()
 
     def until_there_are_tokens() -> Any:
-        if not some.is_set() and sum(len(s.new_ids) for s in llm.engine.rows.sequences) >= 6:
+        if not some.is_set() and sum(len(s.new_ids) for s in llm._engine.rows.sequences) >= 6:
             some.set()
             assert go_on.wait(60)
         return step()
 
-    monkeypatch.setattr(llm.engine, "step", until_there_are_tokens)
+    monkeypatch.setattr(llm._engine, "step", until_there_are_tokens)
     params = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
     found: list[foredraft.Output] = []
     worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], params, n=9)), daemon=True)
@@ -273,27 +273,27 @@ def test_cancel_all_keeps_generated_tokens(llm: foredraft.LLM, monkeypatch: pyte
     worker.join(timeout=60)
     assert [o.finish_reason for o in found] == ["cancelled"] * 9
     assert sum(len(o.token_ids) for o in found) >= 6
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
 
 
 def test_an_interrupted_call_leaves_nothing_running(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, calls = llm.engine.step, iter(range(1000))
+    step, calls = llm._engine.step, iter(range(1000))
 
     def interrupted() -> Any:
         if next(calls) == 4:
             signal.raise_signal(signal.SIGINT)
         return step()
 
-    monkeypatch.setattr(llm.engine, "step", interrupted)
+    monkeypatch.setattr(llm._engine, "step", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in background processes
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
 
 
@@ -363,7 +363,7 @@ def test_two_interrupts_are_handled_once_or_twice() -> None:
 def test_an_interrupt_does_not_wait_for_another_threads_step(
     llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, begun, go_on, waited = llm.engine.step, threading.Event(), threading.Event(), []
+    step, begun, go_on, waited = llm._engine.step, threading.Event(), threading.Event(), []
 
     def slow() -> Any:
         if not begun.is_set():
@@ -371,7 +371,7 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
             waited.append(go_on.wait(60))
         return step()
 
-    monkeypatch.setattr(llm.engine, "step", slow)
+    monkeypatch.setattr(llm._engine, "step", slow)
     worker = threading.Thread(target=llm.generate, args=([5, 6], PLAIN), daemon=True)
     worker.start()
     assert begun.wait(60)
@@ -392,7 +392,7 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
         signal.signal(signal.SIGINT, before)
         go_on.set()
         worker.join(timeout=60)
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
 
 
 def test_a_request_chooses_its_drafter(llm: foredraft.LLM) -> None:
@@ -415,7 +415,7 @@ def test_plain_requests_skip_signals_that_only_the_policy_reads(
     monkeypatch.setattr(
         round_results, "target_confidence", lambda *about: asked.append(0) or confidence(*about)
     )
-    monkeypatch.setattr(llm.engine, "policy", TargetConfidence(4))
+    monkeypatch.setattr(llm._engine, "policy", TargetConfidence(4))
     for drafter in ("none", "draft-model"):
         assert not asked
         params = SamplingParams(temperature=0, max_new_tokens=8, drafter=drafter)
@@ -429,7 +429,7 @@ def test_errors_name_the_sizes(llm: foredraft.LLM) -> None:
         llm.generate([7] * 600, SamplingParams(max_new_tokens=10))
     cut = llm.generate([7] * 600, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     assert cut.prompt_tokens == 502
-    long = [llm.spec.bos_token_id or 0, *[7, 8] * 300]
+    long = [llm._spec.bos_token_id or 0, *[7, 8] * 300]
     cut = llm.generate(long, SamplingParams(max_new_tokens=10, temperature=0), truncate="left")[0]
     want = llm.generate([long[0], *long[-501:]], SamplingParams(max_new_tokens=10, temperature=0))[0]
     assert cut.prompt_tokens == 502
@@ -445,7 +445,7 @@ def test_errors_name_the_sizes(llm: foredraft.LLM) -> None:
     for wrong in (0, "2", 1.5, True):
         with pytest.raises(RequestError, match=f"^n is {wrong!r}; give a whole number, 1 or more$"):
             llm.generate("x", PLAIN, n=wrong)  # type: ignore[arg-type]
-    assert not llm.engine.rows.sequences and not llm.engine.scheduler.waiting  # nothing was submitted
+    assert not llm._engine.rows.sequences and not llm._engine.scheduler.waiting  # nothing was submitted
 
 
 def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_logits_that_are_not_finite_fail_only_that_request(folders: tuple[Path, 
     )
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     expected = [llm.generate([i, 9, 9], params)[0].token_ids for i in (10, 11, 12)]
-    llm.engine.target.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]
+    llm._engine.target.decoder.embedding[77] = torch.nan  # type: ignore[attr-defined]
     outputs = llm.generate([[10, 9, 9], [11, 77, 9], [11, 9, 9], [12, 9, 9]], params)
     assert outputs[1].finish_reason == "error" and "not finite" in (outputs[1].error or "")
     assert [o.token_ids for i, o in enumerate(outputs) if i != 1] == expected

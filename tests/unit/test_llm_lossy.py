@@ -103,7 +103,7 @@ def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: 
         llm.generate([PROMPT, PROMPT], [fitting, other])
     with pytest.raises(RequestError, match=message):
         llm.stream(PROMPT, other)
-    assert llm.engine.scheduler.idle
+    assert llm._engine.scheduler.idle
     assert llm.generate(PROMPT, fitting)[0].stats.drafted > 0
     for policy in ("fixed", "auto"):
         free = foredraft.load(

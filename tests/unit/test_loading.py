@@ -20,6 +20,7 @@ import foredraft
 from foredraft import CheckpointError, ConfigError, RequestError, SamplingParams, kinds, loading
 from foredraft.drafters.lookup import Lookup
 from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.loading import load_for
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
@@ -74,7 +75,7 @@ def test_a_drafter_added_to_the_table_is_loaded(models: Path, monkeypatch: pytes
     assert llm.generate("a b a b", SamplingParams(drafter="lookup", max_new_tokens=2))[0].lossless
     [parts] = seen
     assert (parts.rows, parts.positions, parts.draft) == (2, 64, None)
-    assert parts.target is llm.engine.target
+    assert parts.target is llm._engine.target
 
 
 def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
@@ -98,8 +99,8 @@ def test_every_drafter_is_loaded_under_its_name(models: Path, name: str) -> None
     plan = "exit:1" if kind.needs_plan else None
     llm = load(models, drafter=name, draft=draft, plan=plan, policy="auto")
     assert llm.default_drafter == (None if name == "none" else name)
-    assert all(drafter.name == key for key, drafter in llm.engine.drafters.items())
-    stepper = hasattr(llm.engine.drafters.get(name), "step")
+    assert all(drafter.name == key for key, drafter in llm._engine.drafters.items())
+    stepper = hasattr(llm._engine.drafters.get(name), "step")
     assert stepper == DRAFTERS[name].stepper
 
 
@@ -162,7 +163,7 @@ def test_the_default_draft_length_fits_the_verifying_pass(
     kind = kinds.PolicyKind("", lambda n: made.append(n) or POLICIES["fixed"].make(n), max_draft=10**6)  # type: ignore[func-returns-value]
     monkeypatch.setitem(POLICIES, "endless", kind)
     llm = load(models, policy="endless")
-    assert made == [llm.engine.target.max_queries - 1]
+    assert made == [llm._engine.target.max_queries - 1]
     with pytest.raises(ConfigError, match="max_draft is 1000000, but this model's verifying pass takes"):
         load(models, policy="endless", max_draft=10**6)
 
@@ -180,16 +181,16 @@ def test_requests_may_name_a_draft_model_that_is_not_the_default_drafter(models:
 def test_the_draft_models_tokenizer_decides_the_default_drafter(models: Path, tmp_path: Path) -> None:
     llm = load(models, draft=models / "foreign")
     assert llm.default_drafter == "retokenize"
-    assert set(llm.engine.drafters) == {"lookup", "retokenize"}
+    assert set(llm._engine.drafters) == {"lookup", "retokenize"}
     assert llm.generate("a b c", GREEDY)[0].stats.drafted > 0
     # other ids and another vocabulary size, but the same tokenizer
     relative = checkpoints.save_checkpoint(tmp_path / "relative", vocab_size=400)
     alphabets.save(alphabets.permuted(checkpoints.tiny_tokenizer())[0], relative)
     llm = load(models, draft=relative)
     assert llm.default_drafter == "draft-model"
-    assert set(llm.engine.drafters) == {"lookup", "draft-model"}
-    assert llm.engine.drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
-    same = load(models, draft=models / "small").engine.drafters["draft-model"]
+    assert set(llm._engine.drafters) == {"lookup", "draft-model"}
+    assert llm._engine.drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
+    same = load(models, draft=models / "small")._engine.drafters["draft-model"]
     assert same.vocabulary is None  # type: ignore[attr-defined]
 
 
@@ -241,10 +242,10 @@ def test_a_retokenizing_draft_model_gets_twice_the_positions(
 ) -> None:
     """They count as memory too."""
     llm = load(models, draft=models / "foreign", max_length=700, max_batch=2)
-    drafter = llm.engine.drafters["retokenize"]
+    drafter = llm._engine.drafters["retokenize"]
     assert drafter.cache.positions == drafter.positions == 1400  # type: ignore[attr-defined]
     assert drafter.cache.rows == 2  # type: ignore[attr-defined]
-    spec = llm.spec
+    spec = llm._spec
     row = 2 * spec.kv_heads * spec.head_dim * 4
     both = (
         spec.layers * 2048 + 1 * 2048
@@ -277,12 +278,12 @@ def test_a_draft_model_with_fewer_positions_gets_a_smaller_cache(
     plain = load(models, max_length=1500).generate(prompts, params)
     for draft, name in ((short, "draft-model"), (foreign, "retokenize")):
         llm = load(models, draft=draft, max_length=1500, max_batch=2)
-        assert llm.engine.drafters[name].cache.positions == 40  # type: ignore[attr-defined]
+        assert llm._engine.drafters[name].cache.positions == 40  # type: ignore[attr-defined]
         outputs = llm.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
         assert [output.stats.drafted > 0 for output in outputs] == [True, True, True, False]
-        row = 2 * llm.spec.kv_heads * llm.spec.head_dim * 4
-        both = (llm.spec.layers * 2048 + 1024) * row
+        row = 2 * llm._spec.kv_heads * llm._spec.head_dim * 4
+        both = (llm._spec.layers * 2048 + 1024) * row
         for budget, fits in ((2 * both, True), (2 * both - 1, False)):
             set_room(monkeypatch, budget, models / "big", draft)
             with nullcontext() if fits else pytest.raises(ConfigError, match="2 sequences of 1500 positions"):
@@ -366,7 +367,7 @@ def test_the_cache_size_fits_into_free_memory(
     if needed is None:
         llm = load(models, "long", **options)
     else:
-        llm = foredraft.load(models / "long", needs=lambda *_: needed, device="cpu", **options)
+        llm = load_for(lambda *_: needed, models / "long", device="cpu", **options)
     assert (made.rows, made.positions, llm.max_length) == (rows, positions, positions)
 
 

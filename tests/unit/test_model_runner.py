@@ -424,7 +424,7 @@ def test_float16_gives_the_same_ids_with_and_without_drafts(tmp_path: Path) -> N
     prompts, said = [[3, 4, 5, 6] * 10, [7, 8, 9]], []
     for folder, dtype in (("half", None), ("whole", "float16")):
         llm = foredraft.load(tmp_path / folder, dtype=dtype, device="cpu", max_batch=2, max_length=256)
-        assert llm.engine.cache.dtype == torch.float16
+        assert llm._engine.cache.dtype == torch.float16
         for drafter in ("none", "lookup"):
             params = SamplingParams(temperature=0, max_new_tokens=48, ignore_eos=True, drafter=drafter)
             said.append([output.token_ids for output in llm.generate(prompts, params)])

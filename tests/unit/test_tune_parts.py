@@ -126,7 +126,7 @@ def test_equal_prompts_are_not_on_both_sides() -> None:
 
 @pytest.fixture(scope="module")
 def teacher_forced(llm: LLM) -> TeacherForced:
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     return TeacherForced(runner, write_calibration_texts(llm, PROMPTS, 200, 0.0, silent), 4)
 
@@ -180,7 +180,7 @@ def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tm
     """Attention layers with two kinds of window have costs of their own."""
     folder = save_checkpoint(tmp_path / "gemma2", "gemma2", eos_token_id=None)
     llm = foredraft.load(folder, drafter="none", max_batch=1, max_length=64)
-    windows = llm.spec.windows
+    windows = llm._spec.windows
     assert len(set(windows)) == 2
 
     def seconds(plan: Plan) -> float:
@@ -325,7 +325,7 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
 def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step runs the layers below the exit at an exact shape; the verifying pass resumes there and knows the
     states of all columns but the last."""
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     forward, calls = runner.forward, []
 
@@ -349,7 +349,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
     llm: LLM, temperature: float, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft is one fused call where the runner has it, and else one step per token."""
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     calls: list[tuple[list[int], bool]] = []
     steps = 0

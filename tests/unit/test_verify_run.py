@@ -179,14 +179,14 @@ def test_the_self_test_finds_the_missing_residual(llm: LLM) -> None:
 
 
 def test_the_defect_is_removed_after_the_self_test(llm: LLM, folders: tuple[Path, Path]) -> None:
-    accept_rule = llm.engine.accept
-    with without_residual(llm.engine):
-        assert llm.engine.accept is not accept_rule
+    accept_rule = llm._engine.accept
+    with without_residual(llm._engine):
+        assert llm._engine.accept is not accept_rule
         assert verify(loaded(folders), PROMPTS, QUICK).verdict == "passed"  # another engine is unchanged
-    assert llm.engine.accept is accept_rule
+    assert llm._engine.accept is accept_rule
     with pytest.raises(RequestError):
         verify(llm, [[VOCABULARY]], replace(QUICK, self_test=True))
-    assert llm.engine.accept is accept_rule
+    assert llm._engine.accept is accept_rule
 
 
 def test_a_failed_request_does_not_count_as_finding_the_defect(llm: LLM) -> None:

@@ -66,8 +66,8 @@ class BenchContext:
             drafter: Name of the drafter; a plan's draft length applies only to drafters that need a plan.
             name: Name of the policy.
         """
-        loaded: Any = self.llm.engine.policy
-        target: Any = self.llm.engine.target
+        loaded: Any = self.llm._engine.policy
+        target: Any = self.llm._engine.target
         self._policies.setdefault((loaded.name, loaded.max_draft), loaded)
         options = self.policy_options if name == loaded.name else {}
         plan_max_draft = self.plan_max_draft if DRAFTERS[drafter].needs_plan else None
@@ -77,7 +77,7 @@ class BenchContext:
     @property
     def drafters(self) -> tuple[str, ...]:
         """Names of the drafters that are loaded."""
-        return tuple(self.llm.engine.drafters)
+        return tuple(self.llm._engine.drafters)
 
 
 @dataclass(frozen=True, slots=True)

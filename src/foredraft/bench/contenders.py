@@ -103,7 +103,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) -> Contender:
-    kind, policy = DRAFTERS[drafter], llm.engine.policy.name
+    kind, policy = DRAFTERS[drafter], llm._engine.policy.name
     if kind.make is not None and drafter not in context.drafters:
         if kind.needs_plan:
             raise ConfigError(

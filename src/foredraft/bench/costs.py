@@ -31,7 +31,7 @@ class Meter:
     """
 
     def __init__(self, llm: LLM, batch: int, context: int, longest: int) -> None:
-        engine = llm.engine
+        engine = llm._engine
         target: Any = engine.target
         self.batch, self.context, self.longest = batch, context, longest
         widths = [*range(1, longest + 2)]

@@ -172,8 +172,8 @@ class Measurement:
         if contender.peer:
             return None
         seconds, rounds = 0.0, 0
-        parts = RoundClock(self.context.llm.engine)
-        with observed(self.context.llm.engine, parts):
+        parts = RoundClock(self.context.llm._engine)
+        with observed(self.context.llm._engine, parts):
             for runs in series.counted[:PROFILED_GROUPS]:
                 timing = contender.run(_select(prompts, runs.group), self.options.new_tokens)
                 seconds += timing.decode_seconds

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-import foredraft
 from foredraft import demo
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
@@ -25,6 +24,7 @@ from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
+from foredraft.loading import load_for
 from foredraft.loading.policies import check_settings
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
@@ -83,7 +83,7 @@ def bench(
             lineup=lineup,
             options=options,
             memory=memory,
-            longest_draft=_longest_draft(llm.engine.policy, lineup),
+            longest_draft=_longest_draft(llm._engine.policy, lineup),
             weight_read_seconds=_weight_read_seconds(models[0], speed),
             progress=progress,
         )
@@ -152,8 +152,10 @@ def _effective_options(
     llm: LLM, prompts: Prompts, options: Options, model: str | None, loading: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all options with the values in effect, as plain values for JSON."""
-    policy: Any = llm.engine.policy
-    plans = [str(drafter.skips) for drafter in llm.engine.drafters.values() if isinstance(drafter, LayerSkip)]
+    policy: Any = llm._engine.policy
+    plans = [
+        str(drafter.skips) for drafter in llm._engine.drafters.values() if isinstance(drafter, LayerSkip)
+    ]
     names = {"model": model or "demo", "draft": loading.get("draft") or (None if model else "demo")}
     effective = {
         **loading,
@@ -176,10 +178,10 @@ def _context(
     options: Options,
     loading: Mapping[str, Any],
 ) -> BenchContext:
-    cache = llm.engine.cache
+    cache = llm._engine.cache
     target, draft = folders
     longest = max(len(ids) for several in prompts.values() for ids in several)
-    plans = [drafter.planned for drafter in llm.engine.drafters.values() if isinstance(drafter, LayerSkip)]
+    plans = [drafter.planned for drafter in llm._engine.drafters.values() if isinstance(drafter, LayerSkip)]
     return BenchContext(
         llm=llm,
         target=target,
@@ -190,7 +192,7 @@ def _context(
         temperature=options.temperature,
         coupled=options.coupled,
         max_draft=loading.get("max_draft"),
-        policy_options=check_settings(llm.engine.policy.name, loading.get("policy_options") or {}),
+        policy_options=check_settings(llm._engine.policy.name, loading.get("policy_options") or {}),
         plan_max_draft=next(iter(plans), None),
     )
 
@@ -222,15 +224,15 @@ def _load(
             progress(stage, done, total)
 
     before = Memory(torch.device("cpu")).held_after_release()
-    llm = foredraft.load(needs=needs, progress=show, **loading | {"max_batch": max_batch})
-    memory = Memory(llm.engine.device)
+    llm = load_for(needs, progress=show, **loading | {"max_batch": max_batch})
+    memory = Memory(llm._engine.device)
     return llm, memory.held_after_release() - (before if memory.device.type == "cpu" else 0)
 
 
 def _encoded(
     llm: LLM, workload: Workload, new_tokens: int, truncate: Literal["left"] | None
 ) -> list[list[int]]:
-    return [llm.fitting(ids, new_tokens, truncate) for ids in llm.encode(list(workload.prompts))]
+    return [llm._fitting(ids, new_tokens, truncate) for ids in llm.encode(list(workload.prompts))]
 
 
 def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path | None]:
@@ -243,10 +245,10 @@ def _folders(model: str | None, loading: Mapping[str, Any]) -> tuple[Path, Path 
 
 def _models(llm: LLM, folders: tuple[Path, Path | None]) -> tuple[Model, ...]:
     """Return the records of the target and of the draft model."""
-    target = llm.engine.target
+    target = llm._engine.target
     assert isinstance(target, Runner)
     models = [model_record("target", folders[0].name, target)]
-    for drafter in llm.engine.drafters.values():
+    for drafter in llm._engine.drafters.values():
         runner = target if drafter.draft_pass is None else drafter.draft_pass.runner
         if runner is not target and folders[1] is not None:
             models.append(model_record("draft", folders[1].name, runner))

@@ -62,6 +62,7 @@ def generate(
     check_request(chat, sampling, output, interactive=interactive)
     text = "" if interactive else read_prompt(prompt, model.model)
     import foredraft
+    from foredraft.loading import load_for
 
     options = request_options(sampling, drafting)
     if output.compare:
@@ -80,7 +81,7 @@ def generate(
         return max(sampling.n, 1), max(length, CONVERSATION) if interactive else length
 
     try:
-        llm = foredraft.load(model.model, **load_options(model, drafting), needs=needs, progress=bars.show)
+        llm = load_for(needs, model.model, **load_options(model, drafting), progress=bars.show)
         full_prompt = encode(llm.tokenizer) if chat.chat else text
         params, trace = llm.params(**options), output.trace is not None
         job = Job(llm, full_prompt, params, sampling.n, model.truncate, output.show_special, trace)
@@ -294,7 +295,7 @@ def write_page(job: Job, file: Path, outputs: list[Output]) -> None:
     """Write the --trace page."""
     from foredraft import write_trace
 
-    tokenizer, spec = job.llm.tokenizer, job.llm.spec
+    tokenizer, spec = job.llm.tokenizer, job.llm._spec
     assert tokenizer is not None  # the engine refuses a text prompt without one
     drafter = job.llm.default_drafter or "none"
     temperature = job.params.temperature

@@ -77,7 +77,7 @@ def verify(
 
 def run(prompts: list[str], options: Options, model: ModelOptions, drafting: DraftOptions) -> Report:
     """Load the models with room for the verification, and run it."""
-    import foredraft
+    from foredraft.loading import load_for
     from foredraft.verify import verify as run_checks
     from foredraft.verify.distribution_tests import BATCH
     from foredraft.verify.run import max_new_tokens
@@ -95,7 +95,7 @@ def run(prompts: list[str], options: Options, model: ModelOptions, drafting: Dra
     try:
         # The default policy would be free not to draft at all; "fixed" always drafts.
         load = {"policy": "fixed"} | load_options(model, drafting)
-        llm = foredraft.load(model.model, **load, needs=needs, progress=show_loading)
+        llm = load_for(needs, model.model, **load, progress=show_loading)
         return run_checks(llm, prompts, options, truncate=model.truncate, progress=bars.show)
     finally:
         bars.clear()

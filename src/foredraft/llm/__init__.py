@@ -52,7 +52,7 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
         profile_seconds: float = 0.0,
     ) -> None:
-        self.engine, self.spec, self.tokenizer = engine, spec, tokenizer
+        self._engine, self._spec, self.tokenizer = engine, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
         self.deterministic, self.profile_seconds = deterministic, profile_seconds
@@ -177,7 +177,7 @@ class LLM:
             return self._driver.drive(outputs)
         except BaseException:
             # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
-            self._driver.post(self.engine.cancel, sequences[::-1])
+            self._driver.post(self._engine.cancel, sequences[::-1])
             raise
 
     def stream(
@@ -264,7 +264,7 @@ class LLM:
                     return
         finally:
             # does not wait, because a dropped iterator may be closed in the middle of a step
-            self._driver.post(self.engine.cancel, [sequence])
+            self._driver.post(self._engine.cancel, [sequence])
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt, in any form that `generate` takes.
@@ -279,7 +279,7 @@ class LLM:
         """
         return self._requests.encode(prompts)
 
-    def fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
+    def _fitting(self, prompt: list[int], new: int, truncate: str | None) -> list[int]:
         """Return a prompt that leaves room for `new` tokens, as `generate` would read it."""
         return self._requests.truncated(prompt, new, truncate)
 
@@ -287,7 +287,7 @@ class LLM:
     def _requests(self) -> Requests:
         """The checks and the defaults of requests, by the current values of the attributes."""
         return Requests(
-            self.engine, self.spec, self.tokenizer, self.default_drafter, self.max_length, self._ids
+            self._engine, self._spec, self.tokenizer, self.default_drafter, self.max_length, self._ids
         )
 
     def _output(self, sequence: Sequence) -> Output:
@@ -321,4 +321,4 @@ class LLM:
         """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
         if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
             return None
-        return self.engine.policy.why_plain(sequence)
+        return self._engine.policy.why_plain(sequence)

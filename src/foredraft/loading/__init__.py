@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +23,7 @@ from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
 from foredraft.profiling.profile import use_profile
 
-__all__ = ["load"]
+__all__ = ["load", "load_for"]
 
 
 def load(
@@ -44,7 +45,6 @@ def load(
     deterministic: bool = True,
     compile: bool = False,
     kernels: bool | None = None,
-    needs: Needs | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Load a Hugging Face checkpoint and the drafters for it.
@@ -80,8 +80,6 @@ def load(
         kernels: Run layers and vocabulary operations with Foredraft's own kernels, which a C compiler builds
             for this CPU once, in two seconds. None uses them where a compiler is found and they support the
             model.
-        needs: Given the tokenizer and the model's default parameters, returns the sequences and the positions
-            that will be used. The caches get no more than that, unless max_batch or max_length says so.
         progress: Called as (stage, done, total) while loading and during prefill.
 
     Returns:
@@ -102,10 +100,23 @@ def load(
             plan=plan, policy=policy, policy_options=policy_options, max_draft=max_draft,
             draft_sampling=draft_sampling, dtype=dtype, device=device, max_batch=max_batch,
             max_length=max_length, deterministic=deterministic, compile=compile, kernels=kernels,
-            needs=needs, progress=progress,
+            needs=None, progress=progress,
         )
     )  # fmt: skip
     return _assemble(options)
+
+
+def load_for(needs: Needs, path: str | Path | None = None, **options: Any) -> LLM:
+    """Load as `load` does, with caches no larger than the coming requests need; for the commands.
+
+    Args:
+        needs: Given the tokenizer and the model's default parameters, returns the sequences and the positions
+            that will be used at most. max_batch and max_length override it.
+        path: As `load` takes it.
+        **options: The other arguments of `load`.
+    """
+    defaults = {name: parameter.default for name, parameter in signature(load).parameters.items()}
+    return _assemble(checked(LoadOptions(**defaults | options | {"path": path, "needs": needs})))
 
 
 def _assemble(options: LoadOptions) -> LLM:

@@ -40,7 +40,7 @@ class CalibrationCache:
         self, folder: Path, hash: str, llm: LLM, prompts: Sequence[list[int]], tokens: int, temperature: float
     ) -> None:
         self.prompts = {tuple(prompt) for prompt in prompts}
-        self.vocabulary, self.tokens, self.temperature = llm.spec.vocab_size, tokens, temperature
+        self.vocabulary, self.tokens, self.temperature = llm._spec.vocab_size, tokens, temperature
         self.key = {
             "format": FORMAT,
             "foredraft": foredraft.__version__,
@@ -91,8 +91,8 @@ def _files(folder: Path) -> list[Any]:
 
 def _passes(llm: LLM) -> list[Any]:
     """Return what determines the arithmetic: device, dtype, kind of passes, version of PyTorch."""
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
-    device, dtype = llm.engine.device.type, str(llm.engine.cache.dtype)
+    device, dtype = llm._engine.device.type, str(llm._engine.cache.dtype)
     how = [runner.by_kernels, runner.compiled, llm.deterministic]
     return [device, dtype, how, torch.__version__]

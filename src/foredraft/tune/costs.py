@@ -98,7 +98,7 @@ def measure_plan_costs(
     repeats: int = REPEATS,
 ) -> PlanCosts:
     """At batch 1, with `context` tokens before the drafts, which are `longest` tokens long."""
-    spec, of_exits = llm.spec, max(1, repeats // 2)
+    spec, of_exits = llm._spec, max(1, repeats // 2)
     after = Steps(progress, "costs", 1 + repeats + (1 + of_exits if spec.layers > 1 else 0))
     everything = range(spec.layers)
     full = Plan.full(spec.layers)
@@ -155,7 +155,7 @@ def _timed(
     """In plain steps, by turns: of verifying passes, by ("verify", rows), and of whole rounds, by (plan, the
     draft's length): of all plans with the longest draft, of the first one with a single token, too. And a
     plain step's seconds. A draft is made in one call where the engine would."""
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     bare = BareForwards(runner, 1, context, longest + 1)
     works: dict[Any, Work] = {"step": bare.verify(1)}
@@ -165,7 +165,7 @@ def _timed(
         draws = _draws(llm, context, length, temperature)
         draft = bare.draft(DraftPass(runner, plan), length, draws)
         works[plan, length] = in_sequence(draft, works["verify", length + 1])
-    seconds = interleaved(works, llm.engine.device, repeats, warm=1, settle=0.0, after=after)
+    seconds = interleaved(works, llm._engine.device, repeats, warm=1, settle=0.0, after=after)
     plain = seconds.pop("step")
     found = {
         key: [own / step for own, step in zip(turns, plain, strict=True)] for key, turns in seconds.items()
@@ -175,7 +175,7 @@ def _timed(
 
 def _draws(llm: LLM, context: int, longest: int, temperature: float) -> Callable[[], Draws]:
     """At this temperature, as the engine has them."""
-    device, vocab_ops = llm.engine.device, llm.engine.vocab_ops
+    device, vocab_ops = llm._engine.device, llm._engine.vocab_ops
     table = SamplingTable.of([SamplingParams(temperature=temperature)], device, vocab_ops=vocab_ops)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.arange(context, context + longest, device=device)[None]  # [1, K]

@@ -44,7 +44,7 @@ def measure_exit_costs(
 ) -> ExitCosts | None:
     """At batch 1, with `context` tokens before the drafts; `after` each turn (`Turns`), of which there is one
     more than repeats. None where a model has no layer to exit before."""
-    layers = llm.spec.layers
+    layers = llm._spec.layers
     if layers < 2:
         return None
     exits = sorted({1, layers - 1})
@@ -68,7 +68,7 @@ def _timed(
     llm: LLM, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
 ) -> dict[object, list[float]]:
     """Seconds of "step", of ("verify", exit, rows), and of ("round", exit), a whole one."""
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     bare = BareForwards(runner, 1, context, longest + 1)
     states = runner.decoder.embed(bare.tokens(longest + 1))
@@ -76,10 +76,10 @@ def _timed(
     for exit in exits:
         for rows in range(2, longest + 2):  # all but the last drafted token were read
             works["verify", exit, rows] = bare.verify(rows, Resume(exit, states[:, :rows], [rows - 1]))
-        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm.spec.layers), exact=True)
+        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm._spec.layers), exact=True)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
         works["round", exit] = in_sequence(draft, works["verify", exit, longest + 1])
-    return interleaved(works, llm.engine.device, repeats, warm=1, settle=0.0, after=after)
+    return interleaved(works, llm._engine.device, repeats, warm=1, settle=0.0, after=after)
 
 
 def _line(exits: list[int], costs: list[float]) -> Line:

@@ -52,8 +52,8 @@ class _Contest:
 
     @property
     def runner(self) -> Runner:
-        assert isinstance(self.llm.engine.target, Runner)
-        return self.llm.engine.target
+        assert isinstance(self.llm._engine.target, Runner)
+        return self.llm._engine.target
 
     def contender(self, name: str, draft_length: int) -> ForedraftContender:
         temperature = self.options.temperature
@@ -111,7 +111,7 @@ def _without_loops(
 @contextmanager
 def _added_drafters(contest: _Contest, plans: dict[str, Skips]) -> Iterator[None]:
     """Add a drafter for each plan to the engine while the context is open."""
-    engine = contest.llm.engine
+    engine = contest.llm._engine
     added = {name: LayerSkip(contest.runner, engine.cache, skips) for name, skips in plans.items()}
     with replaced(engine, "drafters", engine.drafters | added):
         yield

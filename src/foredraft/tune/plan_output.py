@@ -47,7 +47,7 @@ def check_writable(folder: Path) -> None:
 
 def dtype_of(llm: LLM) -> str:
     """Return the name of the dtype in which the model computes."""
-    return dtype_name(llm.engine.cache.dtype)
+    return dtype_name(llm._engine.cache.dtype)
 
 
 def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperature: float) -> PlanFile:
@@ -64,11 +64,11 @@ def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperatur
     return PlanFile(
         model=model,
         model_hash=hash,
-        layers=llm.spec.layers,
+        layers=llm._spec.layers,
         skip_attention=skips.attention,
         skip_mlp=skips.mlp,
         exit=skips.exit,
-        device=llm.engine.device.type,
+        device=llm._engine.device.type,
         dtype=dtype_of(llm),
         max_draft=winner.draft,
         alpha=winner.alpha,

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import foredraft
 from foredraft import demo
 from foredraft.bench.machine import machine
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
+from foredraft.loading import load_for
 from foredraft.loading.policies import longest_draft
 from foredraft.model.hub import resolve
 from foredraft.model.runner import Runner
@@ -121,8 +121,8 @@ class _Target:
 
     @property
     def runner(self) -> Runner:
-        assert isinstance(self.llm.engine.target, Runner)
-        return self.llm.engine.target
+        assert isinstance(self.llm._engine.target, Runner)
+        return self.llm._engine.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +241,11 @@ class _Run:
         return Report(
             model=target.name,
             model_hash=target.hash,
-            layers=target.llm.spec.layers,
+            layers=target.llm._spec.layers,
             study=result.study,
             storage=self.storage.shown,
             options=asdict(options) | shown,
-            machine=machine(target.llm.engine.device),
+            machine=machine(target.llm._engine.device),
             tokens=result.tokens,
             costs=result.costs,
             trials=result.trials,
@@ -291,7 +291,7 @@ def _load(
         if stage != "prefill":
             progress(stage, done, total)
 
-    return foredraft.load(folder, drafter="none", needs=needs, progress=without_prefill, **loading)
+    return load_for(needs, folder, drafter="none", progress=without_prefill, **loading)
 
 
 def _encode(
@@ -306,7 +306,7 @@ def _encode(
     encoded = []
     for ids in llm.encode(list(prompts)):
         try:
-            encoded.append(llm.fitting(ids, room, truncate))
+            encoded.append(llm._fitting(ids, room, truncate))
         except RequestError as error:
             raise _too_long(llm, len(ids), options, prompts, truncate) from error
     return encoded
@@ -336,8 +336,8 @@ def _too_long(
         remedies.append(("shorten the prompt",))
         if truncate is None:
             remedies.append(("give ", Option("truncate", "left")))
-    if llm.max_length < llm.spec.max_positions:
-        remedies.append(("raise ", Option("max_length"), f" up to the model's {llm.spec.max_positions}"))
+    if llm.max_length < llm._spec.max_positions:
+        remedies.append(("raise ", Option("max_length"), f" up to the model's {llm._spec.max_positions}"))
     if not remedies:
         remedies.append(("use a model with more positions",))
     joined = [part for remedy in remedies for part in (", or ", *remedy)][1:]
@@ -355,9 +355,9 @@ def _study_name(hash: str, llm: LLM, calibration: CalibrationTexts, max_draft: i
     machines share a study only if they are of one kind and run the passes in the same way.
     """
     sampling = f"T={calibration.temperature:g} K={max_draft}"
-    about = machine(llm.engine.device)
+    about = machine(llm._engine.device)
     device = about.get("device") or f"{about['cpu']}, {about['threads']} threads"
-    runner = llm.engine.target
+    runner = llm._engine.target
     assert isinstance(runner, Runner)
     modes = {
         "kernels": runner.by_kernels,

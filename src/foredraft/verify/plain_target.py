@@ -28,7 +28,7 @@ class PlainTarget:
     """
 
     def __init__(self, llm: LLM, positions: int) -> None:
-        runner = llm.engine.target
+        runner = llm._engine.target
         assert isinstance(runner, Runner)
         self.runner = runner
         self.cache = runner.new_cache(1, positions)

@@ -82,10 +82,10 @@ def verify(
     if not all(encoded):
         raise ConfigError("a prompt is empty, or there are none", remedy="give at least one token")
     new_tokens = max_new_tokens(options)
-    encoded = [llm.fitting(ids, new_tokens, truncate) for ids in encoded]
+    encoded = [llm._fitting(ids, new_tokens, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
     plain = PlainTarget(llm, max(map(len, encoded)) + new_tokens)
-    with without_residual(llm.engine) if options.self_test else nullcontext():
+    with without_residual(llm._engine) if options.self_test else nullcontext():
         identity = compare_tokens(
             llm, plain, encoded, drafter, options.tokens, partial(progress, "Temperature 0")
         )
@@ -152,7 +152,7 @@ def _sample_count(options: Options, level: float, is_control: bool, cells: int) 
 
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:
     """Return what is tested, and on which machine."""
-    engine = llm.engine
+    engine = llm._engine
     drafting = engine.drafters[drafter]
     return {
         "drafter": drafter,
