@@ -200,7 +200,7 @@ def test_works_settle_for_the_given_seconds(monkeypatch: pytest.MonkeyPatch) -> 
         now, runs = now + 2.0, runs + 1
 
     monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
-    for settle, before in ((0.0, 0), (1.0, 1), (4.0, 2), (5.0, 3)):
+    for settle, before in ((None, 0), (0.0, 1), (1.0, 1), (4.0, 2), (5.0, 3)):
         runs = 0
         assert timing.interleaved({"it": work}, CPU, 1, warm=0, settle=settle) == {"it": [2.0]}
         assert runs == before + 1
