@@ -236,7 +236,7 @@ def test_wrong_files_of_prompts_are_refused(
 def test_a_missing_drafter_or_tokenizer_is_refused(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*pair[:3], "x"]) == 2
+    assert main([*pair[:3], "x", "--drafter", "none"]) == 2
     assert "there is no drafter, so there is nothing to verify; give --draft or --drafter lookup" in (
         capsys.readouterr().err
     )
