@@ -270,7 +270,9 @@ def test_a_request_without_work_memory_ends_with_an_error(
     changed.mkdir()
     old = "return NO_MEMORY;\n    float *top"
     plant(monkeypatch, changed, f"if (!sums) {old}", f"if (1) {old}")
-    llm = foredraft.load(pair / "big", draft=pair / "small", device="cpu", kernels=True, max_length=64)
+    llm = foredraft.load(  # a policy that measures no costs, which would fail as the requests do
+        pair / "big", draft=pair / "small", policy="fixed", device="cpu", kernels=True, max_length=64
+    )
     params = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=0)
     for drafts in ("draft-model", "none"):
         sampled, greedy = (llm.generate([[5, 6, 7]], replace(own, drafter=drafts))[0] for own in params)
