@@ -290,7 +290,7 @@ def test_each_refusal_of_the_hub_is_reported_in_one_line(
     )
     message = client.refused("owner/none", **environment)
     assert message.startswith(
-        "owner/none is neither a local folder nor a model on the hub; check its arguments"
+        "owner/none is neither a local folder nor a model on the hub; check its spelling"
     )
     for arguments in (["owner/big@v2"], ["owner/big", "v2"], ["owner/big", "0" * 40]):
         message = client.refused(*arguments, **environment)
