@@ -16,7 +16,7 @@ FOREIGN = ModelsGiven("big", "foreign", other_tokenizer=True)
 @pytest.mark.parametrize(
     ("given", "names", "default"),
     [
-        (ALONE, "none lookup auto", "none"),
+        (ALONE, "none lookup auto", "lookup"),
         (PAIR, "none lookup draft-model auto", "draft-model"),
         (FOREIGN, "none lookup retokenize auto", "retokenize"),
         (ModelsGiven("big", plan=True), "none lookup layer-skip auto", "layer-skip"),
@@ -28,7 +28,9 @@ def test_the_models_decide_the_available_and_the_default_drafters(
     given: ModelsGiven, names: str, default: str
 ) -> None:
     assert " ".join(compatibility.available_drafters(given)) == names
-    assert default_drafter(given.draft is not None, given.other_tokenizer, plan_given=given.plan) == default
+    models = given.draft is not None, given.other_tokenizer
+    assert default_drafter("fixed", *models, plan_given=given.plan) == default
+    assert default_drafter("auto", *models, plan_given=given.plan) == "auto"
 
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
