@@ -424,8 +424,9 @@ class Whims(Policy):
 class _Unshared(dict[Any, Any]):
     """A pool that no two requests share."""
 
-    def __contains__(self, kind: object) -> bool:
-        return False
+    def setdefault(self, kind: Any, default: Any = None) -> Any:
+        self[kind] = default
+        return default
 
 
 class SolitaryAuto(Auto):
