@@ -110,12 +110,7 @@ class RequestState:
 
 
 class Auto(Policy):
-    """The cost model.
-
-    Args:
-        max_draft: Longest draft.
-        costs: Costs on this machine, as `use` takes them.
-    """
+    """The cost model. max_draft: longest draft; greedy, sampled: costs here, as `use` takes them."""
 
     name = "auto"
     uses_costs = True
