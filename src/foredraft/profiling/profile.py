@@ -149,10 +149,11 @@ def measure_profile(
         for draws in (False, True):
             host[draws][batch] = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
     progress(len(batches), len(batches))
-    tables = [
-        CostTable(_with_host(passes, host[draws], longest), drafts, _reads(engine)) for draws in (False, True)
-    ]
-    return Profile(tables[0], tables[1], believed, time.perf_counter() - started)
+    reads = _reads(engine)  # reading draws no tokens, so both tables share it
+    greedy, sampled = (
+        CostTable(_with_host(passes, host[draws], longest), drafts, reads) for draws in (False, True)
+    )
+    return Profile(greedy, sampled, believed, time.perf_counter() - started)
 
 
 def steady(samples: Sequence[float]) -> float | None:
