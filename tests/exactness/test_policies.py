@@ -153,7 +153,7 @@ def assert_heard(sequence: Sequence, asked: Asked, turn: RoundTrace, signal: Sig
     assert confidence == pytest.approx(confidence_of(last, turn.next_token, signal), abs=1e-5)
     if turn.drafter in (None, "script"):
         return
-    assert len(turn.draft) == asked.longest
+    assert len(turn.draft) == asked.longest and outcome.steps == asked.places
     before, after = asked.before[: asked.places], asked.after[: asked.longest]
     assert len(before) == asked.places
     assert len(after) >= min(asked.longest, asked.budget - 1)

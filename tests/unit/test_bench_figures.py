@@ -133,6 +133,9 @@ def test_predicted_speedup_sums_the_costs_of_the_actual_rounds() -> None:
     )
     idle = of(Round(0, 0, 1), Round(3, 3, 4, drafter="draft-model"))
     assert predicted_speedup(known, idle) == pytest.approx(2.5 / (0.65 / 2 + (1.0 + 1.6) / 2))
+    # the drafter took a step but proposed no token in its last position
+    stopped = of(Round(1, 1, 2, undrawn=1), Round(0, 0, 1, undrawn=1), drafter="draft-model")
+    assert predicted_speedup(known, stopped) == pytest.approx(1.5 / ((0.35 + 0.5) / 2 + (1.1 + 1.0) / 2))
     assert forward_cost(known, of(Round(0, 0, 1), Round(0, 0, 1))) == 1
 
 

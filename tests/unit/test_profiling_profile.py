@@ -243,7 +243,12 @@ def test_a_profile_that_is_not_believed_is_not_kept(machine: Machine) -> None:
     assert user_cache.read("profiles", profile._key(engine_of(machine), LONGEST)) is not None
 
 
-@pytest.mark.parametrize("document", [3, [], {}, {"greedy": {}}, {"greedy": {"passes": 3}, "sampled": None}])
+NO_PASSES = dict.fromkeys(("greedy", "sampled"), {"passes": {}, "drafts": {}, "reads": {}})
+
+
+@pytest.mark.parametrize(
+    "document", [3, [], {}, {"greedy": {}}, {"greedy": {"passes": 3}, "sampled": None}, NO_PASSES]
+)
 def test_a_broken_profile_is_measured_again(machine: Machine, document: Any) -> None:
     user_cache.write("profiles", profile._key(engine_of(machine), LONGEST), document)
     assert kept(engine_of(machine)).seconds > 0

@@ -18,7 +18,6 @@ from foredraft.errors import RequestError
 from foredraft.kinds import DRAFTERS, RULES
 from foredraft.llm import LLM
 from foredraft.profiling.phases import DecodingClock, observed
-from foredraft.profiling.profile import use_profile
 from foredraft.profiling.timing import replaced
 
 __all__ = ["BigLittle", "ForedraftContender"]
@@ -76,7 +75,6 @@ class ForedraftContender:
         engine = self.llm._engine
         clock = DecodingClock(engine)
         with replaced(engine, "policy", self.policy), observed(engine, clock):
-            use_profile(engine)
             outputs = self.llm.generate(prompts, [self._params(ids, new_tokens) for ids in prompts])
         for output in outputs:
             if output.error is not None:

@@ -32,6 +32,7 @@ class Draft:
         resume: Hidden states of the target that a stepper already computed for [pending, *tokens].
         nonfinite: [B] bool, rows whose drafter gave non-finite logits; None where no row did.
         host_lengths: Upper bounds of `lengths` that the host knows without reading the device; None is none.
+        undrawn: [B] int64, draft steps whose place was left to the target; None where the policy leaves none.
     """
 
     tokens: Tensor
@@ -40,6 +41,7 @@ class Draft:
     resume: Resume | None = None
     nonfinite: Tensor | None = None
     host_lengths: list[int] | None = None
+    undrawn: Tensor | None = None
 
     @classmethod
     def combine(cls, parts: list[tuple[list[bool], Draft]], inputs: RoundInputs) -> Draft:
@@ -54,6 +56,7 @@ class Draft:
         tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         nonfinite = torch.zeros(rows, dtype=torch.bool, device=device)
+        undrawn: Tensor | None = None
         host_lengths = list(inputs.budgets)
         for own_rows, draft in parts:
             own = upload(own_rows, device)
@@ -62,6 +65,8 @@ class Draft:
             lengths = draft.lengths.where(own, lengths)
             if draft.nonfinite is not None:
                 nonfinite = nonfinite | draft.nonfinite
+            if draft.undrawn is not None:
+                undrawn = draft.undrawn if undrawn is None else undrawn + draft.undrawn
             if draft.host_lengths is not None:
                 pairs = zip(own_rows, draft.host_lengths, host_lengths, strict=True)
                 host_lengths = [mine if is_own else other for is_own, mine, other in pairs]
@@ -73,7 +78,7 @@ class Draft:
         if resume is not None:
             missing = width + 1 - resume.hidden.shape[1]
             resume = replace(resume, hidden=F.pad(resume.hidden, (0, 0, 0, missing)))
-        return cls(tokens, lengths, q, resume, nonfinite, host_lengths)
+        return cls(tokens, lengths, q, resume, nonfinite, host_lengths, undrawn)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _draft_loop(
         tokens, counts = token, [1] * len(sequences)
     if walks is not None:
         walks.undo()
-    return steps.draft(drafter.resume())
+    return steps.draft(drafter.resume(), counts_undrawn=policy.stops_by_content)
 
 
 def _draw(q: Distribution, inputs: RoundInputs, column: int, noise: Noise) -> Tensor:
@@ -248,15 +248,15 @@ class _Steps:
                 alive = upload([not idle for idle in self.idle], self.device) & self._wanted[:, done - 1]
                 on = walks.advance(self._tokens[-1], on & alive)
             self._goes_on.append(on[:, None])
-            told = on.tolist()
+            continued = on.tolist()
             self.host_lengths = [
                 length if on or idle else min(length, done)
-                for length, on, idle in zip(self.host_lengths, told, self.idle, strict=True)
+                for length, on, idle in zip(self.host_lengths, continued, self.idle, strict=True)
             ]
-            continues = [more and on for more, on in zip(continues, told, strict=True)]
+            continues = [more and on for more, on in zip(continues, continued, strict=True)]
         self.idle = [idle or not more for idle, more in zip(self.idle, continues, strict=True)]
 
-    def draft(self, resume: Resume | None) -> Draft:
+    def draft(self, resume: Resume | None, *, counts_undrawn: bool) -> Draft:
         """Return the draft: each row's tokens up to where it ended."""
         count = len(self._tokens)
         before = F.pad(torch.cat(self._goes_on[: count - 1], 1), (1, 0), value=True) if count > 1 else None
@@ -267,4 +267,6 @@ class _Steps:
         nonfinite = (reached & ~torch.cat(self._finite, 1)).any(1)
         columns = torch.arange(count, device=self.device)
         tokens = torch.cat(self._tokens, 1).where(columns < lengths[:, None], 0)
-        return Draft(tokens, lengths, Distribution.along(self._q), resume, nonfinite, self.host_lengths)
+        undrawn = reached.sum(1) - lengths if counts_undrawn else None
+        q = Distribution.along(self._q)
+        return Draft(tokens, lengths, q, resume, nonfinite, self.host_lengths, undrawn)

@@ -221,7 +221,7 @@ class Engine:
             # was accepted before the first such value would be exact, but NaN reaches every column of its row
             # (0 * NaN is NaN behind any mask), and only another pass could tell which column was first.
             self.cache.wipe(sequence.row, len(sequence.tokens) - 1)
-            return Round(result.drafted, 0, 0, drafter)
+            return Round(result.drafted, 0, 0, drafter, result.undrawn)
         whole = result.accepted == result.drafted > 0
         origins = [Origin.DRAFTER] * result.accepted + [Origin.BONUS if whole else Origin.TARGET]
         before = len(sequence.tokens)
@@ -229,7 +229,7 @@ class Engine:
         emitted = len(sequence.tokens) - before
         if read <= result.accepted:
             return Round(read, read, emitted, drafter)
-        return Round(result.drafted, result.accepted, emitted, drafter)
+        return Round(result.drafted, result.accepted, emitted, drafter, result.undrawn)
 
     def _tell_drafters(self, sequence: Sequence, base: int, emitted: int, forward: Forward) -> None:
         """Hand tapped states of the committed positions to the row's drafters, and roll them back."""

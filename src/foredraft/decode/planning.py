@@ -17,7 +17,7 @@ __all__ = ["may_draft", "plan_drafts"]
 def may_draft(sequences: Iterable[Sequence]) -> bool:
     """Return whether any sequence has a drafter.
 
-    Without one, the policy is neither asked nor told anything.
+    Without one, the policy neither plans nor learns.
     """
     return any(sequence.drafters for sequence in sequences)
 

@@ -43,6 +43,7 @@ class RowResult:
         q: What the drafter's distributions gave them, if traced.
         next_p: Probability of the next token, if traced.
         target_confidence: Confidence of the target in the next token; None unless the policy wants it.
+        undrawn: Draft steps whose place was left to the target.
     """
 
     accepted: int
@@ -56,6 +57,7 @@ class RowResult:
     q: list[float]
     next_p: float
     target_confidence: float | None = None
+    undrawn: int = 0
 
     @property
     def new_tokens(self) -> list[int]:
@@ -114,6 +116,8 @@ def fetch_results(
     }  # fmt: skip
     if draft.nonfinite is not None:
         wanted["drafter_nonfinite"] = draft.nonfinite
+    if draft.undrawn is not None:
+        wanted["undrawn"] = draft.undrawn
     if rows or traced:
         # the decided tokens in their columns; nothing reads past them
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
@@ -156,4 +160,5 @@ def _row_result(values: dict[str, Any], sequence: Sequence, figures: Integers | 
         q=chances[len(tokens) : len(tokens) + drafted],
         next_p=chances[-1] if chances else 0.0,
         target_confidence=values.get("target_confidence"),
+        undrawn=values.get("undrawn", 0),
     )

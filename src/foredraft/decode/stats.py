@@ -26,12 +26,19 @@ class Round:
         emitted: Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make
             the number negative.
         drafter: The drafter that was asked; None in a plain step.
+        undrawn: Draft steps whose place the policy left to the target.
     """
 
     drafted: int
     accepted: int
     emitted: int
     drafter: str | None = None
+    undrawn: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Return the draft steps: one a proposed token, and those whose place was left to the target."""
+        return self.drafted + self.undrawn
 
 
 @dataclass(slots=True)
@@ -45,8 +52,8 @@ class Stats:
         drafted: Tokens proposed.
         accepted: Proposed tokens that were kept.
         rejections: Rounds that a rejection ended.
-        drafts: Rounds with a draft, by drafter.
-        steps: Drafted tokens, by drafter.
+        drafts: Rounds in which a drafter took a step, by drafter.
+        steps: Draft steps, by drafter.
         drafted_at: Drafts that reached each position, from the first on.
         accepted_at: Those of them whose token there was accepted.
     """
@@ -71,9 +78,9 @@ class Stats:
             stats.drafted += r.drafted
             stats.accepted += r.accepted
             stats.rejections += r.accepted < r.drafted
-            if r.drafter is not None and r.drafted:
+            if r.drafter is not None and r.steps:
                 stats.drafts[r.drafter] += 1
-                stats.steps[r.drafter] += r.drafted
+                stats.steps[r.drafter] += r.steps
             stats._widen(r.drafted)
             for j in range(r.drafted):
                 stats.drafted_at[j] += 1

@@ -154,14 +154,14 @@ class Auto(Policy):
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
-        told: dict[str, str] = {}  # of several confidences of a drafter the best one is told
+        reasons: dict[str, str] = {}  # of several confidences of a drafter the best one is reported
         for (name, _), known in sorted(state.estimates.items(), key=lambda each: each[1].acceptance.alpha):
             chance, ms = known.acceptance.rates(1)[0], round_ms(self.table, [(name, 1)] * state.batch)
             speed = (1 + chance) * self.table.plain(state.batch) / ms
-            told[name] = f"{name} at {speed:.2f} x plain decoding (acceptance {chance:.0%})"
+            reasons[name] = f"{name} at {speed:.2f} x plain decoding (acceptance {chance:.0%})"
         return (
-            f"no draft is expected to pay: {', '.join(told.values())}"
-            if told
+            f"no draft is expected to pay: {', '.join(reasons.values())}"
+            if reasons
             else "no drafter had a proposal"
         )
 

@@ -1,4 +1,4 @@
-"""Policy: the base class, and what a policy is told and answers.
+"""Policy: the base class, and the records that it receives and returns.
 
 Contract: a policy decides from distributions and from what was emitted. It never drops a drawn token,
 because a token dropped for its own probability would bias the output; it stops *after* a token, which goes to
@@ -69,7 +69,7 @@ class Policy:
         name: As users name it.
         max_draft: Longest draft, in tokens.
         stops_by_content: `may_draw` and `go_on` are asked. Each answer costs a [B]-sized read of the device.
-        target_signal: Which confidence of the target `learn` is told; None spares its computation.
+        target_signal: Which confidence of the target `learn` receives; None spares its computation.
         uses_costs: The policy chooses among drafters by their cost. A drafter then reads a text only once it
             is chosen, and `Candidates` tell what it has not read and how confident it is.
     """

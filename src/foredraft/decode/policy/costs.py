@@ -92,14 +92,16 @@ class CostTable:
         return {"passes": self.passes, "drafts": self.drafts, "reads": self.reads}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> CostTable:
+    def from_dict(cls, values: Mapping[str, Any]) -> CostTable:
         """Return the table of `as_dict`. Raises KeyError, TypeError or ValueError where it is none."""
-        passes = {int(batch): {int(n): float(ms) for n, ms in by} for batch, by in told["passes"].items()}
+        if not values["passes"]:
+            raise ValueError("no pass was measured")
+        passes = {int(batch): {int(n): float(ms) for n, ms in by} for batch, by in values["passes"].items()}
         drafts = {
             str(name): {int(batch): (float(first), float(further)) for batch, (first, further) in by.items()}
-            for name, by in told["drafts"].items()
+            for name, by in values["drafts"].items()
         }
-        return cls(passes, drafts, {str(name): float(ms) for name, ms in told["reads"].items()})
+        return cls(passes, drafts, {str(name): float(ms) for name, ms in values["reads"].items()})
 
 
 def round_ms(table: CostTable, rows: Sequence[tuple[str | None, int]]) -> float:
