@@ -243,7 +243,8 @@ def test_a_profile_that_is_not_believed_is_not_kept(machine: Machine) -> None:
     assert user_cache.read("profiles", profile._key(engine_of(machine), LONGEST)) is not None
 
 
-NO_PASSES = dict.fromkeys(("greedy", "sampled"), {"passes": {}, "drafts": {}, "reads": {}})
+EMPTY = {"passes": {}, "drafts": {}, "reads": {}}
+NO_PASSES = {"greedy": EMPTY, "sampled": EMPTY}
 
 
 @pytest.mark.parametrize(
