@@ -283,7 +283,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
             running = {name: Running(contender, group, params) for name, contender in contenders.items()}
             order = list(running.values())
             while order:
-                chance.shuffle(order)  # nobody is always next to the same one, whose work slows what follows
+                chance.shuffle(order)  # so that no contender always follows the same one, whose work slows it
                 for requests in order:
                     requests.go_on(SLICE)
                 order = [requests for requests in order if not requests.done]

@@ -30,9 +30,9 @@ from workload import HERE, machine, write
 
 from foredraft.cli.tune import prompts_of
 from foredraft.model.decoder import Plan
-from foredraft.tune.costs import PlanCosts
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
+from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.ranking import skips_of
 from foredraft.tune.search import SEED_SIZES, Deadline, Search, seed_plans
 from foredraft.tune.study import StudyStorage

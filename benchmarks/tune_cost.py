@@ -29,9 +29,9 @@ import foredraft
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.tune.calibration import new_tokens_per_prompt, write_calibration_texts
-from foredraft.tune.costs import measure_plan_costs
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
+from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage
 from foredraft.tune.teacher_forced import TeacherForced

@@ -55,7 +55,7 @@ class ForedraftError(Exception):
         value: The value that it has.
         remedy: What to do instead.
 
-    Example:
+    Examples:
         >>> print(ConfigError(option="max_draft", value=0, remedy="give a whole number, 1 or more"))
         max_draft is 0; give a whole number, 1 or more
     """

@@ -18,7 +18,7 @@ from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.model.runner import Runner
 from foredraft.tune import run as run_module
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
-from foredraft.tune.exits import ExitCosts
+from foredraft.tune.exit_costs import ExitCosts
 from foredraft.tune.records import Finalist
 from tests.support.checkpoints import save_pair
 

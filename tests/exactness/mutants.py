@@ -379,8 +379,8 @@ def one_temperature(of: Function) -> Function:
 
 def renormalised_without_a_cut(probs: Function) -> Function:
     def spoilt(ops: TorchVocabOps, x: Tensor, by: Any) -> Any:
-        law, finite = probs(ops, x, by)
-        return (law if by.cut is None else law / total(law)), finite
+        distribution, finite = probs(ops, x, by)
+        return (distribution if by.cut is None else distribution / total(distribution)), finite
 
     return spoilt
 

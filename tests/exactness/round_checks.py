@@ -50,7 +50,7 @@ def bonus_behind_the_gate() -> None:
 
 def decisions_among_drafters() -> None:
     enumeration.enumerate_and_compare(
-        [enumeration.choosing("as it is", new=4)], lambda: enumeration.Whims(3, 1)
+        [enumeration.choosing("as it is", new=4)], lambda: enumeration.ArbitraryDecisions(3, 1)
     )
 
 
@@ -88,7 +88,7 @@ def bits_of_a_row() -> None:
 
 def samples_of_draft_model() -> None:
     (found,) = chi_square.sample(1200, Fixed(3), chi_square.ROWS[:1])
-    chi_square.assert_law(found, chi_square.law({}))
+    chi_square.assert_distributed(found, chi_square.distribution({}))
 
 
 def samples_under_a_ban() -> None:

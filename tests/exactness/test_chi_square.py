@@ -9,7 +9,7 @@ import pytest
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sequence import Sequence
-from tests.support.chi import assert_law, p_value
+from tests.support.chi import assert_distributed, p_value
 from tests.support.distributions import outputs
 from tests.support.harness import make_engine, run
 from tests.support.parts import Fickle, LateBan, RandomBudgets, StopUnsure
@@ -49,19 +49,19 @@ def sample(
     return [[sequence.new_ids[:JOINT] for sequence in kind] for kind in kinds]
 
 
-def law(options: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def distribution(options: dict[str, Any]) -> dict[tuple[int, ...], float]:
     return outputs(TARGET.after, [1, 0], SamplingParams(max_new_tokens=JOINT, **options))
 
 
 @pytest.mark.parametrize("policy", [Fixed(3), RandomBudgets(4)], ids=lambda p: p.name)
 def test_the_joint_distribution_of_four_tokens(policy: Policy) -> None:
     for found, (drafter, options) in zip(sample(900, policy), ROWS, strict=True):
-        assert_law(found, law(options), f"{drafter} {options}")
+        assert_distributed(found, distribution(options), f"{drafter} {options}")
 
 
 def test_a_policy_that_stops_by_content_keeps_the_distribution() -> None:
     (found,) = sample(3000, StopUnsure(4), ROWS[:1])
-    assert_law(found, law({}))
+    assert_distributed(found, distribution({}))
 
 
 def test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution() -> None:
@@ -72,7 +72,7 @@ def test_a_policy_that_looks_at_rejected_tokens_keeps_the_distribution() -> None
         Sequence(i, [1, 0], params, seed=3, sample=i, drafters=("draft-model",), group=0) for i in range(5000)
     ]
     found = run(make_engine(target, draft, Fickle(4), rows=48), several)
-    assert_law([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
+    assert_distributed([output[:3] for output in found], outputs(target.after, [1, 0], params, limit=3))
 
 
 def test_two_tokens_of_an_often_rejected_drafter() -> None:
@@ -82,14 +82,14 @@ def test_two_tokens_of_an_often_rejected_drafter() -> None:
     several = [
         Sequence(i, [1], params, seed=3, sample=i, drafters=("draft-model",), group=0) for i in range(3000)
     ]
-    assert_law(
+    assert_distributed(
         run(make_engine(target, draft, Fixed(1), rows=48), several), outputs(target.after, [1], params)
     )
 
 
 def test_greedy_drafts_keep_the_distribution() -> None:
     (found,) = sample(3000, Fixed(3), ROWS[:1], greedy_drafts=True)
-    assert_law(found, law({}))
+    assert_distributed(found, distribution({}))
 
 
 @pytest.mark.parametrize("acceptance", ["speculative", "coupled"])
@@ -102,7 +102,7 @@ def test_a_ban_that_rolls_back_keeps_the_distribution(acceptance: Literal["specu
         Sequence(i, [1], params, seed=i, drafters=("draft-model",), constraint=LateBan(V, ban))
         for i in range(2000)
     ]
-    assert_law(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want)
+    assert_distributed(run(make_engine(TARGET, DRAFT, Fixed(3), rows=48), several), want)
 
 
 def test_samples_are_independent() -> None:
@@ -116,7 +116,7 @@ def test_samples_are_independent() -> None:
             [Sequence(2 * seed + i, [1], params, seed, i, drafters=("draft-model",)) for i in range(2)]
         )
     run(make_engine(TARGET, DRAFT, Fixed(1), rows=48), [sequence for pair in pairs for sequence in pair])
-    assert_law([a.new_ids + b.new_ids for a, b in pairs], product)
+    assert_distributed([a.new_ids + b.new_ids for a, b in pairs], product)
 
 
 def test_the_chi_square_test_detects_another_distribution() -> None:
@@ -124,7 +124,7 @@ def test_the_chi_square_test_detects_another_distribution() -> None:
     (found,) = sample(1000, Fixed(3), ROWS[:1])
     other = outputs(DRAFT.after, [1, 0], SamplingParams(max_new_tokens=JOINT))
     assert p_value(found, other) < 1e-20
-    assert p_value([*found, [9, 9, 9, 9]], law({})) == 0
+    assert p_value([*found, [9, 9, 9, 9]], distribution({})) == 0
 
 
 @pytest.mark.slow
@@ -136,4 +136,4 @@ def test_the_chi_square_test_detects_another_distribution() -> None:
 )
 def test_the_joint_distribution_with_many_samples(policy: Policy) -> None:
     for found, (drafter, options) in zip(sample(20_000, policy, new=9), ROWS, strict=True):
-        assert_law(found, law(options), f"{drafter} {options}")
+        assert_distributed(found, distribution(options), f"{drafter} {options}")

@@ -12,7 +12,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Heuristic
 from foredraft.decode.sequence import Sequence
 from tests.exactness.test_enumeration import TRANSFORMS
-from tests.support.chi import assert_law
+from tests.support.chi import assert_distributed
 from tests.support.distributions import outputs, transformed
 from tests.support.harness import DRAFTERS, make_engine, request, run
 from tests.support.parts import Fickle, RandomBudgets, StopUnsure
@@ -89,7 +89,7 @@ def test_the_distribution_of_the_text_is_the_targets() -> None:
         params = SamplingParams(acceptance="coupled", max_new_tokens=3, **TRANSFORMS[transform])
         group = [Sequence(i, [0], params, seed=100 + i, drafters=("draft-model",)) for i in range(n)]
         found = run(make_engine(TARGET, DRAFT, Fixed(2), rows=64), group)
-        assert_law(found, outputs(TARGET.after, [0], params))
+        assert_distributed(found, outputs(TARGET.after, [0], params))
 
 
 def keys(n: int, position: int = 0) -> NoiseKeys:

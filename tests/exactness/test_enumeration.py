@@ -20,10 +20,18 @@ from foredraft.decode.policy import (
     Policy,
     TargetConfidence,
 )
-from tests.support import distributions as laws
+from tests.support import distributions
 from tests.support.forking import Case, Found, outputs_of
 from tests.support.harness import DRAFTERS, make_engine
-from tests.support.parts import Fickle, LateBan, NoRepeat, RandomBudgets, StopUnsure, Whims, solitary
+from tests.support.parts import (
+    ArbitraryDecisions,
+    Fickle,
+    LateBan,
+    NoRepeat,
+    RandomBudgets,
+    StopUnsure,
+    solitary,
+)
 from tests.support.tabular import Table
 
 V = 3
@@ -106,13 +114,16 @@ def case_of(
 
 def compare(cases: list[Case], found: list[Found], target: Table) -> None:
     for one, got in zip(cases, found, strict=True):
-        want = laws.outputs(
+        want = distributions.outputs(
             target.after, list(one.prompt), one.params, eos=one.eos, constraint=one.constraint()
         )
-        assert sum(got.law.values()) == pytest.approx(1, abs=1e-9), one.name
-        assert set(got.law) <= set(want), f"{one.name}: an impossible output"
+        assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), one.name
+        assert set(got.distribution) <= set(want), f"{one.name}: an impossible output"
         for output, chance in want.items():
-            assert got.law.get(output, 0.0) == pytest.approx(chance, abs=TOLERANCE), (one.name, output)
+            assert got.distribution.get(output, 0.0) == pytest.approx(chance, abs=TOLERANCE), (
+                one.name,
+                output,
+            )
 
 
 def enumerate_and_compare(
@@ -172,7 +183,7 @@ def test_no_policy_changes_the_distribution(
         case(transform, "draft-model", "late ban", **prompt),
         choosing("cold", "no repeat", **prompt),
     ]
-    enumerate_and_compare(cases, lambda: Whims(3, seed, signal, uses_costs))
+    enumerate_and_compare(cases, lambda: ArbitraryDecisions(3, seed, signal, uses_costs))
 
 
 @pytest.mark.parametrize("policy", ["fixed-2", "stop-unsure", "random"])

@@ -13,7 +13,7 @@ import torch
 from foredraft.decode.drafter import DraftPass
 from foredraft.decode.policy import Fixed, Heuristic, Policy, TargetConfidence
 from foredraft.decode.sequence import Finish, Origin, Sequence, State
-from tests.support import distributions as laws
+from tests.support import distributions
 from tests.support.harness import DRAFTERS, CheckedEngine, make_engine, request, rounds_until_done, run
 from tests.support.parts import (
     Fickle,
@@ -50,7 +50,7 @@ POLICIES: list[Policy] = [
 
 
 def reference(prompt: Any, count: int = NEW, target: Table = TARGET, **more: Any) -> list[int]:
-    return laws.greedy(target.after, list(prompt), count, **more)
+    return distributions.greedy(target.after, list(prompt), count, **more)
 
 
 def greedy(prompt: Any = (0,), drafter: str | None = None, **more: Any) -> Sequence:

@@ -12,7 +12,7 @@ import pytest
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fallback, Fixed, Policy
 from tests.exactness.test_enumeration import TRANSFORMS as LOSSLESS
-from tests.support import distributions as laws
+from tests.support import distributions
 from tests.support.forking import Case, outputs_of
 from tests.support.harness import make_engine, request, run
 from tests.support.tabular import Table
@@ -36,10 +36,10 @@ def defined(
     prompt: list[int],
     eos: frozenset[int] = frozenset(),
     threshold: float = 0.0,
-) -> laws.Distribution:
+) -> distributions.Distribution:
     """The probability of every output where rounds draft `budget` tokens, up to one that the drafter gives no
     token a probability of `threshold` at, by its logits as they are. In plain Python and float64."""
-    found: laws.Distribution = defaultdict(float)
+    found: distributions.Distribution = defaultdict(float)
     assert params.bound is not None
     uncut = SamplingParams(
         logit_bias=params.logit_bias,
@@ -49,8 +49,8 @@ def defined(
     )
     judging = uncut if params.temperature == 0 else params
 
-    def law(table: Table, new: list[int], wanted: SamplingParams) -> list[float]:
-        return laws.transformed(table.after(prompt + new), wanted, None, prompt, new, eos)
+    def distribution(table: Table, new: list[int], wanted: SamplingParams) -> list[float]:
+        return distributions.transformed(table.after(prompt + new), wanted, None, prompt, new, eos)
 
     def say(new: list[int], left: int | None, chance: float) -> None:
         """left: of this round's draft; None: the round is over."""
@@ -62,13 +62,13 @@ def defined(
             draft(new, left, chance)
 
     def draft(new: list[int], left: int, chance: float) -> None:
-        own = law(TARGET, new, params)
+        own = distribution(TARGET, new, params)
         rest = 1.0  # probability that the target's own token follows: the draft is over, or its token cut
-        sure = max(laws.transformed(DRAFT.after(prompt + new), SamplingParams()))
-        assert abs(sure - threshold) > laws.TOO_CLOSE
+        sure = max(distributions.transformed(DRAFT.after(prompt + new), SamplingParams()))
+        assert abs(sure - threshold) > distributions.TOO_CLOSE
         if left and sure > threshold:
-            judge = law(TARGET, new, judging)
-            for x, q in enumerate(law(DRAFT, new, params)):
+            judge = distribution(TARGET, new, judging)
+            for x, q in enumerate(distribution(DRAFT, new, params)):
                 bearable = judge[x] > 0 and -math.log(judge[x]) <= params.bound
                 if q > 0 and (bearable or own[x] == 1):
                     say([*new, x], left - 1, chance * q)
@@ -94,15 +94,15 @@ def assert_defined(cases: list[Case], budget: int, *others: Case, threshold: flo
     )
     for one, got in zip(cases, found, strict=False):
         want = defined(one.params, budget if one.drafters else 0, list(one.prompt), one.eos, threshold)
-        assert sum(got.law.values()) == pytest.approx(1, abs=1e-9), one.name
-        for output in want.keys() | got.law.keys():
-            assert got.law.get(output, 0.0) == pytest.approx(want.get(output, 0.0), abs=1e-5), (
+        assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), one.name
+        for output in want.keys() | got.distribution.keys():
+            assert got.distribution.get(output, 0.0) == pytest.approx(want.get(output, 0.0), abs=1e-5), (
                 one.name,
                 output,
             )
     for one, got in zip(others, found[len(cases) :], strict=True):
-        want = laws.outputs(TARGET.after, list(one.prompt), one.params, eos=one.eos)
-        assert dict(got.law) == pytest.approx(want, abs=1e-5), one.name
+        want = distributions.outputs(TARGET.after, list(one.prompt), one.params, eos=one.eos)
+        assert dict(got.distribution) == pytest.approx(want, abs=1e-5), one.name
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -153,9 +153,9 @@ def test_a_seeded_row_keeps_its_text_beside_lossy_rows() -> None:
 
 def test_bound_zero_is_lossless_and_an_infinite_bound_keeps_every_draft() -> None:
     strict, lenient = [case("greedy", bound) for bound in (0.0, math.inf)]
-    assert set(defined(strict.params, 3, [0])) == {tuple(laws.greedy(TARGET.after, [0], 3))}
+    assert set(defined(strict.params, 3, [0])) == {tuple(distributions.greedy(TARGET.after, [0], 3))}
     (drafted,) = defined(lenient.params, 3, [0])
-    said, own = (tuple(laws.greedy(table.after, [0], 2)) for table in (DRAFT, TARGET))
+    said, own = (tuple(distributions.greedy(table.after, [0], 2)) for table in (DRAFT, TARGET))
     assert drafted[:2] == said != own
     assert_defined([strict, lenient], 3)
 
@@ -163,5 +163,5 @@ def test_bound_zero_is_lossless_and_an_infinite_bound_keeps_every_draft() -> Non
 def test_the_lossy_distribution_differs_from_the_targets() -> None:
     """Where it were the target's, these tests would show nothing."""
     lossy = case("as it is", 1.1)
-    want = laws.outputs(TARGET.after, [0], lossy.params)
+    want = distributions.outputs(TARGET.after, [0], lossy.params)
     assert sum(abs(p - want[output]) for output, p in defined(lossy.params, 2, [0]).items()) / 2 > 0.1

@@ -105,12 +105,12 @@ def dropped_from_typical(drop: Callable[[Tensor], Tensor]) -> Spoiler:
 
     def spoiler(typical: Function) -> Function:
         def spoilt(probs: Tensor, mass: Tensor) -> Tensor:
-            law: Tensor = typical(probs, mass)
+            distribution: Tensor = typical(probs, mass)
             surprise = -probs.log()
             entropy = total((probs * surprise).where(probs > 0, 0.0))
-            distance = (surprise - entropy).abs().where(law > 0, -math.inf)
-            kept = law.where(~drop(distance == distance.amax(-1, keepdim=True)), 0.0)
-            return torch.where(mass < 1, kept / total(kept), law)
+            distance = (surprise - entropy).abs().where(distribution > 0, -math.inf)
+            kept = distribution.where(~drop(distance == distance.amax(-1, keepdim=True)), 0.0)
+            return torch.where(mass < 1, kept / total(kept), distribution)
 
         return spoilt
 

@@ -13,15 +13,16 @@ from tests.support.distributions import Distribution
 LEAST = 1e-4  # a right distribution fails once in ten thousand; seeds are fixed, so a test that passes keeps passing
 
 
-def p_value(samples: Iterable[Iterable[int]], law: Distribution) -> float:
+def p_value(samples: Iterable[Iterable[int]], distribution: Distribution) -> float:
     """Cells are merged from the rarest on until each is expected at least five times. An impossible
     sample is a p-value of zero."""
     counts = Counter(tuple(sample) for sample in samples)
-    if not set(counts) <= set(law):
+    if not set(counts) <= set(distribution):
         return 0.0
     total = sum(counts.values())
     cells = sorted(
-        ((chance * total, counts[output]) for output, chance in law.items()), key=lambda cell: cell[0]
+        ((chance * total, counts[output]) for output, chance in distribution.items()),
+        key=lambda cell: cell[0],
     )
     merged: list[list[float]] = [[0.0, 0.0]]
     for expected, seen in cells:
@@ -39,6 +40,6 @@ def p_value(samples: Iterable[Iterable[int]], law: Distribution) -> float:
     return float(chi2.sf(((seen - expected) ** 2 / expected).sum(), len(merged) - 1))
 
 
-def assert_law(samples: Iterable[Iterable[int]], law: Distribution, name: str = "") -> None:
-    chance = p_value(list(samples), law)
+def assert_distributed(samples: Iterable[Iterable[int]], distribution: Distribution, name: str = "") -> None:
+    chance = p_value(list(samples), distribution)
     assert chance > LEAST, f"{name}: p = {chance:.2e}"

@@ -1,7 +1,7 @@
 """The definition: the probability of every output, in plain Python and float64.
 
 Written without a look at the library's own transforms: bias, masks, penalties, temperature, top-k, top-p,
-min-p, typical-p, each one token at a time, and the law of whole outputs by walking every one of them.
+min-p, typical-p, each one token at a time, and the distribution of whole outputs by walking every one of them.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def outputs(
         allowed = None
         if state is not None and (mask := state.mask()) is not None:
             allowed = mask.tolist()
-        law = transformed(logits(prompt + new), params, allowed, prompt, new, eos)
-        for token, p in enumerate(law):
+        distribution = transformed(logits(prompt + new), params, allowed, prompt, new, eos)
+        for token, p in enumerate(distribution):
             if p == 0:
                 continue
             said, after = [*new, token], copy.deepcopy(state)
@@ -130,8 +130,8 @@ def greedy(
     logits: Logits, prompt: list[int], count: int, *, eos: Collection[int] = (), constraint: Any = None
 ) -> list[int]:
     """The output at temperature 0."""
-    law = outputs(
+    distribution = outputs(
         logits, prompt, SamplingParams(temperature=0, max_new_tokens=count), eos=eos, constraint=constraint
     )
-    (output,) = law
+    (output,) = distribution
     return list(output)

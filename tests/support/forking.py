@@ -2,7 +2,7 @@
 
 `ForkingNoise` has `decode.noise.Noise`'s two draws. Each replays a recorded path as far as that goes, takes
 the first branch beyond it, and notes the others with their exact probabilities; `outputs_of` runs whole
-generations until no path is left. The sum over all paths is the engine's exact output law.
+generations until no path is left. The sum over all paths is the engine's exact output distribution.
 
 Many paths run side by side as rows of one batch, joining and leaving at any round; a row is known by its
 noise key, so a key that is not the row's own goes astray at once. A key that decides twice fails: noise
@@ -150,11 +150,11 @@ class Found:
     """The outputs of a case with their probabilities, and figures of all paths.
 
     Attributes:
-        law: Output -> probability.
+        distribution: Output -> probability.
         rollbacks: How often, at most, bans took one position back on one path.
     """
 
-    law: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    distribution: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
     paths: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -200,7 +200,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
             assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"
             todo += [(index, prefix) for prefix in path.siblings]
             case = found[index]
-            case.law[tuple(sequence.new_ids)] += path.chance
+            case.distribution[tuple(sequence.new_ids)] += path.chance
             case.paths += 1
             case.rollbacks = max(case.rollbacks, *sequence.attempts.values(), 0)
             for turn in sequence.rounds:

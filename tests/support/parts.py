@@ -370,11 +370,11 @@ class Fickle(Policy):
                 sequence.policy_state[0] = top > self.least
 
 
-class Whims(Policy):
-    """Any drafter and any budget, in or out of proportion, begun anywhere, and stops anywhere: by all that a
-    policy may see, which is the text, the laws and the logits of the draft, and how sure the target was."""
+class ArbitraryDecisions(Policy):
+    """Chooses any drafter, budget and context start, and ends drafts anywhere, as a function of all that a
+    policy may see: the text, the distributions and logits of the draft, and the confidence of the target."""
 
-    name = "whims"
+    name = "arbitrary"
     stops_by_content = True
 
     def __init__(
@@ -446,6 +446,7 @@ def solitary(max_draft: int, drafters: Iterable[str]) -> Auto:
 
 
 __all__ = [
+    "ArbitraryDecisions",
     "Fickle",
     "LateBan",
     "NoRepeat",
@@ -454,7 +455,6 @@ __all__ = [
     "StepByStep",
     "StopUnsure",
     "TappingStepper",
-    "Whims",
     "arbitrary",
     "draft_model",
     "foreseeing",

@@ -17,9 +17,9 @@ import numpy as np
 import sqlalchemy
 
 from foredraft.drafters.skips import Skips
-from foredraft.tune.costs import PlanCosts
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import Options
+from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage, optuna
 from tests.support.running import ROOT

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from foredraft.decode.policy import Candidates, CostTable, Decision, Policy
-from foredraft.decode.policy.costs import round_ms
+from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 
 __all__ = ["Right", "Row", "Simulated", "flat", "right_with", "simulate"]

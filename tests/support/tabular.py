@@ -5,10 +5,10 @@
 values, and the model reads its context *from the cache*: the last two tokens, and a checksum of the whole
 row. A cache that was not rolled back, a position off by one, a wrong row copy or a write where none may be
 gives other logits. Two levels stand for lower and upper layers: a hidden state is what the lower one knows
-of its context, and an upper one that reads something else yields the poisoned law.
+of its context, and an upper one that reads something else yields the poisoned distribution.
 
 - A position never written (and the padding of a pass) holds a poison id; a context that contains it yields
-  a law of its own, and is counted in `poisoned`.
+  a distribution of its own, and is counted in `poisoned`.
 - NaN anywhere in a row, even past every length, makes all of the row's logits NaN, as 0 x NaN does.
 - A plan that leaves layers out (there are two, the levels) gives another table's logits. Without the lower one,
   it reads and writes the upper level alone, with ids that the target would never have there; without the upper
@@ -122,7 +122,7 @@ class Tabular:
     """fatal: contexts that begin with this token and are `patience` long or longer yield NaN.
 
     venom: whoever reads this token gets NaN, and so does every column of a pass in which its row reads it.
-    Its drafts for itself have the law of `skipping`. sick: they are NaN, and so is what they write where the
+    Its drafts for itself have the distribution of `skipping`. sick: they are NaN, and so is what they write where the
     target would write something else.
     loops: it takes all the steps of a draft in one call.
     """
@@ -243,17 +243,19 @@ class Tabular:
                 logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
                 assert logits is not None
                 at = logits[:, -1:]
-                law, known = distribution_of(at, SamplingTable.of([_params(sampling_inputs, row)], at.device))
+                distribution, known = distribution_of(
+                    at, SamplingTable.of([_params(sampling_inputs, row)], at.device)
+                )
                 key = Raced(
                     torch.zeros(1, 1)
                     if sampling_inputs is None
                     else sampling_inputs.keys[row : row + 1, step : step + 1]
                 )
-                token = law.draw(lambda weights: Noise().pick(weights, key, DRAFT))  # noqa: B023
+                token = distribution.draw(lambda weights: Noise().pick(weights, key, DRAFT))  # noqa: B023
                 finite[row, step], drawn[row, step] = known.item(), token.item()
                 if probs is not None:
-                    assert law.probs is not None
-                    probs[row, step] = law.probs[0, 0]
+                    assert distribution.probs is not None
+                    probs[row, step] = distribution.probs[0, 0]
                 start, own = start + len(own), [token.item()]
         return FusedDraft(drawn, finite, probs)
 

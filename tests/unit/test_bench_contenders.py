@@ -17,8 +17,8 @@ from foredraft import ConfigError, RequestError
 from foredraft.bench import contenders, hugging_face
 from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, resolve_methods
-from foredraft.bench.costs import measure_costs
 from foredraft.bench.foredraft_contender import BigLittle, ForedraftContender
+from foredraft.bench.forward_costs import measure_costs
 from foredraft.bench.lineup import LineUp
 from foredraft.bench.machine import Memory
 from foredraft.bench.records import DraftCost

@@ -12,8 +12,8 @@ import pytest
 from foredraft import ConfigError, RequestError, SamplingParams, demo, load
 from foredraft.bench import machine
 from foredraft.bench.contender import Timing
-from foredraft.bench.costs import Meter
 from foredraft.bench.foredraft_contender import ForedraftContender
+from foredraft.bench.forward_costs import Meter
 from foredraft.bench.hugging_face import Generate
 from foredraft.bench.options import Options
 from foredraft.bench.prediction import ceiling
@@ -33,7 +33,7 @@ TEXTS = Workload("texts", ("def accept", "Viktor", "the target checks all"))
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "BYTES", 2**20)
     monkeypatch.setattr(machine, "TRIES", 2)
-    monkeypatch.setattr("foredraft.bench.costs.REPEATS", 2)
+    monkeypatch.setattr("foredraft.bench.forward_costs.REPEATS", 2)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.sequence import Origin, Sequence
-from tests.support import distributions as laws
+from tests.support import distributions
 
 CPU = torch.device("cpu")
 V = 7
@@ -94,12 +94,12 @@ def logits(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_a_law_is_the_definition(params: dict[str, Any]) -> None:
     x = logits(1, 20, V)
-    law, finite = distribution_of(x, table(params))
+    distribution, finite = distribution_of(x, table(params))
     assert finite.all()
-    weights = law.dense(V)
+    weights = distribution.dense(V)
     assert weights.dtype == torch.float32
     for t in range(20):
-        want = laws.transformed(x[0, t].tolist(), SamplingParams(**params))
+        want = distributions.transformed(x[0, t].tolist(), SamplingParams(**params))
         assert weights[0, t].tolist() == pytest.approx(want, abs=2e-6)
         for got, wanted in zip(weights[0, t].tolist(), want, strict=True):
             assert wanted > 0 or got == 0, "an impossible token"
@@ -112,7 +112,7 @@ def test_masks_apply_before_truncation() -> None:
     for params in PARAMS:
         weights = distribution_of(x, table(params), masks)[0].dense(V)
         for t in range(20):
-            want = laws.transformed(x[0, t].tolist(), SamplingParams(**params), masks[0, t].tolist())
+            want = distributions.transformed(x[0, t].tolist(), SamplingParams(**params), masks[0, t].tolist())
             assert weights[0, t].tolist() == pytest.approx(want, abs=2e-6)
 
 
@@ -126,7 +126,9 @@ def test_what_was_said_and_drafted_counts() -> None:
     for row, (text, params) in enumerate(zip(texts, PAST, strict=True)):
         for t in range(5):
             new = [*text.new_ids, *drafted[row, :t].tolist()]
-            want = laws.transformed(x[row, t].tolist(), SamplingParams(**params), None, text.prompt, new, EOS)
+            want = distributions.transformed(
+                x[row, t].tolist(), SamplingParams(**params), None, text.prompt, new, EOS
+            )
             assert together[row, t].tolist() == pytest.approx(want, abs=2e-6), (params, t)
     for t in range(5):
         step = distribution_of(
@@ -142,14 +144,14 @@ def test_a_past_is_each_rows_own(params: list[dict[str, Any]], seed: int) -> Non
     texts, drafted = rolled(params, seed)
     x = logits(len(params), 5, V, seed=seed)
 
-    def law(rows: slice) -> torch.Tensor:
+    def distribution(rows: slice) -> torch.Tensor:
         penalty_context = PenaltyContext.of(texts[rows], CPU)
         along = None if penalty_context is None else penalty_context.along(drafted[rows])
         return distribution_of(x[rows], table(*params[rows]), penalty_context=along)[0].dense(V)
 
-    together = law(slice(None))
+    together = distribution(slice(None))
     for row in range(len(params)):
-        assert torch.equal(law(slice(row, row + 1)), together[row : row + 1])
+        assert torch.equal(distribution(slice(row, row + 1)), together[row : row + 1])
 
 
 def test_a_rollback_restores_the_token_counts() -> None:
@@ -242,11 +244,11 @@ def test_ties_at_a_cut_are_kept() -> None:
 
 def test_greedy_ties_go_to_the_smallest_id() -> None:
     x = torch.tensor([[[0.0, 5.0, 5.0, 1.0]]])
-    law, _ = distribution_of(x, table({"temperature": 0}))
-    assert law.ids is not None
-    assert law.ids.tolist() == [[1]]
-    law, _ = distribution_of(x, table({}), argmax=True)
-    assert law.probs is None
+    distribution, _ = distribution_of(x, table({"temperature": 0}))
+    assert distribution.ids is not None
+    assert distribution.ids.tolist() == [[1]]
+    distribution, _ = distribution_of(x, table({}), argmax=True)
+    assert distribution.probs is None
 
 
 def test_mixed_rows_are_each_their_own() -> None:
@@ -272,9 +274,9 @@ def test_extreme_temperatures_give_finite_distributions(temperature: float) -> N
     x = torch.tensor([[[1.0, 2.0, -math.inf, 2.0]]])
     masks = torch.tensor([[[True, True, True, False]]])
     want = [0.0, 1.0, 0.0, 0.0] if temperature < 1 else [0.5, 0.5, 0.0, 0.0]
-    law, finite = distribution_of(x, table({"temperature": temperature}), masks)
+    distribution, finite = distribution_of(x, table({"temperature": temperature}), masks)
     assert finite.all()
-    assert law.dense(4)[0, 0].tolist() == pytest.approx(want)
+    assert distribution.dense(4)[0, 0].tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-45, 1e-9])
@@ -294,9 +296,9 @@ def test_a_broken_row_harms_no_other(params: dict[str, Any], bad: float) -> None
     x = logits(3, 2, V)
     want = distribution_of(x, table(*[params] * 3))[0].dense(V)
     x[1, 1, 4] = bad
-    law, finite = distribution_of(x, table(*[params] * 3))
+    distribution, finite = distribution_of(x, table(*[params] * 3))
     assert finite.tolist() == [[True, True], [True, False], [True, True]]
-    weights = law.dense(V)
+    weights = distribution.dense(V)
     assert torch.equal(weights[[0, 2]], want[[0, 2]])
     assert torch.equal(weights[1, 0], want[1, 0])
     all_bad = torch.full((1, 1, V), math.nan)
@@ -310,11 +312,11 @@ def test_a_mask_that_allows_nothing_is_not_finite() -> None:
 
 def test_dense_and_one_hot_rows_combine() -> None:
     probs = torch.tensor([[[0.2, 0.3, 0.5]], [[1.0, 0.0, 0.0]]])
-    law = Distribution(probs, torch.tensor([[0], [2]]), torch.tensor([False, True]))
-    assert law.at(torch.tensor([[1], [2]])).tolist() == [[pytest.approx(0.3)], [1.0]]
-    assert law.at(torch.tensor([[1], [0]]))[1].tolist() == [0.0]
-    assert law.dense(3)[1].tolist() == [[0.0, 0.0, 1.0]]
-    assert law.position(torch.tensor([0, 0])).dense(3).shape == (2, 1, 3)
+    distribution = Distribution(probs, torch.tensor([[0], [2]]), torch.tensor([False, True]))
+    assert distribution.at(torch.tensor([[1], [2]])).tolist() == [[pytest.approx(0.3)], [1.0]]
+    assert distribution.at(torch.tensor([[1], [0]]))[1].tolist() == [0.0]
+    assert distribution.dense(3)[1].tolist() == [[0.0, 0.0, 1.0]]
+    assert distribution.position(torch.tensor([0, 0])).dense(3).shape == (2, 1, 3)
 
 
 def test_a_residual_is_p_less_q_or_p() -> None:

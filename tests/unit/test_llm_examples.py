@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ PUBLIC: dict[str, Any] = {
     "load": foredraft.load,
     "Output": foredraft.Output,
     "Piece": foredraft.Piece,
+    "SamplingParams": SamplingParams,
+    "Score": foredraft.Score,
+    "Stats": foredraft.Stats,
+    "RoundTrace": foredraft.RoundTrace,
+    "write_trace": foredraft.write_trace,
+    "ForedraftError": foredraft.ForedraftError,
     **{name: getattr(LLM, name) for name in ("params", "generate", "chat", "stream", "cancel_all", "encode")},
 }
 
@@ -30,8 +37,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_example_gives_its_result(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"foredraft": foredraft, "llm": llm, "SamplingParams": SamplingParams}
+def test_the_example_gives_its_result(
+    llm: LLM, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {name: getattr(foredraft, name) for name in foredraft.__all__}
+    names |= {"foredraft": foredraft, "llm": llm, "Path": Path}
     [example] = [
         found
         for found in doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, globs=names)

@@ -12,10 +12,10 @@ from foredraft.decode.policy import auto as auto_module
 from foredraft.decode.policy.acceptance import Acceptance
 from foredraft.decode.policy.auto import Estimate, LossBudget
 from foredraft.decode.policy.budgets import best_budgets, best_length
-from foredraft.decode.policy.costs import round_ms
+from foredraft.decode.policy.cost_table import round_ms
 from tests.support.planting import Mutant, assert_caught
 from tests.unit import test_policy_auto as auto
-from tests.unit import test_policy_costs as costs
+from tests.unit import test_policy_cost_table as costs
 
 STANDS = auto_module._stands
 ALPHA = Acceptance.alpha.fget  # type: ignore[attr-defined]

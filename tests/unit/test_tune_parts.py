@@ -22,16 +22,15 @@ from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.ngrams import repeated
-from foredraft.tune import costs as costs_module
-from foredraft.tune import exits as exits_module
+from foredraft.tune import exit_costs, plan_costs
 from foredraft.tune.calibration import (
     calibration_prompt_count,
     hold_out,
     new_tokens_per_prompt,
     write_calibration_texts,
 )
-from foredraft.tune.costs import PlanCosts, measure_plan_costs
-from foredraft.tune.exits import ExitCosts, measure_exit_costs
+from foredraft.tune.exit_costs import ExitCosts, measure_exit_costs
+from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
 from foredraft.tune.ranking import clasp, every_other, greedy, skips_of
 from foredraft.tune.records import Finalist, Report, Trial
 from foredraft.tune.report import page
@@ -172,8 +171,8 @@ def fake_timings(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, v: dict[int,
             found[key] = [2 * own, 3 * own, 2 * own, 3 * own]
         return found
 
-    monkeypatch.setattr(costs_module, "interleaved", interleaved)
-    monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
+    monkeypatch.setattr(plan_costs, "interleaved", interleaved)
+    monkeypatch.setattr(plan_costs, "measure_exit_costs", lambda *_: None)
 
 
 def test_costs_are_attributed_to_their_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_costs_stay_plausible_under_noise(llm: LLM, monkeypatch: pytest.MonkeyPa
     found = measure_plan_costs(llm, 20, 4, 0.0)
     assert found.verifying == (1.0, 1.5, 1.5, 2.5), "v(n) is at least 1 and never falls"
     assert found.fixed == pytest.approx(0.1) and found.step(Plan.full(3)) == pytest.approx(0.1)
-    assert costs_module._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), (
+    assert plan_costs._line(0.9, 0.6, 3) == pytest.approx((0.3, 0.1)), (
         "the fixed part is at most half of the draft"
     )
     fake_timings(monkeypatch, lambda plan: -1.0 if any(plan.mlp) else 0.2)
@@ -301,7 +300,7 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
         rounds = {("round", exit): [2 * (3 * c(exit) + v(exit, 4))] * 3 for exit in exits}
         return {"step": [2.0] * 3, **verify, **rounds}
 
-    monkeypatch.setattr(exits_module, "_timed", timed)
+    monkeypatch.setattr(exit_costs, "_timed", timed)
     found = measure_exit_costs(llm, 20, 3, 3, int)
     assert found is not None
     for exit in (1, 2, 5):
@@ -336,8 +335,8 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
 
     monkeypatch.setattr(runner, "forward", seen)
     works: dict[Any, Any] = {}
-    monkeypatch.setattr(exits_module, "interleaved", lambda given, *_, **__: works.update(given))
-    exits_module._timed(llm, [exit], 20, 2, 1, int)
+    monkeypatch.setattr(exit_costs, "interleaved", lambda given, *_, **__: works.update(given))
+    exit_costs._timed(llm, [exit], 20, 2, 1, int)
     works["round", exit]()
     plan = Skips(exit=exit).plan(3)
     assert calls == [(1, None, plan, True), (1, None, plan, True), (3, (exit, [2], 3), None, True)]
@@ -374,7 +373,7 @@ def test_a_draft_is_timed_as_the_engine_makes_it(
 
     monkeypatch.setattr(runner, "draft", draft)
     monkeypatch.setattr(runner, "forward", stepped)
-    monkeypatch.setattr(costs_module, "measure_exit_costs", lambda *_: None)
+    monkeypatch.setattr(plan_costs, "measure_exit_costs", lambda *_: None)
     measure_plan_costs(llm, 20, 3, temperature, repeats=2)
     assert {most for [most], _ in calls} == {1, 3} and {drawn for _, drawn in calls} == {temperature > 0}
     assert steps == (0 if fused else sum(most for [most], _ in calls))

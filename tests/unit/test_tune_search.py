@@ -21,10 +21,10 @@ from foredraft.errors import ConfigError
 from foredraft.tune import search as search_module
 from foredraft.tune import storage as storage_module
 from foredraft.tune import study as study_module
-from foredraft.tune.costs import PlanCosts
-from foredraft.tune.exits import ExitCosts
+from foredraft.tune.exit_costs import ExitCosts
 from foredraft.tune.expected_rounds import ExpectedRounds
 from foredraft.tune.options import SAMPLERS, Options
+from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.search import Deadline, Search, best_trials
 from foredraft.tune.study import StudyStorage, optuna, sqlalchemy
 from tests.support.searching import (

@@ -1,7 +1,8 @@
 """The measurement: every contender on every prompt, in alternating order, and the rows of the report.
 
 Contract: every contender runs once as a warm-up before its runs count. Then, for each group of prompts, the
-contenders take turns (`schedule`), interleaved with the bare forwards that explain the speed-ups (`costs`).
+contenders take turns (`schedule`), interleaved with the bare forwards that explain the speed-ups
+(`forward_costs`).
 Peak memory is taken at the warm-up, and the parts of a round are timed in separate runs, so that observing
 does not change the figures.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
 
-from foredraft.bench import costs
+from foredraft.bench import forward_costs
 from foredraft.bench.contender import BenchContext, Contender, Timing
 from foredraft.bench.figures import Group, Runs, Series, make_row
 from foredraft.bench.lineup import LineUp
@@ -119,10 +120,10 @@ class Measurement:
             added[contender.name] = peak[0]
         return added
 
-    def _meter(self, prompts: list[list[int]], batch: int) -> costs.Meter:
+    def _meter(self, prompts: list[list[int]], batch: int) -> forward_costs.Meter:
         """Return a meter at the context length of the median prompt, half way through its new tokens."""
         context = int(median(map(len, prompts))) + self.options.new_tokens // 2
-        return costs.Meter(self.context.llm, batch, context, self.longest_draft)
+        return forward_costs.Meter(self.context.llm, batch, context, self.longest_draft)
 
     def _timed_runs(
         self,
@@ -130,11 +131,11 @@ class Measurement:
         prompts: list[list[int]],
         groups: Sequence[Group],
         contenders: list[Contender],
-        meter: costs.Meter,
+        meter: forward_costs.Meter,
     ) -> Iterator[Runs]:
         """Yield each group's timings: in every repeat the contenders take turns, then the meter runs."""
         repeats, done = self.options.repeats, 0
-        meter_turns = ceil(costs.REPEATS / (len(groups) * repeats))
+        meter_turns = ceil(forward_costs.REPEATS / (len(groups) * repeats))
         for group in groups:
             timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
             for repeat in range(repeats):

@@ -17,7 +17,7 @@ FLAG_NAMES = {"path": "model", "policy_options": "policy-option"}
 def as_flag(option: Option) -> str:
     """Return the option as a flag.
 
-    Example:
+    Examples:
         >>> as_flag(Option("max_batch")), as_flag(Option("dtype", "bfloat16")), as_flag(Option("json", True))
         ('--max-batch', '--dtype bfloat16', '--json')
     """

@@ -30,7 +30,7 @@ FLAGS_WITH_VALUE = {
 def mark_stdin(words: Sequence[str]) -> list[str]:
     """Replace every positional `-` by `STDIN`, and join a `-` that is an option's value to its option.
 
-    Example:
+    Examples:
         >>> mark_stdin(["generate", "-", "--stop", "-"])
         ['generate', '\\x00', '--stop=-']
     """

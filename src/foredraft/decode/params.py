@@ -69,7 +69,7 @@ class SamplingParams:
     Raises:
         RequestError: An option is unknown, or its value out of range.
 
-    Example:
+    Examples:
         >>> params = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
         >>> params.replace(temperature=0).greedy
         True

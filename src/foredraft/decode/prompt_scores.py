@@ -46,10 +46,10 @@ def score_chunk(
     for first in range(0, len(tokens), COLUMNS):
         part = slice(first, first + COLUMNS)
         logits = head(hidden[:, part])
-        law, finite = distribution_of(
+        distribution, finite = distribution_of(
             logits, table, penalty_context=penalty_context and penalty_context.along(ahead[None], first)
         )
-        figures.append(score(logits, law, ahead[None, part], top)[0])
+        figures.append(score(logits, distribution, ahead[None, part], top)[0])
         sound.append(finite.all())
     read = torch.cat([torch.stack(sound).all().view(1).long(), *(x.view(-1) for x in figures)]).cpu().numpy()
     if not read[0]:

@@ -34,6 +34,13 @@ class Score:
             drawn.
         top: The likeliest tokens by the model's own logits, best first, and their log-probabilities.
         processed_top: The likeliest tokens by that distribution; tokens that cannot be drawn are left out.
+
+    Examples:
+        >>> greedy = SamplingParams(temperature=0, max_new_tokens=4, logprobs=3)
+        >>> [output] = llm.generate("def add(a, b):", greedy)
+        >>> first = output.logprobs[0]
+        >>> first.top[0] == (first.token_id, first.logprob), first.processed, len(first.top)
+        (True, 0.0, 3)
     """
 
     token_id: int

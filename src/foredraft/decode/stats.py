@@ -56,6 +56,11 @@ class Stats:
         steps: Draft steps, by drafter.
         drafted_at: Drafts that reached each position, from the first on.
         accepted_at: Those of them whose token there was accepted.
+
+    Examples:
+        >>> stats = Stats(seconds=0.5, tokens=10, rounds=4, drafted=8, accepted=6, rejections=2)
+        >>> stats.tokens_per_second, stats.mean_accepted_length, stats.acceptance_rate, stats.alpha
+        (20.0, 2.5, 0.75, 0.75)
     """
 
     seconds: float = 0.0

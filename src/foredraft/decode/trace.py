@@ -27,6 +27,12 @@ class RoundTrace:
         discarded: The target's logits along the draft were not finite, so nothing was judged.
         rollback: Under the lossy rule, the surprise -log p above which a drafted token was cut, in nats; None
             under the lossless ones.
+
+    Examples:
+        >>> params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        >>> [output] = llm.generate("def add(a, b):", params, trace=True)
+        >>> len(output.trace) == output.stats.rounds, sum(each.emitted for each in output.trace)
+        (True, 8)
     """
 
     start: int

@@ -40,7 +40,7 @@ class Skips:
         exit: First layer that an early exit leaves out, with all that follow. None: the draft runs to the
             end.
 
-    Example:
+    Examples:
         >>> Skips.parse("skip:attn=3,5-7/mlp=4")
         Skips(attention=(3, 5, 6, 7), mlp=(4,), exit=None)
     """

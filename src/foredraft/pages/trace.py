@@ -39,6 +39,13 @@ def write_trace(
 
     Raises:
         ConfigError: An output has no trace, or the file cannot be written.
+
+    Examples:
+        >>> prompt = "def add(a, b):"
+        >>> outputs = llm.generate(prompt, SamplingParams(max_new_tokens=8), trace=True)
+        >>> write_trace("trace.html", outputs, prompt=prompt, tokenizer=llm.tokenizer)
+        >>> Path("trace.html").read_text().startswith("<!doctype html>")
+        True
     """
     file = Path(file)
     if any(output.trace is None for output in outputs):

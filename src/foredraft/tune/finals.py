@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from foredraft.bench.contender import Timing
-from foredraft.bench.costs import measure_costs
 from foredraft.bench.foredraft_contender import ForedraftContender
+from foredraft.bench.forward_costs import measure_costs
 from foredraft.bench.options import MAX_REPEATED
 from foredraft.bench.records import Spread
 from foredraft.bench.schedule import turns

@@ -12,7 +12,7 @@ from typing import Any
 
 from foredraft.bench.records import Spread
 from foredraft.drafters.skips import Skips
-from foredraft.tune.costs import PlanCosts
+from foredraft.tune.plan_costs import PlanCosts
 
 __all__ = ["TAU_TOLERANCE", "Finalist", "Report", "Trial", "sign_test"]
 

@@ -28,9 +28,9 @@ from foredraft.tune.calibration import (
     write_calibration_texts,
 )
 from foredraft.tune.calibration_cache import CalibrationCache
-from foredraft.tune.costs import PlanCosts, measure_plan_costs
 from foredraft.tune.finals import decode_finalists
 from foredraft.tune.options import Options
+from foredraft.tune.plan_costs import PlanCosts, measure_plan_costs
 from foredraft.tune.plan_output import (
     check_writable,
     dtype_of,

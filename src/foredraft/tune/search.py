@@ -19,9 +19,9 @@ import numpy as np
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option
 from foredraft.model.decoder import Plan
-from foredraft.tune.costs import PlanCosts
 from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.options import Options
+from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.progress import Progress, Steps, silent
 from foredraft.tune.ranking import clasp, count_sub_layer_runs, every_other, greedy, skips_of
 from foredraft.tune.records import Trial

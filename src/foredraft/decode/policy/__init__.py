@@ -2,7 +2,7 @@
 
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy, Signal
-from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.policy.lengths import Fixed, Heuristic
 from foredraft.decode.policy.target_confidence import TargetConfidence
 from foredraft.decode.policy.thresholds import AdaptiveExit, Confidence, Fallback

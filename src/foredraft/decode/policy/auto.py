@@ -17,7 +17,7 @@ from typing import TypeAlias
 from foredraft.decode.policy.acceptance import PRIOR_ALPHA, Acceptance
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
-from foredraft.decode.policy.costs import CostTable, round_ms
+from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 

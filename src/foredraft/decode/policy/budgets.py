@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.cost_table import CostTable
 
 __all__ = ["Prospect", "best_budgets", "best_length"]
 

@@ -1,10 +1,9 @@
 """What bare forwards cost: v(n) of the target and c of the drafters, in plain steps.
 
 Contract: medians of bare forwards (`profiling.forwards`) in interleaved turns, after a warm-up. A `Meter`
-    takes the
-turns one by one, between the runs that its costs are to explain, because costs on a shared machine change
-from one minute to the next. c is measured by drafts of one token and by the longest. Host work is not in
-these costs, so the predicted speed-up (`prediction`) is that of a round without any (docs/architecture.md,
+takes the turns one by one, between the runs that its costs are to explain, because costs on a shared machine
+change from one minute to the next. c is measured by drafts of one token and by the longest. Host work is not
+in these costs, so the predicted speed-up (`prediction`) is that of a round without any (docs/architecture.md,
 "Words").
 """
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from foredraft.decode.drafter import DraftPass
 from foredraft.decode.noise import DRAFT, Noise, NoiseKeys
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy.costs import CostTable
+from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.drafters.skips import Skips
 from foredraft.llm import LLM
@@ -33,7 +33,7 @@ from foredraft.model.decoder import Plan
 from foredraft.model.runner import Runner
 from foredraft.profiling.forwards import BareForwards, Draws, draft_seconds, in_sequence
 from foredraft.profiling.timing import Work, interleaved
-from foredraft.tune.exits import ExitCosts, measure_exit_costs
+from foredraft.tune.exit_costs import ExitCosts, measure_exit_costs
 from foredraft.tune.expected_rounds import Floats
 from foredraft.tune.progress import Progress, Steps, silent
 

@@ -11,7 +11,7 @@ import pytest
 from foredraft.decode.policy import CostTable
 from foredraft.decode.policy.acceptance import Acceptance
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
-from foredraft.decode.policy.costs import round_ms
+from foredraft.decode.policy.cost_table import round_ms
 from foredraft.decode.stats import Round
 from tests.support.simulation import flat
 

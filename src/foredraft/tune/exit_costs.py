@@ -1,6 +1,6 @@
 """What an early exit costs, by its layer, in plain steps.
 
-Contract: as in `costs`, an exit is never timed by itself; the first and the last one are, and what lies
+Contract: as in `plan_costs`, an exit is never timed by itself; the first and the last one are, and what lies
 between them lies on a line. Its steps keep to exact shapes and are taken one by one, and the verifying pass
 resumes from their states (`drafters.layer_skip`): both are another cost than that of a plan which leaves out
 the same layers.
