@@ -60,7 +60,7 @@ def test_the_readme_opens_with_one_sentence() -> None:
 def test_the_two_readme_commands_are_those_that_the_checks_run() -> None:
     job, tests = block("sh", 0).strip(), block("sh", 1).strip()
     assert job == SETUP + ". && .venv/bin/foredraft generate --compare"
-    assert tests == SETUP + "-e '.[dev]' && .venv/bin/python -m pytest"
+    assert tests == SETUP + "-e '.[dev]' && .venv/bin/python -m pytest -n auto"
     script = (ROOT / ".ci/run").read_text()
     patterns = re.findall(r"^(job|tests)=\"\$\(grep -m1 -E '([^']+)' README\.md\)\"$", script, re.MULTILINE)
     for name, pattern in patterns:

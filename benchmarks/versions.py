@@ -1,0 +1,158 @@
+"""Two versions of Foredraft beside each other: the same requests, in turns, each version in its own process.
+
+Both versions load the demo target, or the same with padding layers that change nothing (--layers). For every
+prompt and method, the two processes decode one after the other, in an order that alternates; a process that
+waits sleeps. The ratio is the old version's seconds over the new one's, prompts included: 1.02 means that the
+new version is 2 % faster. The lists of tokens must be equal.
+
+    git worktree add ../before <commit>
+    python benchmarks/versions.py --old ../before --layers 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+METHODS = ("none", "draft-model", "layer-skip", "lookup")
+PLAN = "skip:attn=1-3,5-7,9-11,13-15{more}/mlp=1-7,9-11,13-15{more}"
+DEMO_LAYERS = 16
+
+
+class Version:
+    """A process that decodes with one version's package."""
+
+    def __init__(self, tree: Path, options: dict[str, Any]) -> None:
+        environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{HERE}"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps(options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        self.package = self._answer()["package"]
+
+    def decode(self, method: str, prompt: list[int]) -> dict[str, Any]:
+        """Return the seconds and the tokens of one request."""
+        assert self.process.stdin is not None
+        print(json.dumps({"method": method, "prompt": prompt}), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def work(options: dict[str, Any]) -> None:
+    """Serve requests from stdin until it is closed."""
+    from dataclasses import fields
+
+    import torch
+
+    import foredraft
+    from foredraft import SamplingParams
+
+    torch.set_num_threads(2)
+    names = {field.name for field in fields(SamplingParams)}
+    choice = "drafter" if "drafter" in names else "speculation"  # what the option was called before
+    llm = foredraft.load(
+        options["model"], draft=options["draft"], plan=options["plan"], policy="fixed", max_draft=5,
+        dtype="bfloat16", device="cpu", max_batch=1, max_length=1024,
+    )  # fmt: skip
+    print(json.dumps({"package": str(Path(foredraft.__file__).parent)}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        params = SamplingParams(
+            temperature=0,
+            max_new_tokens=options["new_tokens"],
+            ignore_eos=True,
+            **{choice: request["method"]},
+        )
+        start = time.perf_counter()
+        [output] = llm.generate([request["prompt"]], params)
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "tokens": output.token_ids}), flush=True)
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each method."""
+    from timing import spread
+    from workload import fluent, padded_demo
+
+    import foredraft
+    from foredraft import demo
+
+    with TemporaryDirectory() as folder:
+        model = str(demo.target_path())
+        more = ""
+        if options.layers > DEMO_LAYERS:
+            model = str(padded_demo(Path(folder) / "target", options.layers))
+            more = f",{DEMO_LAYERS}-{options.layers - 1}"
+        prompts = fluent(foredraft.load(drafter="none"), options.prompts)
+        loaded = {
+            "model": model, "draft": str(demo.draft_path()), "plan": PLAN.format(more=more),
+            "new_tokens": options.new_tokens,
+        }  # fmt: skip
+        old, new = (Version(Path(tree).resolve(), loaded) for tree in (options.old, options.new))
+        assert old.package != new.package
+        seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        same: dict[str, bool] = defaultdict(lambda: True)
+        for turn in range(-1, options.repeats):
+            for prompt in prompts:
+                for method in METHODS:
+                    order = (old, new) if turn % 2 else (new, old)
+                    done = {version: version.decode(method, prompt) for version in order}
+                    same[method] &= done[old]["tokens"] == done[new]["tokens"]
+                    if turn >= 0:
+                        seconds[method].append((done[old]["seconds"], done[new]["seconds"]))
+        for version in (old, new):
+            version.close()
+    return [
+        {
+            "method": method,
+            "old_over_new": spread([before / after for before, after in pairs]),
+            "overall": sum(before for before, _ in pairs) / sum(after for _, after in pairs),
+            "new_seconds": spread([after for _, after in pairs]),
+            "same_tokens": same[method],
+        }
+        for method, pairs in seconds.items()
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--old", help="working tree of the old version")
+    parser.add_argument("--new", default=str(HERE.parent), help="working tree of the new version")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=10, help="turns, after a first one")
+    parser.add_argument("--layers", type=int, default=DEMO_LAYERS, help="of the target, padding included")
+    parser.add_argument("--name", default="versions")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        work(json.loads(options.worker))
+        return
+    from workload import machine, write
+
+    rows = compare(options)
+    what = {name: value for name, value in vars(options).items() if name not in ("old", "new", "worker")}
+    write(options.name, {"what": what, "machine": machine(), "methods": rows})
+
+
+if __name__ == "__main__":
+    main()
