@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode import accept
-from foredraft.decode.accept import Rollback
+from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft
 from foredraft.decode.drafting import _Steps
@@ -129,8 +129,8 @@ def one_position_before(position: Function) -> Function:
 
 
 def judged_before_the_transforms(of: Function) -> Function:
-    def spoilt(cls: type, table: SamplingTable, p: Any, logits: Tensor, *rest: Any) -> Rollback | None:
-        rollback: Rollback | None = of(cls, table, p, logits, *rest)
+    def spoilt(cls: type, table: SamplingTable, p: Any, logits: Tensor, *rest: Any) -> SurpriseLimit | None:
+        rollback: SurpriseLimit | None = of(cls, table, p, logits, *rest)
         if rollback is None or table.judge is not None:
             return rollback
         return replace(rollback, judge=Distribution(logits.softmax(-1)))
@@ -147,8 +147,8 @@ def every_row_lossy(sound: Function) -> Function:
 
 
 def one_bound(of: Function) -> Function:
-    def spoilt(*args: Any) -> Rollback | None:
-        rollback: Rollback | None = of(*args)
+    def spoilt(*args: Any) -> SurpriseLimit | None:
+        rollback: SurpriseLimit | None = of(*args)
         if rollback is None:
             return None
         most = rollback.bound.nan_to_num().amax()
@@ -196,9 +196,11 @@ MUTANTS = [
         lambda _: lambda params: params,
         lossy_greedy_distribution,
     ),
-    defect("judged before the transforms", Rollback.of, judged_before_the_transforms, lossy_distribution),
+    defect(
+        "judged before the transforms", SurpriseLimit.of, judged_before_the_transforms, lossy_distribution
+    ),
     defect("rows of other rules judged, too", accept.accept, every_row_lossy, rules_side_by_side),
-    defect("every row by one bound", Rollback.of, one_bound, rules_side_by_side),
+    defect("every row by one bound", SurpriseLimit.of, one_bound, rules_side_by_side),
     defect(
         "a token drafted where the drafter is unsure",
         _Steps.add,

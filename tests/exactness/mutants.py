@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode import accept, drafting, noise, vocab_ops
-from foredraft.decode.accept import Rollback
+from foredraft.decode.accept import SurpriseLimit
 from foredraft.decode.constraint import Walks
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
@@ -117,7 +117,7 @@ ACCEPTANCE = [
     ),
     defect(
         "bonus token from untransformed p",
-        Rollback.of,
+        SurpriseLimit.of,
         bonus_from_raw_logits,
         checks.distribution_of_truncated_drafts,
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
-from foredraft.decode.drafting import Drafting, propose
+from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.engine import Engine
 from foredraft.decode.planning import plan_drafts
 from foredraft.decode.policy.target_confidence import target_confidence
@@ -140,9 +140,9 @@ def misasked(**asked: Function) -> Spoiler:
     """Ask the policy otherwise: by method, a function of (ask, sequences, position, q, logits)."""
 
     def spoiler(sound: Function) -> Function:
-        def spoilt(drafters: Any, inputs: RoundInputs, how: Drafting) -> Draft:
-            policy: Any = Misasked(how.policy, asked)
-            draft: Draft = sound(drafters, inputs, replace(how, policy=policy))
+        def spoilt(drafters: Any, inputs: RoundInputs, tools: DraftTools) -> Draft:
+            policy: Any = Misasked(tools.policy, asked)
+            draft: Draft = sound(drafters, inputs, replace(tools, policy=policy))
             return draft
 
         return spoilt

@@ -18,7 +18,7 @@ from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafter import Guesser, Stepper
-from foredraft.decode.drafting import Drafting, propose
+from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
@@ -53,7 +53,7 @@ def draft(engine: CheckedEngine, sequence: Sequence) -> Draft:
     """Draft for the sequence alone."""
     table = SamplingTable.of([sequence.params], CPU)
     inputs = RoundInputs([sequence], [False], [GAMMA], list(sequence.drafters), table, V, CPU)
-    return propose(engine.drafters, inputs, Drafting(Fixed(GAMMA), Noise()))
+    return propose(engine.drafters, inputs, DraftTools(Fixed(GAMMA), Noise()))
 
 
 def same(one: Draft, other: Draft) -> None:

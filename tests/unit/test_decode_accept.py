@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Rollback, accept, bild, coupled, speculative
+from foredraft.decode.accept import SurpriseLimit, accept, bild, coupled, speculative
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, no_draft
 from foredraft.decode.noise import COUPLED, RESIDUAL, ROLLBACK, Noise, NoiseKeys
@@ -169,9 +169,9 @@ def test_each_row_has_its_own_acceptance_rule() -> None:
         assert torch.equal(same.next_token, apart[which].next_token)
 
 
-def rollback(judge: Distribution, bounds: list[float]) -> Rollback:
+def rollback(judge: Distribution, bounds: list[float]) -> SurpriseLimit:
     bound = torch.tensor(bounds)
-    return Rollback(judge, bound, ~bound.isnan(), not bound.isnan().any())
+    return SurpriseLimit(judge, bound, ~bound.isnan(), not bound.isnan().any())
 
 
 def test_a_drafted_token_stands_up_to_the_bound() -> None:

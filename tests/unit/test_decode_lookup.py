@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from foredraft.decode.draft import RoundInputs
-from foredraft.decode.drafting import Drafting, _guess, propose
+from foredraft.decode.drafting import DraftTools, _guess, propose
 from foredraft.decode.noise import Noise
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
@@ -163,7 +163,7 @@ def test_each_row_gets_its_own_guess() -> None:
     table = SamplingTable.of([row.params for row in rows], cpu)
     names = ["lookup" if budget else None for budget in budgets]
     inputs = RoundInputs(rows, [False] * 5, budgets, names, table, 10, cpu)
-    draft = propose({"lookup": lookup}, inputs, Drafting(Fixed(3), Noise()))
+    draft = propose({"lookup": lookup}, inputs, DraftTools(Fixed(3), Noise()))
     assert draft.lengths.tolist() == [2, 0, 1, 0, 1]
     assert draft.tokens.tolist() == [[2, 1], [0, 0], [4, 0], [0, 0], [5, 0]]
 

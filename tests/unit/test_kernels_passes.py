@@ -23,7 +23,7 @@ from foredraft.model.runner.native.linear import NativeLinear, pack_native
 from foredraft.model.weights import load_decoder
 from tests.support.caches import dense
 from tests.support.checkpoints import save_checkpoint
-from tests.support.compiling import compile_anew, plant
+from tests.support.compiling import QUICK, compile_anew, plant
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -219,7 +219,7 @@ def test_a_nan_key_makes_its_rows_logits_nan(key: int) -> None:
     assert logits[[0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_the_portable_code_has_the_same_properties(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -304,6 +304,16 @@ def check_values() -> None:
         test_logits_equal_those_of_pytorch(family)
     test_padding_columns_are_not_computed("llama")
     test_every_shape_has_the_same_bits("llama", torch.float32)
+
+
+def test_the_checks_pass_where_only_the_optimisation_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The defects below are compiled so."""
+    compile_anew(monkeypatch, tmp_path, QUICK)
+    check_values()
+    check_bits()
+    test_any_number_of_threads_gives_the_same_bits(torch.float32)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -24,7 +24,7 @@ from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, TorchVocabOps, VocabOps,
 from foredraft.kernels import vocab
 from foredraft.kernels.vocab import KernelVocabOps
 from tests.support import checkpoints
-from tests.support.compiling import plant
+from tests.support.compiling import QUICK, compile_anew, plant
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -320,6 +320,14 @@ def check_all() -> None:
     test_a_nucleus_ends_at_the_token_that_reaches_its_mass()
     for at in (5, 40, 999):
         test_non_finite_logits_are_reported(at, float("nan"), SamplingParams(top_p=0.9))
+
+
+def test_the_checks_pass_where_only_the_optimisation_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The defects below are compiled so."""
+    compile_anew(monkeypatch, tmp_path, QUICK)
+    check_all()
 
 
 @pytest.mark.parametrize("name", DEFECTS)

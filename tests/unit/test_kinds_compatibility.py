@@ -110,19 +110,19 @@ def test_combinations_that_do_not_fit_are_refused(
     drafter: str, policy: str, sampling: str, given: ModelsGiven, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        compatibility.check_drafting(drafter, policy, sampling, given)
+        compatibility.check_fits_models(drafter, policy, sampling, given)
     assert str(caught.value) == message
 
 
 def test_drafters_are_checked_before_any_file_is_read() -> None:
-    compatibility.check_drafter("draft-model", "fixed", draft_given=True)
-    compatibility.check_drafter("auto", "auto", draft_given=False)
+    compatibility.check_named_drafter("draft-model", "fixed", draft_given=True)
+    compatibility.check_named_drafter("auto", "auto", draft_given=False)
     with pytest.raises(ConfigError, match="which needs a draft model; give draft, its folder or hub id$"):
-        compatibility.check_drafter("draft-model", "auto", draft_given=False)
+        compatibility.check_named_drafter("draft-model", "auto", draft_given=False)
     with pytest.raises(
         ConfigError, match="'auto', but policy='fixed' cannot choose among drafters; give policy"
     ):
-        compatibility.check_drafter("auto", "fixed", draft_given=True)
+        compatibility.check_named_drafter("auto", "fixed", draft_given=True)
 
 
 LOADED = {"lookup": False, "draft-model": True}

@@ -30,7 +30,8 @@ from foredraft.cli.render import Painter, document, last_line, notes
 from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.files import check_place
-from foredraft.kinds import DRAFTERS, RULES, default_drafter, suits, unused_options
+from foredraft.kinds import RULES, default_drafter, unused_options
+from foredraft.kinds.compatibility import check_effects
 
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
@@ -197,27 +198,14 @@ def on_terminal() -> bool:
 def check_drafting_options(model: ModelOptions, drafting: DraftOptions, output: OutputOptions) -> None:
     """Refuse drafting options that the drafter would ignore."""
     name = drafter_name(drafting, model)
-    drafter = DRAFTERS[name]
-    no_effect = f"has no effect with drafter {name}"
-    if output.compare and name == "none":
-        raise ConfigError(
-            "needs a drafter",
-            option="compare",
-            remedy=("give ", Option("draft"), " or ", Option("drafter", "lookup")),
-        )
-    for option in unused_options(name):
-        if getattr(drafting, option.replace("policy_options", "policy_option")) not in (None, ()):
-            raise ConfigError(no_effect, option=option, remedy="leave it out")
-    policy, rule = drafting.policy, drafting.acceptance
-    if policy is not None and not drafter.chooses and not suits(name, policy):
-        raise ConfigError(
-            f"which needs draft probabilities, but drafter {name} has none",
-            option="policy",
-            value=policy,
-            remedy="give another policy",
-        )
-    if rule is not None and not RULES[rule].lossless and name == "none":
-        raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
+    fields = {option: option.replace("policy_options", "policy_option") for option in unused_options(name)}
+    check_effects(
+        name,
+        compare=output.compare,
+        options=[option for option, own in fields.items() if getattr(drafting, own) not in (None, ())],
+        policy=drafting.policy,
+        rule=drafting.acceptance,
+    )
 
 
 def refuse_lossy(drafting: DraftingOptions) -> None:

@@ -32,7 +32,7 @@ from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.decode.vocab_ops import leading
 from foredraft.model.device import upload
 
-__all__ = ["Rollback", "Verdict", "accept", "bild", "coupled", "speculative"]
+__all__ = ["SurpriseLimit", "Verdict", "accept", "bild", "coupled", "speculative"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback:
-    """What rule `bild` needs.
+class SurpriseLimit:
+    """The surprise that rule `bild` allows a drafted token.
 
     Attributes:
         judge: Distributions that measure how surprising a token is, at the K + 1 positions.
@@ -67,8 +67,8 @@ class Rollback:
         logits: Tensor,
         masks: Tensor | None,
         penalty_context: PenaltyContext | None,
-    ) -> Rollback | None:
-        """Return what the rows of the lossy rule need; None without such rows.
+    ) -> SurpriseLimit | None:
+        """Return the limit of the rows with the lossy rule; None without such rows.
 
         p: distributions of all rows.
         """
@@ -123,9 +123,9 @@ def coupled(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise) -> V
     return Verdict(*p.vocab_ops.match_prefix(draft.tokens, y, draft.lengths))
 
 
-def bild(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise, rollback: Rollback) -> Verdict:
+def bild(draft: Draft, p: Distribution, keys: Keys | None, noise: Noise, limit: SurpriseLimit) -> Verdict:
     """Accept tokens up to a bound of surprise; a token that the judge rules out never stands. Lossy."""
-    stands = _stands(rollback.judge.at(draft.tokens), p.at(draft.tokens), rollback.bound[:, None])
+    stands = _stands(limit.judge.at(draft.tokens), p.at(draft.tokens), limit.bound[:, None])
     accepted = leading(stands, draft.lengths)
 
     def pick(weights: Tensor) -> Tensor:
@@ -146,14 +146,14 @@ def accept(
     keys: Keys | None,
     noise: Noise,
     is_coupled: list[bool],
-    rollback: Rollback | None = None,
+    limit: SurpriseLimit | None = None,
 ) -> Verdict:
     """Apply each row's own rule. At temperature 0 the lossless rules agree, and no rule reads the noise."""
-    if rollback is not None:
-        lossy = bild(draft, p, keys, noise, rollback)
-        if rollback.everywhere:
+    if limit is not None:
+        lossy = bild(draft, p, keys, noise, limit)
+        if limit.everywhere:
             return lossy
-        return _either(rollback.rows, lossy, accept(draft, p, keys, noise, is_coupled))
+        return _either(limit.rows, lossy, accept(draft, p, keys, noise, is_coupled))
     if p.all_one_hot or not any(is_coupled):
         return speculative(draft, p, keys, noise)
     if all(is_coupled):

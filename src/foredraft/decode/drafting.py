@@ -26,12 +26,12 @@ from foredraft.decode.sampling import distribution_of
 from foredraft.model.device import upload
 from foredraft.model.runner import Resume
 
-__all__ = ["Drafting", "propose"]
+__all__ = ["DraftTools", "propose"]
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """How an engine drafts.
+class DraftTools:
+    """What all drafts of an engine share.
 
     Attributes:
         policy: May end drafts early.
@@ -46,13 +46,13 @@ class Drafting:
     observer: Observer = SILENT
 
 
-def propose(drafters: Mapping[str, Drafter], inputs: RoundInputs, how: Drafting) -> Draft:
+def propose(drafters: Mapping[str, Drafter], inputs: RoundInputs, tools: DraftTools) -> Draft:
     """Return every row's draft, each by the drafter that the policy chose for the row."""
     parts: list[tuple[list[bool], Draft]] = []
     for name in dict.fromkeys(filter(None, inputs.drafters)):
         rows, drafter = [name == other for other in inputs.drafters], drafters[name]
         if isinstance(drafter, Stepper):
-            parts.append((rows, _step_draft(drafter, rows, inputs, how)))
+            parts.append((rows, _step_draft(drafter, rows, inputs, tools)))
         elif isinstance(drafter, Guesser):
             parts.append((rows, _guess(drafter, rows, inputs)))
     if not parts:
@@ -76,43 +76,43 @@ def _guess(drafter: Guesser, rows: list[bool], inputs: RoundInputs) -> Draft:
     return Draft(tokens, lengths_tensor(tuple(lengths), inputs.device), q, host_lengths=lengths)
 
 
-def _step_draft(drafter: Stepper, rows: list[bool], inputs: RoundInputs, how: Drafting) -> Draft:
+def _step_draft(drafter: Stepper, rows: list[bool], inputs: RoundInputs, tools: DraftTools) -> Draft:
     """Draft by single steps, or by one call where that gives the same tokens."""
     budgets = [budget if is_own else 0 for budget, is_own in zip(inputs.budgets, rows, strict=True)]
-    unread, starts = _catch_up(drafter, rows, inputs, how.observer)
-    fused = _fused_draft(drafter, unread, starts, budgets, inputs, how)
-    return fused or _draft_loop(drafter, unread, starts, budgets, inputs, how)
+    first_inputs, starts = _catch_up(drafter, rows, inputs, tools.observer)
+    fused = _fused_draft(drafter, first_inputs, starts, budgets, inputs, tools)
+    return fused or _draft_loop(drafter, first_inputs, starts, budgets, inputs, tools)
 
 
 def _draft_loop(
     drafter: Stepper,
-    unread: list[list[int]],
+    first_inputs: list[list[int]],
     starts: list[int],
     budgets: list[int],
     inputs: RoundInputs,
-    how: Drafting,
+    tools: DraftTools,
 ) -> Draft:
     """The one draft loop: step, transform, draw, ask the policy."""
-    sequences, device, policy = inputs.sequences, inputs.device, how.policy
+    sequences, device, policy = inputs.sequences, inputs.device, tools.policy
     steps = _Steps(budgets, device)
     walks = _walks(budgets, inputs)
-    tokens, counts = upload(pad_rows(unread), device, torch.int64), [len(own) for own in unread]
+    tokens, counts = upload(pad_rows(first_inputs), device, torch.int64), [len(own) for own in first_inputs]
     for j in range(max(budgets)):
         at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
-        logits = drafter.step(tokens, starts, counts, steps.idle, at)[:, None]  # [B, 1, V]
+        logits = drafter.step(tokens, starts, counts, steps.stopped, at)[:, None]  # [B, 1, V]
         masks = None if walks is None else walks.masks()
         penalties = inputs.penalty_context and inputs.penalty_context.along(steps.drawn, ahead=j)
-        q, finite = distribution_of(logits, inputs.table, masks, penalties, argmax=how.greedy)
+        q, finite = distribution_of(logits, inputs.table, masks, penalties, argmax=tools.greedy)
         may_draw = policy.may_draw(sequences, j, q, logits) if policy.stops_by_content else None
-        token = _draw(q, inputs, j, how.noise)  # [B, 1]
+        token = _draw(q, inputs, j, tools.noise)  # [B, 1]
         drawable = finite if may_draw is None else finite & may_draw[:, None]
         # A mask may leave a drafter nothing to draw; that is no fault of its logits.
         steps.add(token, q, drawable, finite if masks is None else logits.amax(-1).isfinite())
         if j + 1 == max(budgets):
             break
         go_on = policy.go_on(sequences, j, q, logits) if policy.stops_by_content else None
-        steps.advance(go_on, walks, asked=may_draw is not None)
-        if all(steps.idle):
+        steps.advance(go_on, walks, vetoed=may_draw is not None)
+        if all(steps.stopped):
             break
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
         tokens, counts = token, [1] * len(sequences)
@@ -128,26 +128,26 @@ def _draw(q: Distribution, inputs: RoundInputs, column: int, noise: Noise) -> Te
 
 def _fused_draft(
     drafter: Stepper,
-    unread: list[list[int]],
+    first_inputs: list[list[int]],
     starts: list[int],
     budgets: list[int],
     inputs: RoundInputs,
-    how: Drafting,
+    tools: DraftTools,
 ) -> Draft | None:
     """Return the draft of the loop by one call of the drafter; None where its steps have to be single."""
     table = inputs.table
-    if how.policy.stops_by_content or inputs.penalty_context is not None or table.edits_logits:
+    if tools.policy.stops_by_content or inputs.penalty_context is not None or table.edits_logits:
         return None
     if any(s.constraint is not None for s, budget in zip(inputs.sequences, budgets, strict=True) if budget):
         return None
     sampling = None
-    if not (how.greedy or table.all_greedy):
-        if not how.noise.uses_gumbel_argmax:
+    if not (tools.greedy or table.all_greedy):
+        if not tools.noise.uses_gumbel_argmax:
             return None
         sampling = table.sampling_inputs(inputs.noise.bits(DRAFT)[:, : max(budgets)])
         if sampling is None:
             return None
-    fused = drafter.fused_draft(unread, starts, budgets, sampling)
+    fused = drafter.fused_draft(first_inputs, starts, budgets, sampling)
     if fused is None:
         return None
     finite = zip(fused.finite.tolist(), budgets, strict=True)
@@ -166,13 +166,13 @@ def _catch_up(
 ) -> tuple[list[list[int]], list[int]]:
     """Have the drafter read what it missed; return each row's tokens for the first step, and their positions.
 
-    After a draft that was accepted whole a row has two unread tokens, otherwise one: the pending token.
+    After a draft that was accepted whole a row has two of them, otherwise one: the pending token.
     """
-    unread: list[list[int]] = []
+    first_inputs: list[list[int]] = []
     starts: list[int] = []
     for sequence, is_own in zip(inputs.sequences, rows, strict=True):
         if not is_own:
-            unread.append([0])
+            first_inputs.append([0])
             starts.append(0)
             continue
         start, last = drafter.length(sequence), len(sequence.tokens) - 1
@@ -180,9 +180,9 @@ def _catch_up(
             with observer.drafter_reads(sequence, start, last):
                 drafter.read(sequence, start, last)
             start = last
-        unread.append(sequence.tokens[start:])
+        first_inputs.append(sequence.tokens[start:])
         starts.append(start - drafter.context_start(sequence))
-    return unread, starts
+    return first_inputs, starts
 
 
 def _walks(budgets: list[int], inputs: RoundInputs) -> Walks | None:
@@ -200,13 +200,13 @@ class _Steps:
     Attributes:
         budgets: [B].
         device: Of the tensors.
-        idle: [B] rows that take no further step, as far as the host knows.
+        stopped: [B] rows that take no further step, as far as the host knows.
         host_lengths: [B] upper bounds of the drafts' lengths.
     """
 
     budgets: list[int]
     device: torch.device
-    idle: list[bool] = field(init=False)
+    stopped: list[bool] = field(init=False)
     host_lengths: list[int] = field(init=False)
     _tokens: list[Tensor] = field(default_factory=list)
     _q: list[Distribution] = field(default_factory=list)
@@ -215,7 +215,7 @@ class _Steps:
     _goes_on: list[Tensor] = field(default_factory=list)  # drawn, and the draft continues after the token
 
     def __post_init__(self) -> None:
-        self.idle = [budget == 0 for budget in self.budgets]
+        self.stopped = [budget == 0 for budget in self.budgets]
         self.host_lengths = list(self.budgets)
         columns = torch.arange(max(self.budgets), device=self.device)
         self._wanted = columns < upload(self.budgets, self.device)[:, None]  # [B, K]
@@ -233,28 +233,33 @@ class _Steps:
         self._drawable.append(drawable)
         self._finite.append(finite)
 
-    def advance(self, go_on: Tensor | None, walks: Walks | None, *, asked: bool) -> None:
-        """Find the rows that take another step; go_on [B] bool is the policy's answer.
+    def advance(self, go_on: Tensor | None, walks: Walks | None, *, vetoed: bool) -> None:
+        """Find the rows that take another step.
 
         The host reads [B] numbers where a policy or a constraint may have ended a row's draft.
+
+        Args:
+            go_on: [B] bool, the policy's answer; None where it was not asked.
+            walks: The constraints along the draft, if any row has one.
+            vetoed: The policy may have kept rows from drawing in this step.
         """
         done, drawable = len(self._tokens), self._drawable[-1]
         continues = [budget > done for budget in self.budgets]
-        if go_on is None and walks is None and not asked:
+        if go_on is None and walks is None and not vetoed:
             self._goes_on.append(drawable)
         else:
             on = drawable[:, 0] if go_on is None else go_on & drawable[:, 0]
             if walks is not None:
-                alive = upload([not idle for idle in self.idle], self.device) & self._wanted[:, done - 1]
-                on = walks.advance(self._tokens[-1], on & alive)
+                going = upload([not stopped for stopped in self.stopped], self.device)
+                on = walks.advance(self._tokens[-1], on & going & self._wanted[:, done - 1])
             self._goes_on.append(on[:, None])
             continued = on.tolist()
             self.host_lengths = [
-                length if on or idle else min(length, done)
-                for length, on, idle in zip(self.host_lengths, continued, self.idle, strict=True)
+                length if on or stopped else min(length, done)
+                for length, on, stopped in zip(self.host_lengths, continued, self.stopped, strict=True)
             ]
             continues = [more and on for more, on in zip(continues, continued, strict=True)]
-        self.idle = [idle or not more for idle, more in zip(self.idle, continues, strict=True)]
+        self.stopped = [stopped or not more for stopped, more in zip(self.stopped, continues, strict=True)]
 
     def draft(self, resume: Resume | None, *, counts_undrawn: bool) -> Draft:
         """Return the draft: each row's tokens up to where it ended."""

@@ -17,15 +17,15 @@ from typing import TypeAlias
 
 import torch
 
-from foredraft.decode.accept import Rollback, Verdict, accept
+from foredraft.decode.accept import SurpriseLimit, Verdict, accept
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafter import Drafter
-from foredraft.decode.drafting import Drafting, propose
+from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.faults import nonfinite_message, reset_drafter
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.observer import SILENT, Observer
-from foredraft.decode.planning import may_draft, plan_drafts
+from foredraft.decode.planning import has_drafters, plan_drafts
 from foredraft.decode.policy import Policy
 from foredraft.decode.prefill import prefill_chunk
 from foredraft.decode.round_results import RowResult, fetch_results
@@ -42,7 +42,9 @@ from foredraft.model.runner import Forward
 
 __all__ = ["Engine"]
 
-Rule: TypeAlias = Callable[[Draft, Distribution, Keys | None, Noise, list[bool], Rollback | None], Verdict]
+Rule: TypeAlias = Callable[
+    [Draft, Distribution, Keys | None, Noise, list[bool], SurpriseLimit | None], Verdict
+]
 
 
 class Engine:
@@ -134,21 +136,21 @@ class Engine:
         with self.observer.phase("round"), torch.inference_mode():
             inputs = self._inputs()
             with self.observer.phase("draft"):
-                how = Drafting(self.policy, self.noise, self.greedy_drafts, self.observer)
-                draft = propose(self.drafters, inputs, how)
+                tools = DraftTools(self.policy, self.noise, self.greedy_drafts, self.observer)
+                draft = propose(self.drafters, inputs, tools)
             with self.observer.phase("verify"):
                 forward = self._verify(inputs, draft)
             assert forward.logits is not None
             penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
             masks = inputs.masks(draft.tokens)
             p, finite = distribution_of(forward.logits, inputs.table, masks, penalties)
-            rollback = Rollback.of(inputs.table, p, forward.logits, masks, penalties)
+            limit = SurpriseLimit.of(inputs.table, p, forward.logits, masks, penalties)
             keys = None if p.all_one_hot else inputs.noise.first(draft.tokens.shape[1] + 1)
-            verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, rollback)
+            verdict = self.accept(draft, p, keys, self.noise, inputs.coupled, limit)
             results = fetch_results(
                 inputs.sequences, draft, verdict, p, forward.logits, finite,
-                judge=p if rollback is None else rollback.judge,
-                signal=self.policy.target_signal if may_draft(inputs.sequences) else None,
+                judge=p if limit is None else limit.judge,
+                signal=self.policy.target_signal if has_drafters(inputs.sequences) else None,
             )  # fmt: skip
             return self._commit(inputs, results, forward)
 
@@ -184,7 +186,7 @@ class Engine:
 
     def _commit(self, inputs: RoundInputs, results: list[RowResult], forward: Forward) -> list[Sequence]:
         """Move tokens, cache length, constraint, drafters and policy of every row together."""
-        learns = may_draft(inputs.sequences)
+        learns = has_drafters(inputs.sequences)
         finished: list[tuple[Sequence, Finish, str | None]] = []
         rows = zip(inputs.sequences, inputs.idle, inputs.budgets, inputs.drafters, results, strict=True)
         for sequence, idle, budget, drafter, result in rows:
@@ -216,19 +218,19 @@ class Engine:
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
         """Append the tokens of the round; tokens after the end of the text count nowhere."""
         if result.target_nonfinite:
-            # The whole draft is discarded, whatever the coins said. Drafts that lead to such values are then
-            # never judged, and other drafts weigh a little more in the output's distribution. Keeping what
-            # was accepted before the first such value would be exact, but NaN reaches every column of its row
-            # (0 * NaN is NaN behind any mask), and only another pass could tell which column was first.
+            # Here alone the output may not be exactly p: a draft whose verifying pass gives NaN or infinity
+            # is discarded whole, so other drafts become slightly likelier. To keep what was accepted before
+            # the first such value would be exact, but NaN reaches every column of its row (0 * NaN is NaN
+            # behind any mask), and only another pass could tell which column was first.
             self.cache.wipe(sequence.row, len(sequence.tokens) - 1)
             return Round(result.drafted, 0, 0, drafter, result.undrawn)
         whole = result.accepted == result.drafted > 0
         origins = [Origin.DRAFTER] * result.accepted + [Origin.BONUS if whole else Origin.TARGET]
         before = len(sequence.tokens)
-        read = sequence.extend(result.new_tokens, origins, result.scores)
+        taken = sequence.extend(result.new_tokens, origins, result.scores)
         emitted = len(sequence.tokens) - before
-        if read <= result.accepted:
-            return Round(read, read, emitted, drafter)
+        if taken <= result.accepted:  # the text ended within the accepted tokens; the rest counts nowhere
+            return Round(taken, taken, emitted, drafter)
         return Round(result.drafted, result.accepted, emitted, drafter, result.undrawn)
 
     def _tell_drafters(self, sequence: Sequence, base: int, emitted: int, forward: Forward) -> None:

@@ -11,10 +11,10 @@ from foredraft.decode.drafter import Drafter
 from foredraft.decode.policy import Candidates, Policy
 from foredraft.decode.sequence import Sequence
 
-__all__ = ["may_draft", "plan_drafts"]
+__all__ = ["has_drafters", "plan_drafts"]
 
 
-def may_draft(sequences: Iterable[Sequence]) -> bool:
+def has_drafters(sequences: Iterable[Sequence]) -> bool:
     """Return whether any sequence has a drafter.
 
     Without one, the policy neither plans nor learns.
@@ -40,7 +40,7 @@ def plan_drafts(
     """
     budgets = [0] * len(sequences)
     chosen: list[str | None] = [None] * len(sequences)
-    if not may_draft(sequences):
+    if not has_drafters(sequences):
         return budgets, chosen
     rows = [
         Candidates(sequence, {}, idle=True)

@@ -1,7 +1,8 @@
 """Compatibility: which drafters, policies, acceptance rules and options fit together.
 
-Contract: nothing else in the package decides this. `load` and the command line ask by the names of the
-tables, before weights are read. A request asks by the drafters and the policy that its engine has.
+Contract: nothing else in the package decides this. The command line asks by what the user typed, `load` by
+names and then by the checkpoints that it found, all before weights are read. A request asks by the drafters
+and the policy that its engine has.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ __all__ = [
     "ModelsGiven",
     "PolicyTraits",
     "available_drafters",
-    "check_drafter",
-    "check_drafting",
+    "check_effects",
+    "check_fits_models",
+    "check_named_drafter",
     "default_drafter",
     "is_lossless",
     "rule_suits",
@@ -92,7 +94,7 @@ def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
 def default_drafter(
     policy: str, draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False
 ) -> str:
-    """Return the drafter of requests that name none, where `load` is given none either.
+    """Return the drafter for requests that do not give one, where `load` is not given one either.
 
     It is "auto", every drafter at hand, under a policy that can choose. Other policies decide about one
     drafter.
@@ -138,7 +140,43 @@ def unused_options(drafter: str) -> tuple[str, ...]:
     return tuple(name for name, used in options.items() if not used)
 
 
-def check_drafter(drafter: str, policy: str, *, draft_given: bool) -> None:
+def check_effects(
+    drafter: str,
+    *,
+    compare: bool = False,
+    options: Iterable[str] = (),
+    policy: str | None = None,
+    rule: str | None = None,
+) -> None:
+    """Raise ConfigError where a given option has no effect with the drafter.
+
+    Args:
+        drafter: The drafter of all requests.
+        compare: The speed is compared with plain decoding's.
+        options: Names of the options of `load` that the user gives.
+        policy: The policy that the user gives; None for the default one.
+        rule: The acceptance rule that the user gives; None for the default one.
+    """
+    no_effect = f"has no effect with drafter {drafter}"
+    if compare and drafter == "none":
+        raise ConfigError(
+            "needs a drafter", option="compare",
+            remedy=("give ", Option("draft"), " or ", Option("drafter", "lookup")),
+        )  # fmt: skip
+    given = set(options)
+    for option in unused_options(drafter):
+        if option in given:
+            raise ConfigError(no_effect, option=option, remedy="leave it out")
+    if policy is not None and not DRAFTERS[drafter].chooses and not suits(drafter, policy):
+        raise ConfigError(
+            f"which needs draft probabilities, but drafter {drafter} has none",
+            option="policy", value=policy, remedy="give another policy",
+        )  # fmt: skip
+    if rule is not None and not rule_suits(rule, drafter):
+        raise ConfigError(f"which {no_effect}", option="acceptance", value=rule, remedy="leave it out")
+
+
+def check_named_drafter(drafter: str, policy: str, *, draft_given: bool) -> None:
     """Raise ConfigError where a drafter lacks its draft model or a policy that can choose."""
     kind = DRAFTERS[drafter]
     if kind.needs_draft and not draft_given:
@@ -155,7 +193,7 @@ def check_drafter(drafter: str, policy: str, *, draft_given: bool) -> None:
         )
 
 
-def check_drafting(drafter: str, policy: str, draft_sampling: str, given: ModelsGiven) -> None:
+def check_fits_models(drafter: str, policy: str, draft_sampling: str, given: ModelsGiven) -> None:
     """Raise ConfigError where the default drafter, policy or draft sampling does not fit the models."""
     available = available_drafters(given)
     if drafter not in available:

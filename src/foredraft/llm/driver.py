@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from foredraft.decode.engine import Engine
-from foredraft.decode.planning import may_draft
+from foredraft.decode.planning import has_drafters
 from foredraft.decode.sequence import Sequence, State
 from foredraft.llm.interrupts import Interrupts
 from foredraft.profiling.profile import use_profile
@@ -104,7 +104,7 @@ class Driver:
         """Take one step, then update the waiters of all threads."""
         prefilling = None if self._progress is None else self.engine.scheduler.prefilling
         try:
-            if not self.engine.rows.sequences and may_draft(self.engine.scheduler.waiting):
+            if not self.engine.rows.sequences and has_drafters(self.engine.scheduler.waiting):
                 use_profile(self.engine)  # unless loading did: the default drafter may be none
             self.engine.step()
         except Exception as error:

@@ -17,7 +17,7 @@ from foredraft.llm import LLM
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
 from foredraft.loading.checkpoints import Checkpoints, default_params, find_checkpoints
 from foredraft.loading.device import find_device
-from foredraft.loading.drafting import Drafting, choose_drafting
+from foredraft.loading.drafting import ChosenDrafting, choose_drafting
 from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, checked
 from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
@@ -51,10 +51,10 @@ def load(
 
     Args:
         path: A folder or a hub id; None loads the demo models, a target and a draft model.
-        drafter: The drafter of requests that name none: "none", "lookup", "draft-model", "retokenize",
-            "layer-skip", or "auto", in every round the loaded drafter that pays most. By default "auto".
-            Under another policy than "auto" by default "layer-skip" with a plan, else the draft model, else
-            "lookup".
+        drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize"
+            or "layer-skip". "auto" uses in every round the loaded drafter that pays most. By default "auto"
+            under policy "auto"; under other policies "layer-skip" if a plan is given, else the draft model,
+            else "lookup", or "none" where the policy needs draft probabilities.
         draft: The draft model's folder or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: Branch, tag or commit of the draft model.
@@ -151,7 +151,7 @@ def _profile(engine: Engine, options: LoadOptions) -> float:
 def _cache_size(
     options: LoadOptions,
     checkpoints: Checkpoints,
-    drafting: Drafting,
+    drafting: ChosenDrafting,
     params: SamplingParams,
     device: torch.device,
 ) -> CacheSize:
@@ -168,7 +168,7 @@ def _cache_size(
 def _engine(
     options: LoadOptions,
     checkpoints: Checkpoints,
-    drafting: Drafting,
+    drafting: ChosenDrafting,
     runners: Runners,
     size: CacheSize,
 ) -> Engine:

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check_drafting, default_drafter
+from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check_fits_models, default_drafter
 from foredraft.kinds.tables import DRAFTERS, DrafterKind
 from foredraft.loading.checkpoints import Checkpoints
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan, choose_plan
 
-__all__ = ["Drafting", "choose_drafting"]
+__all__ = ["ChosenDrafting", "choose_drafting"]
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """How the engine drafts.
+class ChosenDrafting:
+    """The drafters that were chosen for an engine.
 
     Attributes:
-        drafter: The drafter of requests that name none.
+        drafter: The drafter for requests that do not give one.
         available: All drafters that can be built.
         plan: The plan of the target's own drafts; None without one.
     """
@@ -41,7 +41,7 @@ class Drafting:
         return self.plan.max_draft if self.plan is not None and DRAFTERS[self.drafter].needs_plan else None
 
 
-def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> Drafting:
+def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenDrafting:
     """Choose the default drafter and the plan, and check that drafter, policy and models fit together.
 
     Raises:
@@ -58,5 +58,5 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
         other_tokenizer=other,
         plan=plan is not None,
     )
-    check_drafting(drafter, options.policy, options.draft_sampling, given)
-    return Drafting(drafter, available_drafters(given), plan)
+    check_fits_models(drafter, options.policy, options.draft_sampling, given)
+    return ChosenDrafting(drafter, available_drafters(given), plan)

@@ -14,7 +14,7 @@ from foredraft.decode.params import SamplingParams, is_whole
 from foredraft.drafters.plan_files import PlanFile
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError, Option, Text
-from foredraft.kinds.compatibility import check_drafter
+from foredraft.kinds.compatibility import check_named_drafter
 from foredraft.kinds.tables import DRAFTERS, POLICIES
 from foredraft.loading.policies import check_settings
 from foredraft.model.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def checked(options: LoadOptions) -> LoadOptions:
         draft = demo.draft_path() if options.draft is None else options.draft
         options = replace(options, path=demo.target_path(), draft=draft)
     if options.drafter is not None:
-        check_drafter(options.drafter, options.policy, draft_given=options.draft is not None)
+        check_named_drafter(options.drafter, options.policy, draft_given=options.draft is not None)
     return options
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.decode.accept import Rollback, Verdict
+from foredraft.decode.accept import SurpriseLimit, Verdict
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft
 from foredraft.decode.engine import Engine
@@ -36,7 +36,7 @@ def without_residual(engine: Engine) -> Iterator[None]:
         keys: Keys | None,
         noise: Noise,
         is_coupled: list[bool],
-        rollback: Rollback | None,
+        rollback: SurpriseLimit | None,
     ) -> Verdict:
         verdict = accept(draft, p, keys, noise, is_coupled, rollback)
 
