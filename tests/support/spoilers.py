@@ -21,6 +21,19 @@ from tests.support.planting import Spoiler, replaced
 Function = Callable[..., Any]
 
 
+def during(owner: Any, name: str, value: Any) -> Spoiler:
+    """Give a module or class another constant, function or method while the sound function runs."""
+
+    def spoiler(sound: Function) -> Function:
+        def spoilt(*args: Any, **more: Any) -> Any:
+            with replaced(owner, name, value):
+                return sound(*args, **more)
+
+        return spoilt
+
+    return spoiler
+
+
 def residual_with_epsilon(epsilon: float) -> Spoiler:
     """Clamp the residual at epsilon instead of 0."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 
 import foredraft
 from foredraft import SamplingParams, kernels
-from foredraft.decode import sampling
-from foredraft.decode.vocab_ops import TorchVocabOps
+from foredraft.decode.sampling import SamplingTable
+from foredraft.decode.vocab_ops import TORCH_VOCAB_OPS, TorchVocabOps
 from foredraft.kernels.vocab import KernelVocabOps
 from tests.support import checkpoints
-from tests.support.planting import Mutant
+from tests.support.planting import spoil
 from tests.support.vocab_ops_choice import METHODS
 
 REQUESTS = (
@@ -75,11 +76,9 @@ def test_two_models_of_one_process_use_their_own_operations(pair: Path, calls: C
 def test_a_choice_that_gets_lost_is_noticed(
     pair: Path, calls: Counter[type], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit = (
-        sampling.SamplingTable.of.__func__,
-        "vocab_ops=vocab_ops,",
-        "vocab_ops=TORCH_VOCAB_OPS,",
-    )
-    Mutant("", (edit,), lambda: None).plant(monkeypatch)
+    def choice_lost(of: Any) -> Any:
+        return lambda *args, **more: replace(of(*args, **more), vocab_ops=TORCH_VOCAB_OPS)
+
+    spoil(monkeypatch, SamplingTable.of, choice_lost)
     with pytest.raises(AssertionError):
         test_two_models_of_one_process_use_their_own_operations(pair, calls)

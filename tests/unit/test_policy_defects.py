@@ -1,24 +1,35 @@
-"""Defects planted into the cost policy: a test of it dies of each."""
+"""Defects planted into the cost policy: a test of it dies of each.
+
+A table entry reads: name, seam, spoiler, check. A spoiler takes the sound function and returns the defective one.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
 
-from foredraft.decode.policy import Auto, CostTable
+from foredraft.decode.policy import Auto, Candidates, CostTable
 from foredraft.decode.policy import auto as auto_module
+from foredraft.decode.policy import budgets as budgets_module
 from foredraft.decode.policy.acceptance import Acceptance
-from foredraft.decode.policy.auto import Estimate, LossBudget
-from foredraft.decode.policy.budgets import best_budgets, best_length
+from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Estimate, LossBudget, Standing
+from foredraft.decode.policy.base import PLAIN
+from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
 from foredraft.decode.policy.cost_table import round_ms
-from tests.support.planting import Mutant, assert_caught
+from foredraft.decode.stats import Round
+from tests.support.planting import Spoiler, assert_caught, defect, replaced
+from tests.support.spoilers import during
 from tests.unit import test_policy_auto as auto
 from tests.unit import test_policy_cost_table as costs
 
-STANDS = auto_module._stands
-ALPHA = Acceptance.alpha.fget  # type: ignore[attr-defined]
+Function = Callable[..., Any]
+ALPHA: Any = Acceptance.alpha
 
 
 def brute_force() -> None:
@@ -36,52 +47,230 @@ def near_the_best() -> None:
     auto.test_auto_is_near_the_best_fixed_length(0.95, 0.1)
 
 
-DEFECTS: list[tuple[str, Any, str, str, Callable[[], object]]] = [
-    ("columns of another batch", CostTable.verify, "size + columns - batch", "columns", costs.test_costs_lie_on_lines_between_measured_ones),
-    ("columns may cost less", CostTable.__init__, "if m >= n", "if m == n", costs.test_costs_lie_on_lines_between_measured_ones),
-    ("a first step too many", CostTable.draft, "max(steps - 1, 0)", "steps", costs.test_costs_lie_on_lines_between_measured_ones),
-    ("rows do not share steps", round_ms, "max(steps.get(drafter, 0), drafted)", "steps.get(drafter, 0) + drafted", costs.test_a_round_costs_its_drafts_and_its_pass),
-    ("the pending token is read twice", CostTable.read, "(tokens - 1)", "tokens", costs.test_reading_costs_as_measured_or_as_a_pass_of_the_target),
-    ("reads are not kept", CostTable.as_dict, '"reads": self.reads', '"reads": {}', costs.test_a_table_survives_json),
-    ("empty proposals are not counted", Acceptance.learn, "max(outcome.drafted, 1)", "outcome.drafted", costs.test_acceptance_is_estimated_as_its_equations_say),
-    ("a position after the rejection", Acceptance.learn, "outcome.accepted + 1", "outcome.accepted + 2", costs.test_acceptance_is_estimated_as_its_equations_say),
-    ("no level", Acceptance.rates, "level * rate", "rate", costs.test_acceptance_is_estimated_as_its_equations_say),
-    ("no prior", ALPHA, "if self.prior is None", "if True", costs.test_acceptance_is_estimated_as_its_equations_say),
-    ("full depth only", best_budgets, "range(most + 1)", "(most,)", brute_force),
-    ("one column too few", best_length, "batch * (1 + k)", "batch * k", brute_force),
-    ("drafts that do not pay", best_budgets, "<= batch / passes[0]", "<= 0", costs.test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out),
-    ("no loss budget", LossBudget.left, "LOSS_STEPS * plain", "1e9", never_slower),
-    ("no share of the time", LossBudget.left, "+ LOSS_SHARE * self.spent", "", auto.test_a_decision_follows_from_the_equations),
-    ("no cap", Auto._paying, "<= left", "<= 1e9", auto.test_a_decision_follows_from_the_equations),
-    ("a decision stands beyond the cap", STANDS, "left >= 0 or", "True or", lambda: auto.test_the_loss_budget_is_never_exceeded_by_more_than_one_round("five confidences")),
-    ("a trial beyond the cap", Auto._try_another, "<= left", "<= 1e9", lambda: auto.test_the_loss_budget_is_never_exceeded_by_more_than_one_round("a dear first step")),
-    ("the last round is not charged", Auto._settle, "state.loss.lost += ms - plain * tokens", "state.loss.lost += 0.0 * ms", never_slower),
-    ("no credit", Auto.start, "self._gained", "", auto.test_bad_luck_at_first_is_paid_by_what_earlier_requests_gained),
-    ("no smaller batch", Auto._settle, "- smaller * ahead", "", auto.test_a_row_that_waits_for_others_gets_back_what_the_smaller_batch_saves),
-    ("no decision stands", STANDS, "standing.rounds < 1", "True", auto.test_a_decision_stands_for_some_rounds),
-    ("rejected drafts drop no decision", STANDS, "or standing.rejected >= REJECTED_DRAFTS", "", auto.test_a_decision_is_dropped_after_two_rejected_drafts),
-    ("one rejected draft drops a decision", STANDS, ">= REJECTED_DRAFTS", ">= 1", auto.test_a_decision_is_dropped_after_two_rejected_drafts),
-    ("greedy costs for all rounds", Auto.decide, "self.sampled if draws else", "", auto.test_rounds_that_draw_have_costs_of_their_own),
-    ("reasons of one row", Auto.why_plain, "[(name, 1)] * state.batch", "[(name, 1)]", auto.test_the_policy_says_why_it_decodes_plainly),
-    ("the wait stays", Estimate.learn, "2 * max(", "max(", auto.test_the_wait_before_a_drafter_is_tried_again_doubles),
-    ("a trial ends at once", Estimate.learn, "pooled.wait = 1 ", "pooled.wait = LONGEST_WAIT ", auto.test_a_trial_that_succeeds_goes_on),
-    ("hopeless trials", Auto._try_another, "or not best_length(self.table, 1, certain)[1]", "", never_slower),
-    ("short drafts", Auto._paying, "limit = self.max_draft", "limit = 1", near_the_best),
-    ("short drafts in a batch", Auto._paying, "limit = self.max_draft", "limit = 1", lambda: auto.test_a_batch_of_good_rows_gains(0.1)),
-    ("the first drafter", Auto._best, "if rate > best", "if best == 0", lambda: auto.test_three_drafters_are_as_fast_as_the_best_of_them("the small model is best")),
-    ("one estimate for all confidences", Auto._estimate, "source = name, confidence", "source = name, None", auto.test_each_confidence_of_a_drafter_has_an_estimate_of_its_own),
-    ("an unknown drafter reads all", Auto._reading, "is_chosen else 0.0", "is_chosen else 1e9", auto.test_an_unknown_draft_model_reads_the_end_of_a_long_text),
-    ("a trial reads as much as a choice", Auto._reading, "not trial and", "", auto.test_a_drafter_that_was_no_good_reads_the_end_of_a_long_text_again),
-    ("reading is free", Auto._best, "if read_ms:", "if False:", auto.test_a_text_that_cannot_begin_late_is_read_only_by_a_drafter_that_pays),
-    ("bad rows pay for good ones", Auto.decide, "min(_state(row)", "max(_state(row)", lambda: auto.test_bad_rows_of_a_batch_are_hardly_slowed_down(0.1, 1, True)),
-    ("all rows try a known drafter", Auto._try_another, "if tried and (drafts or", "if tried and (False and", auto.test_a_batch_without_drafts_tries_a_known_drafter_in_one_row_only),
-    ("prefill is ignored", Auto._plan, "plans = self._paying(rows, left, plain)", "plans = self._paying([r for r in rows if not r.idle], left, self.table.plain(sum(not r.idle for r in rows))) + [Standing(PLAIN) for r in rows if r.idle]", auto.test_prompts_in_prefill_count_in_the_batch),
+# --- costs, acceptance and lengths ----------------------------------------------------------------------
+
+
+def columns_of_another_batch(verify: Function) -> Function:
+    """Look for the columns themselves among those of a measured batch, not for as many drafted ones."""
+
+    def spoilt(table: CostTable, batch: int, columns: int) -> float:
+        moved = {size: [(n + size - batch, ms) for n, ms in points] for size, points in table.passes.items()}
+        with replaced(table, "passes", moved):
+            found: float = verify(table, batch, columns)
+        return found
+
+    return spoilt
+
+
+def columns_may_cost_less(init: Function) -> Function:
+    def spoilt(table: CostTable, passes: Any, *rest: Any) -> None:
+        init(table, passes, *rest)
+        table.passes = {batch: sorted(by.items()) for batch, by in passes.items()}
+
+    return spoilt
+
+
+def rows_do_not_share_steps(cost: Function) -> Function:
+    def spoilt(table: CostTable, rows: Any) -> float:
+        drafted = Counter[str | None]()
+        for drafter, tokens in rows:
+            drafted[drafter] += tokens
+        others = [(None, 0)] * (len(rows) - len(drafted))
+        ms: float = cost(table, [*drafted.items(), *others])
+        return ms
+
+    return spoilt
+
+
+def empty_proposals_are_not_counted(learn: Function) -> Function:
+    def spoilt(own: Acceptance, outcome: Round) -> None:
+        learn(own, outcome)
+        own.tried[0] -= not outcome.drafted
+
+    return spoilt
+
+
+def a_position_after_the_rejection(learn: Function) -> Function:
+    def spoilt(own: Acceptance, outcome: Round) -> None:
+        learn(own, outcome)
+        if (position := outcome.accepted + 1) < min(outcome.drafted, len(own.tried)):
+            own.tried[position] += 1
+
+    return spoilt
+
+
+def one_column_too_few(best: Function) -> Function:
+    def spoilt(table: CostTable, batch: int, prospect: Prospect) -> Any:
+        verify = table.verify
+        with replaced(table, "verify", lambda rows, columns: verify(rows, max(columns - rows, rows))):
+            return best(table, batch, prospect)
+
+    return spoilt
+
+
+def drafts_that_do_not_pay(best: Function) -> Function:
+    """Compare drafts with plain steps that seem to last for ever."""
+
+    def spoilt(table: CostTable, rows: Any) -> Any:
+        verify = table.verify
+        with replaced(table, "verify", lambda batch, n: verify(batch, n) if n > batch else inf):
+            return best(table, rows)
+
+    return spoilt
+
+
+# --- decisions ------------------------------------------------------------------------------------------
+
+
+def with_own(name: str, value: Callable[[Any], Any]) -> Spoiler:
+    """Give the object of a method or property another attribute during the call."""
+
+    def spoiler(sound: Function) -> Function:
+        def spoilt(own: Any, *args: Any) -> Any:
+            with replaced(own, name, value(own)):
+                return sound(own, *args)
+
+        return spoilt
+
+    return spoiler
+
+
+def the_last_round_is_not_charged(settle: Function) -> Function:
+    def spoilt(policy: Auto) -> None:
+        lost = [(state.loss, state.loss.lost) for state, _ in policy._round]
+        settle(policy)
+        for loss, before in lost:
+            loss.lost = before
+
+    return spoilt
+
+
+def no_smaller_batch(settle: Function) -> Function:
+    def spoilt(policy: Auto) -> None:
+        plain = policy.table.plain(max(1, len(policy._round)))
+        with replaced(policy.table, "plain", lambda batch: plain):
+            settle(policy)
+
+    return spoilt
+
+
+def the_wait_stays(learn: Function) -> Function:
+    def spoilt(estimate: Estimate, outcome: Round, standing: Standing) -> None:
+        wait = max(estimate.pooled.wait, FIRST_WAIT)
+        learn(estimate, outcome, standing)
+        estimate.pooled.wait = min(estimate.pooled.wait, wait)
+
+    return spoilt
+
+
+def a_trial_ends_at_once(learn: Function) -> Function:
+    def spoilt(estimate: Estimate, outcome: Round, standing: Standing) -> None:
+        learn(estimate, outcome, standing)
+        if standing.trial and standing.alone and outcome.accepted:
+            estimate.pooled.wait = LONGEST_WAIT
+
+    return spoilt
+
+
+def a_draft_always_pays(table: CostTable, batch: int, prospect: Prospect) -> tuple[float, int]:
+    rate, length = best_length(table, batch, prospect)
+    return rate, max(length, 1)
+
+
+def one_token(table: CostTable, rows: Any) -> list[int]:
+    return best_budgets(table, [row and Prospect(row.drafter, row.survival[:1]) for row in rows])
+
+
+def the_first_drafter(best: Function) -> Function:
+    def spoilt(policy: Auto, row: Candidates, batch: int) -> Prospect | None:
+        alone = (replace(row, limits={name: limit}) for name, limit in row.limits.items())
+        return next(filter(None, (best(policy, each, batch) for each in alone)), None)
+
+    return spoilt
+
+
+def one_estimate_for_all_confidences(estimate: Function) -> Function:
+    first: dict[tuple[Auto, str], float] = {}
+
+    def spoilt(policy: Auto, row: Candidates, name: str) -> Any:
+        confidence = {key: first.setdefault((policy, key), own) for key, own in row.confidence.items()}
+        return estimate(policy, replace(row, confidence=confidence), name)
+
+    return spoilt
+
+
+def an_unknown_drafter_reads_all(reading: Function) -> Function:
+    def spoilt(policy: Auto, row: Candidates, name: str, trial: bool = False) -> Any:
+        if trial or not policy._estimate(row, name).pooled.acceptance.known:
+            row = replace(row, late=set())
+        return reading(policy, row, name, trial)
+
+    return spoilt
+
+
+def bad_rows_pay_for_good_ones(decide: Function) -> Function:
+    def spoilt(policy: Auto, rows: Any) -> Any:
+        left, losses = LossBudget.left, [row.sequence.policy_state.loss for row in rows if not row.idle]
+        with replaced(LossBudget, "left", lambda own, plain: max(left(loss, plain) for loss in losses)):
+            return decide(policy, rows)
+
+    return spoilt
+
+
+def prefill_is_ignored(paying: Function) -> Function:
+    def spoilt(policy: Auto, rows: Any, left: float, plain: float) -> list[Standing]:
+        decoding = [row for row in rows if not row.idle]
+        plans = iter(paying(policy, decoding, left, policy.table.plain(len(decoding))))
+        return [Standing(PLAIN) if row.idle else next(plans) for row in rows]
+
+    return spoilt
+
+
+DEFECTS: list[tuple[str, Any, Spoiler, Callable[[], object]]] = [
+    ("columns of another batch", CostTable.verify, columns_of_another_batch, costs.test_costs_lie_on_lines_between_measured_ones),
+    ("columns may cost less", CostTable.__init__, columns_may_cost_less, costs.test_costs_lie_on_lines_between_measured_ones),
+    ("a first step too many", CostTable.draft, lambda draft: lambda table, drafter, batch, steps: draft(table, drafter, batch, steps + (steps > 0 and drafter in table.drafts)), costs.test_costs_lie_on_lines_between_measured_ones),
+    ("rows do not share steps", round_ms, rows_do_not_share_steps, costs.test_a_round_costs_its_drafts_and_its_pass),
+    ("the pending token is read twice", CostTable.read, lambda read: lambda table, drafter, tokens: read(table, drafter, tokens + (tokens > 1 and drafter in table.reads)), costs.test_reading_costs_as_measured_or_as_a_pass_of_the_target),
+    ("reads are not kept", CostTable.as_dict, lambda as_dict: lambda table: as_dict(table) | {"reads": {}}, costs.test_a_table_survives_json),
+    ("empty proposals are not counted", Acceptance.learn, empty_proposals_are_not_counted, costs.test_acceptance_is_estimated_as_its_equations_say),
+    ("a position after the rejection", Acceptance.learn, a_position_after_the_rejection, costs.test_acceptance_is_estimated_as_its_equations_say),
+    ("no level", Acceptance.rates, during(Acceptance, "alpha", property(lambda own: ALPHA.fget(own.prior or own))), costs.test_acceptance_is_estimated_as_its_equations_say),
+    ("no prior", ALPHA, with_own("prior", lambda own: None), costs.test_acceptance_is_estimated_as_its_equations_say),
+    ("full depth only", best_budgets, during(budgets_module, "product", lambda *depths: product(*(each[-1:] for each in depths))), brute_force),
+    ("one column too few", best_length, one_column_too_few, brute_force),
+    ("drafts that do not pay", best_budgets, drafts_that_do_not_pay, costs.test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out),
+    ("no loss budget", LossBudget.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
+    ("no share of the time", LossBudget.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
+    ("no cap", Auto._paying, lambda paying: lambda policy, rows, left, plain: paying(policy, rows, inf, plain), auto.test_a_decision_follows_from_the_equations),
+    ("a decision stands beyond the cap", auto_module._stands, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_budget_is_never_exceeded_by_more_than_one_round("five confidences")),
+    ("a trial beyond the cap", Auto._try_another, lambda attempt: lambda policy, rows, plans, left, plain: attempt(policy, rows, plans, inf, plain), lambda: auto.test_the_loss_budget_is_never_exceeded_by_more_than_one_round("a dear first step")),
+    ("the last round is not charged", Auto._settle, the_last_round_is_not_charged, never_slower),
+    ("no credit", Auto.start, with_own("_gained", lambda policy: 0.0), auto.test_bad_luck_at_first_is_paid_by_what_earlier_requests_gained),
+    ("no smaller batch", Auto._settle, no_smaller_batch, auto.test_a_row_that_waits_for_others_gets_back_what_the_smaller_batch_saves),
+    ("no decision stands", auto_module._stands, lambda stands: lambda row, key, left: False, auto.test_a_decision_stands_for_some_rounds),
+    ("rejected drafts drop no decision", auto_module._stands, during(auto_module, "REJECTED_DRAFTS", inf), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
+    ("one rejected draft drops a decision", auto_module._stands, during(auto_module, "REJECTED_DRAFTS", 1), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
+    ("greedy costs for all rounds", Auto.decide, with_own("sampled", lambda policy: policy.greedy), auto.test_rounds_that_draw_have_costs_of_their_own),
+    ("reasons of one row", Auto.why_plain, during(auto_module, "round_ms", lambda table, rows: round_ms(table, rows[:1])), auto.test_the_policy_says_why_it_decodes_plainly),
+    ("the wait stays", Estimate.learn, the_wait_stays, auto.test_the_wait_before_a_drafter_is_tried_again_doubles),
+    ("a trial ends at once", Estimate.learn, a_trial_ends_at_once, auto.test_a_trial_that_succeeds_goes_on),
+    ("hopeless trials", Auto._try_another, during(auto_module, "best_length", a_draft_always_pays), never_slower),
+    ("short drafts", Auto._paying, during(auto_module, "best_budgets", one_token), near_the_best),
+    ("short drafts in a batch", Auto._paying, during(auto_module, "best_budgets", one_token), lambda: auto.test_a_batch_of_good_rows_gains(0.1)),
+    ("the first drafter", Auto._best, the_first_drafter, lambda: auto.test_three_drafters_are_as_fast_as_the_best_of_them("the small model is best")),
+    ("one estimate for all confidences", Auto._estimate, one_estimate_for_all_confidences, auto.test_each_confidence_of_a_drafter_has_an_estimate_of_its_own),
+    ("an unknown drafter reads all", Auto._reading, an_unknown_drafter_reads_all, auto.test_an_unknown_draft_model_reads_the_end_of_a_long_text),
+    ("a trial reads as much as a choice", Auto._reading, lambda reading: lambda policy, row, name, trial=False: reading(policy, row, name), auto.test_a_drafter_that_was_no_good_reads_the_end_of_a_long_text_again),
+    ("reading is free", Auto._best, with_own("_reading", lambda policy: lambda row, name: (None, 0.0, 0.0)), auto.test_a_text_that_cannot_begin_late_is_read_only_by_a_drafter_that_pays),
+    ("bad rows pay for good ones", Auto.decide, bad_rows_pay_for_good_ones, lambda: auto.test_bad_rows_of_a_batch_are_hardly_slowed_down(0.1, 1, True)),
+    ("all rows try a known drafter", Auto._try_another, during(Acceptance, "known", False), auto.test_a_batch_without_drafts_tries_a_known_drafter_in_one_row_only),
+    ("prefill is ignored", Auto._paying, prefill_is_ignored, auto.test_prompts_in_prefill_count_in_the_batch),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
+@pytest.mark.parametrize("row", DEFECTS, ids=lambda row: str(row[0]))
 def test_defects_are_caught(
-    defect: tuple[str, Any, str, str, Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+    row: tuple[str, Any, Spoiler, Callable[[], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, function, old, new, check = defect
-    assert_caught(Mutant(name, ((function, old, new),), check), monkeypatch)
+    assert_caught(defect(*row), monkeypatch)

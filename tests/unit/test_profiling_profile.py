@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +26,10 @@ from foredraft.model.runner import Forward
 from foredraft.profiling import host, phases, profile, timing
 from foredraft.profiling.phases import DecodingClock, RoundClock, observed
 from foredraft.profiling.profile import load_profile, measure_profile, steady
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.spoilers import during
+
+Function = Callable[..., Any]
 
 CPU = torch.device("cpu")
 VOCABULARY = 8
@@ -347,33 +353,100 @@ def test_the_parts_of_the_round_clock_add_up(machine: Machine) -> None:
     assert clock.seconds["round"] == pytest.approx(machine.now)
 
 
-DEFECTS: list[tuple[Any, str, str, Callable[[Machine], object]]] = [
-    (profile.steady, "least[1] <= AGREEMENT * least[0]", "True", test_a_cost_is_the_least_sample_where_two_agree),
-    (profile.steady, "return least[0] if", "return least[1] if", lambda machine: test_two_least_samples_agree_within_ten_percent()),
-    (profile._take_turns, "all(steady(samples) is not None for samples in turns.seconds.values())", "True", test_a_cost_is_the_least_sample_where_two_agree),
-    (profile.measure_profile, "believed &= None not in ms.values()", "pass", test_a_profile_that_is_not_believed_is_not_kept),
-    (profile.load_profile, "if profile.believed", "if True", test_a_profile_that_is_not_believed_is_not_kept),
-    (profile.load_profile, "if kept is not None", "if False", test_a_kept_profile_is_read_back_without_measuring),
-    (profile.measure_profile, "draws=draws", "draws=False", test_a_profile_holds_passes_host_work_drafts_and_reads),
-    (profile._with_host, "slope * (width - 1)", "0.0", test_a_profile_holds_passes_host_work_drafts_and_reads),
-    (profile._with_host, "ms + plain", "ms", test_a_profile_holds_passes_host_work_drafts_and_reads),
-    (profile._draft_cost, "one - pass_one", "one", test_a_profile_holds_passes_host_work_drafts_and_reads),
-    (profile._draft_cost, "if further > first", "if False", test_the_first_draft_step_is_never_cheaper_than_the_next),
-    (profile._reads, "/ (READ - 1)", "/ READ", test_a_profile_holds_passes_host_work_drafts_and_reads),
-    (host.host_ms, "own.cancel(sequence)", "pass", lambda machine: test_measuring_leaves_the_engine_empty(machine, 300)),
-    (DecodingClock._count, "seconds if decoding else 0.0", "seconds", test_the_decoding_clock_separates_prompts_from_decoding),
-    (DecodingClock._step, "- start - self._in_round", "- start", test_the_decoding_clock_separates_prompts_from_decoding),
-    (DecodingClock.drafter_reads, "of_prompt * (", "1.0 * (", test_the_decoding_clock_counts_prompts_that_a_drafter_reads_late),
-    (RoundClock._timed, 'phase == "round"', "1", test_the_parts_of_the_round_clock_add_up),
-    (observed, "engine.observer = before", "pass", test_the_parts_of_the_round_clock_add_up),
+# --- planted defects ------------------------------------------------------------------------------------
+
+
+def kept_though_not_believed(load: Function) -> Function:
+    def spoilt(engine: Engine, *rest: Any) -> profile.Profile:
+        found: profile.Profile = load(engine, *rest)
+        tables = {"greedy": found.greedy.as_dict(), "sampled": found.sampled.as_dict()}
+        user_cache.write("profiles", profile._key(engine, LONGEST), tables)
+        return found
+
+    return spoilt
+
+
+def first_step_not_corrected(cost: Function) -> Function:
+    def spoilt(ms: dict[Any, float], name: str, drafter: Drafter, longest: int, plain: float) -> Any:
+        found = cost(ms, name, drafter, longest, plain)
+        if found is None or drafter.draft_pass is None:
+            return found
+        first, all_steps = ms[name, 1] - ms[2], found[0] + found[1] * (longest - 1)
+        return first, (all_steps - first) / (longest - 1)
+
+    return spoilt
+
+
+def host_spoilt(change: Callable[[list[float]], list[float]]) -> Spoiler:
+    """Change the host's ms of each batch: of a plain round and of one that drafts."""
+
+    def spoiler(with_host: Function) -> Function:
+        return lambda passes, ms, longest: with_host(
+            passes, {batch: change(each) for batch, each in ms.items()}, longest
+        )
+
+    return spoiler
+
+
+def rounds_count_as_reading(watch: Function) -> Function:
+    @contextmanager
+    def spoilt(clock: DecodingClock) -> Iterator[None]:
+        with watch(clock):
+            yield
+        clock._in_round = 0.0
+
+    return spoilt
+
+
+def every_phase_is_a_round(watch: Function) -> Function:
+    @contextmanager
+    def spoilt(clock: RoundClock, phase: str) -> Iterator[None]:
+        with watch(clock, phase):
+            yield
+        clock.rounds += phase != "round"
+
+    return spoilt
+
+
+def observer_stays(watch: Function) -> Function:
+    @contextmanager
+    def spoilt(engine: Engine, observer: Any) -> Iterator[None]:
+        with watch(engine, observer):
+            yield
+            watching = engine.observer
+        engine.observer = watching
+
+    return spoilt
+
+
+# (name, seam, spoiler, check)
+DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
+    ("any two samples agree", steady, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
+    ("the second least sample", steady, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], lambda machine: test_two_least_samples_agree_within_ten_percent()),
+    ("turns end before the samples agree", profile._take_turns, during(profile, "steady", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
+    ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), believed=True), test_a_profile_that_is_not_believed_is_not_kept),
+    ("a profile is kept though it is not believed", load_profile, kept_though_not_believed, test_a_profile_that_is_not_believed_is_not_kept),
+    ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),
+    ("greedy host work for all rounds", host.host_ms, lambda sound: lambda *args, draws: sound(*args, draws=False), test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("host work does not grow with the columns", profile._with_host, host_spoilt(lambda ms: [ms[0], ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("no host work in a plain round", profile._with_host, host_spoilt(lambda ms: [0.0, ms[1] - ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("a first draft step that holds its verifying pass", profile._draft_cost, lambda cost: lambda ms, *rest: cost(ms | {2: 0.0}, *rest), test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("a first draft step cheaper than the next", profile._draft_cost, first_step_not_corrected, test_the_first_draft_step_is_never_cheaper_than_the_next),
+    ("reading time spread over a token too many", profile._reads, lambda reads: lambda engine: {name: ms * (profile.READ - 1) / profile.READ for name, ms in reads(engine).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("measured sequences keep their rows", host.host_ms, during(Engine, "cancel", lambda engine, sequence: None), lambda machine: test_measuring_leaves_the_engine_empty(machine, 300)),
+    ("all reading since the first round", DecodingClock._count, lambda count: lambda clock, seconds, decoding: count(clock, seconds, True), test_the_decoding_clock_separates_prompts_from_decoding),
+    ("rounds count as reading", DecodingClock._round, rounds_count_as_reading, test_the_decoding_clock_separates_prompts_from_decoding),
+    ("all that a drafter reads is prompt", DecodingClock.drafter_reads, lambda reads: lambda clock, sequence, start, stop: reads(clock, SimpleNamespace(prompt=[0] * stop), start, stop), test_the_decoding_clock_counts_prompts_that_a_drafter_reads_late),
+    ("every phase is a round", RoundClock._timed, every_phase_is_a_round, test_the_parts_of_the_round_clock_add_up),
+    ("an observer stays", observed, observer_stays, test_the_parts_of_the_round_clock_add_up),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: f"{defect[0].__name__}: {defect[2]}")
+@pytest.mark.parametrize("row", DEFECTS, ids=lambda row: str(row[0]))
 def test_defects_are_caught(
-    defect: tuple[Any, str, str, Callable[[Machine], object]],
+    row: tuple[str, Any, Spoiler, Callable[[Machine], object]],
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    function, old, new, check = defect
-    assert_caught(Mutant("", ((function, old, new),), lambda: check(machine)), monkeypatch)
+    name, seam, spoiler, check = row
+    assert_caught(defect(name, seam, spoiler, lambda: check(machine)), monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.teacher_forced import TeacherForced
 from tests.support.caches import held
 from tests.support.checkpoints import save_checkpoint
-from tests.support.planting import Edit, Mutant, assert_caught
+from tests.support.planting import Spoiler, assert_caught, defect
 
 MAX_DRAFT = 4
 PLANS = ["skip:none", "skip:attn=1/mlp=0", "skip:attn=0-1/mlp=1-2", "skip:attn=0-2/mlp=0-2"]
@@ -146,23 +147,28 @@ def test_trials_are_independent(llm: LLM, temperature: float) -> None:
     check_restore_gives_the_targets_rows(llm)
 
 
-STARTS_LATE = (teacher_forced_module._overwritten, "text.prompt_length - 1", "text.prompt_length")
-ENDS_EARLY = (teacher_forced_module._overwritten, "len(text.ids) - 1", "len(text.ids) - 2")
-NOT_RESTORED = (TeacherForced.restore, "self.cache.put_back(span)", "pass")
+def overwritten(change: Callable[[int, int], tuple[int, int]]) -> Spoiler:
+    """Copy other positions of a text."""
+    return lambda sound: lambda text: change(*sound(text))
 
 
-@pytest.mark.parametrize("edit", [STARTS_LATE, NOT_RESTORED], ids=["starts late", "not restored"])
-def test_a_defective_copy_changes_acceptance(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = partial(check_trials_are_independent, llm, 0.8)
-    assert_caught(Mutant("a defective copy", (edit,), check), monkeypatch)
+# name -> (seam, spoiler)
+DEFECTS: dict[str, tuple[Any, Spoiler]] = {
+    "starts late": (teacher_forced_module._overwritten, overwritten(lambda start, stop: (start + 1, stop))),
+    "ends early": (teacher_forced_module._overwritten, overwritten(lambda start, stop: (start, stop - 1))),
+    "not restored": (TeacherForced.restore, lambda restore: lambda teacher_forced: None),
+}
 
 
-@pytest.mark.parametrize(
-    "edit", [STARTS_LATE, ENDS_EARLY, NOT_RESTORED], ids=["starts late", "ends early", "not restored"]
-)
-def test_a_defective_copy_changes_the_rows(llm: LLM, edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["starts late", "not restored"])
+def test_a_defective_copy_changes_acceptance(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(defect(name, *DEFECTS[name], partial(check_trials_are_independent, llm, 0.8)), monkeypatch)
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defective_copy_changes_the_rows(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = partial(check_restore_gives_the_targets_rows, llm)
-    assert_caught(Mutant("a defective copy", (edit,), check), monkeypatch)
+    assert_caught(defect(name, *DEFECTS[name], check), monkeypatch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
