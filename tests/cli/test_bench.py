@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.bench import machine, run
+from foredraft.bench import forward_costs, machine, run
 from foredraft.bench.contender import Timing
 from foredraft.bench.contenders import resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
@@ -47,6 +47,7 @@ class Words(dict[str, str]):
 def words(models: Path, workload: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
     monkeypatch.setattr(machine, "BYTES", 2**20)
     monkeypatch.setattr(machine, "TRIES", 2)
+    monkeypatch.setattr(forward_costs, "REPEATS", 2)
     pair = {"--model": str(models / "big"), "--draft": str(models / "small")}
     return Words(pair | {"--workload": str(workload)} | QUICK)
 
@@ -151,13 +152,14 @@ def test_a_lossy_method_is_labelled(
     assert captured.err == "foredraft: bild keeps to policy fallback\n"
 
 
-def test_policy_options_of_fallback_apply_to_bild(words: Words) -> None:
+def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
     command = words.command(methods="bild", prompts="1", policy="fallback")
     lengths = []
     for threshold in ("0", "1"):
-        done = foredraft(*command, "--policy-option", f"threshold={threshold}")
-        assert (done.returncode, done.stderr) == (0, "")
-        drafting = Report.from_dict(document(done.stdout)).rows[1].drafting
+        assert main([*command, "--policy-option", f"threshold={threshold}"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        drafting = Report.from_dict(document(captured.out.splitlines()[-1])).rows[1].drafting
         assert drafting is not None
         lengths.append(drafting.mean_draft_length)
     assert lengths[0] > lengths[1] == 0

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import foredraft
+from foredraft.bench.forward_costs import measure_costs
 from foredraft.cli import main
 from foredraft.cli.progress import STAGES
 from foredraft.cli.tune import ProgressLines
 from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.model.runner import Runner
+from foredraft.tune import finals
 from foredraft.tune import run as run_module
 from foredraft.tune.calibration import CalibrationText, CalibrationTexts
 from foredraft.tune.exit_costs import ExitCosts
+from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.records import Finalist
 from tests.support.checkpoints import save_pair
 
@@ -39,6 +43,13 @@ def command(big: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def accept{word}(draft, p, q)\n" for word in "abcdefgh"))
     return ["tune", "--model", big, "--no-kernels", "--prompts", str(prompts), *QUICK]
+
+
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every cost a few times only, since no test here asks for exact ones."""
+    monkeypatch.setattr(run_module, "measure_plan_costs", partial(measure_plan_costs, repeats=3))
+    monkeypatch.setattr(finals, "measure_costs", partial(measure_costs, repeats=3))
 
 
 @pytest.fixture
