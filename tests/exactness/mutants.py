@@ -175,8 +175,8 @@ def drawn_by_the_next_key(draw: Function) -> Function:
 
 
 def cut_at_improbable_tokens(draft: Function) -> Function:
-    def spoilt(steps: _Steps, *args: Any) -> Draft:
-        sound: Draft = draft(steps, *args)
+    def spoilt(*args: Any, **options: Any) -> Draft:
+        sound: Draft = draft(*args, **options)
         reached = torch.arange(sound.tokens.shape[1]) < sound.lengths[:, None]
         kept = reached & (sound.q.at(sound.tokens) > 0.4)
         return replace(sound, lengths=kept.cumprod(1).sum(1))

@@ -69,7 +69,14 @@ def load(folder: Path, family: str, dtype: str, by: str) -> LLM:
 
 @pytest.fixture(
     scope="module",
-    params=[(f, d, by) for f in ("llama", "gemma2") for d in ("bfloat16", "float32") for by in BY],
+    params=[
+        pytest.param(
+            (family, dtype, by), marks=[pytest.mark.slow] * ((dtype, by) == ("float32", "operators"))
+        )
+        for family in ("llama", "gemma2")
+        for dtype in ("bfloat16", "float32")
+        for by in BY
+    ],
     ids="-".join,
 )
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:

@@ -1,21 +1,38 @@
-"""Planted defects of the model's arithmetic; the comparison with transformers must catch each of them."""
+"""Planted defects of the model's arithmetic; the comparison with transformers must catch each of them.
+
+A table entry reads: name, seam, spoiler, check. A spoiler takes the sound function and returns the defective one.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from foredraft.model import attention, decoder, families, rope, rope_config, spec, weights
+from foredraft.model import attention, families, rope, rope_config, weights
+from foredraft.model.attention import Pass
+from foredraft.model.config import ConfigReader
+from foredraft.model.decoder import STEPS, Attention, Decoder, Layer
+from foredraft.model.layers import RMSNorm
+from foredraft.model.rope import Rope
 from foredraft.model.runner import packed, passes
 from foredraft.model.runner.runner import Runner
+from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import load_decoder
 from tests.parity import test_logits
 from tests.parity.test_logits import Pair
 from tests.support.checkpoints import save_variant
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
+
+Function = Callable[..., Any]
 
 
 @functools.cache
@@ -52,269 +69,395 @@ def check(kind: object, name: str) -> functools.partial[None]:
     return functools.partial(kind, name)  # type: ignore[call-overload,no-any-return]
 
 
-MASKS = attention.causal_masks
-# every column rotates by the base of the last position of the pass
-DYNAMIC_BY_PASS = (
-    (
-        passes.build_pass,
-        "table[rows].chunk(2, 1)",
-        "(rope_table(Rope('default', rope.theta * (rope.factor * max(int(positions[0, -1]) + 1, rope.original_positions)"
-        " / rope.original_positions - (rope.factor - 1)) ** (spec.head_dim / (spec.head_dim - 2))), spec.head_dim,"
-        " len(table), table.device, table.dtype) if rope.kind == 'dynamic' else table)[rows].chunk(2, 1)",
-    ),
-)
+# --- masks and rotations --------------------------------------------------------------------------------
+
+
+def windows(change: Callable[[int | None, int, int], int | None]) -> Spoiler:
+    """Build the masks of other windows: `change` gets a window (None: full attention), a column, and their number."""
+
+    def spoiler(masks: Function) -> Function:
+        def spoilt(spec: ModelSpec, positions: Tensor, *rest: Any) -> dict[int | None, Tensor]:
+            columns = positions.split(1, dim=1)
+
+            def mask_of(window: int | None, at: int) -> Tensor:
+                other = change(window, at, len(columns))
+                mask: Tensor = masks(replace(spec, windows=(other,)), columns[at], *rest)[other]
+                return mask
+
+            return {
+                window: torch.cat([mask_of(window, at) for at in range(len(columns))], 2)
+                for window in dict.fromkeys(spec.windows)
+            }
+
+        return spoilt
+
+    return spoiler
+
+
+WIDER = windows(lambda window, at, columns: window and window + 1)
+NARROWER = windows(lambda window, at, columns: window and window - 1)
+
+
+def next_column_seen(masks: Function) -> Function:
+    return lambda spec, positions, *rest: masks(spec, positions + 1, *rest)
+
+
+def own_column_hidden(masks: Function) -> Function:
+    return lambda spec, positions, *rest: masks(spec, (positions - 1).clamp(min=0), *rest)
+
+
+def rotated_backwards(rope_table: Function) -> Function:
+    return lambda *args: rope_table(*args) * torch.tensor([[1], [-1]])
+
+
+def rotated_late(build: Function) -> Function:
+    """Rotate the columns of every pass but the first of a text by the angles of the next position."""
+
+    def spoilt(
+        spec: ModelSpec, tables: dict[Rope, Tensor], cache: Any, shape: Any, starts: Any, *rest: Any
+    ) -> Pass:
+        late = int(isinstance(starts, int) and starts > 0)
+        later = {rope: table.roll(-late, 0) for rope, table in tables.items()}
+        made: Pass = build(spec, later, cache, shape, starts, *rest)
+        return made
+
+    return spoilt
+
+
+def base_of_the_pass(build: Function) -> Function:
+    """Rotate every column by the dynamic base of the last position of the pass."""
+
+    def spoilt(
+        spec: ModelSpec, tables: dict[Rope, Tensor], cache: Any, shape: Any, starts: Any, *rest: Any
+    ) -> Pass:
+        end = (starts if isinstance(starts, int) else int(starts[0])) + shape.queries
+
+        def of_the_end(own: Rope, table: Tensor) -> Tensor:
+            if own.kind != "dynamic":
+                return table
+            base = float(rope._dynamic_theta(own, spec.head_dim, end)[-1])
+            return rope.rope_table(
+                Rope("default", base), spec.head_dim, len(table), table.device, table.dtype
+            )
+
+        tables = {own: of_the_end(own, table) for own, table in tables.items()}
+        made: Pass = build(spec, tables, cache, shape, starts, *rest)
+        return made
+
+    return spoilt
+
+
+def with_rope(**changed: Any) -> Spoiler:
+    """Give a function of rotary parameters others."""
+    return lambda sound: lambda own, *rest: sound(replace(own, **changed), *rest)
+
+
+def low_frequencies_kept(llama3: Function) -> Function:
+    def spoilt(own: Rope, inverse: Tensor) -> Tensor:
+        is_low = 2 * math.pi / inverse > own.original_positions / own.low_frequency
+        return torch.where(is_low, inverse, llama3(own, inverse))
+
+    return spoilt
+
+
+def other_frequencies_divided(yarn: Function) -> Function:
+    """Divide the frequencies that are kept, and keep those that are divided."""
+    return lambda own, inverse: inverse + inverse / own.factor - yarn(own, inverse)
+
+
+def base_of_the_position_before(dynamic_theta: Function) -> Function:
+    def spoilt(*args: Any) -> Tensor:
+        theta = dynamic_theta(*args)
+        return torch.cat([theta[:1], theta[:-1]])
+
+    return spoilt
+
+
+def base_that_does_not_grow(dynamic_theta: Function) -> Function:
+    return lambda own, *rest: torch.full_like(dynamic_theta(own, *rest), own.theta)
+
+
+# --- layers ---------------------------------------------------------------------------------------------
+
+
+def with_steps(**spoilers: Spoiler) -> Spoiler:
+    """Spoil the position-wise parts of a layer."""
+    parts = {name: spoiler(getattr(STEPS, name)) for name, spoiler in spoilers.items()}
+    return lambda run: lambda *args: run(*args, steps=replace(STEPS, **parts))
+
+
+def projected_with(change: Callable[[Attention], Attention]) -> Spoiler:
+    """Project with other weights of an attention sub-layer."""
+    return with_steps(
+        project=lambda project: lambda spec, own, *rest: project(spec, change(own), *rest),
+    )
+
+
+def without_post_norm(finish: Function) -> Function:
+    def spoilt(spec: ModelSpec, layer: Layer, *rest: Any) -> Tensor:
+        out: Tensor = finish(spec, replace(layer, mlp=replace(layer.mlp, post_norm=None)), *rest)
+        return out
+
+    return spoilt
+
+
+def values_normed(project: Function) -> Function:
+    def spoilt(spec: ModelSpec, own: Any, *rest: Any) -> Tensor:
+        qkv: Tensor = project(spec, own, *rest)
+        qkv[:, -spec.kv_heads :] = own.k_norm(qkv[:, -spec.kv_heads :])
+        return qkv
+
+    return spoilt
+
+
+def grouped_the_other_way(attend: Function) -> Function:
+    """Attend with query head g * Hk + k in the place of head k * G + g."""
+
+    def spoilt(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
+        order = torch.arange(spec.heads).view(spec.groups, spec.kv_heads).T.flatten()
+        out: Tensor = attend(spec, layer, torch.cat([qkv[:, order], qkv[:, spec.heads :]], 1), pass_)
+        return out
+
+    return spoilt
+
+
+def attention_uncapped(masked_attention: Function) -> Function:
+    return lambda spec, *rest: masked_attention(replace(spec, attention_softcap=None), *rest)
+
+
+def logits_uncapped(head: Function) -> Function:
+    def spoilt(own: Decoder, *rest: Any) -> Tensor:
+        with replaced(own, "spec", replace(own.spec, logit_softcap=None)):
+            logits: Tensor = head(own, *rest)
+        return logits
+
+    return spoilt
+
+
+def embedded_without_scale(embed: Function) -> Function:
+    return lambda own, tokens: embed(own, tokens) / own.embedding_scale
+
+
+# --- loading --------------------------------------------------------------------------------------------
+
+
+def configured(**keys: Any) -> Spoiler:
+    """Read a config in which some keys have other values."""
+
+    def spoiler(sound: Function) -> Function:
+        def spoilt(read: ConfigReader) -> Any:
+            with replaced(read, "config", {**read.config, **keys}):
+                return sound(read)
+
+        return spoilt
+
+    return spoiler
+
+
+def swapped_kinds(windows: Function) -> Function:
+    """Take layers with full attention for windowed ones, and the reverse."""
+    swap = {families.FULL: families.SLIDING, families.SLIDING: families.FULL}
+    return lambda read, known, kinds: windows(read, known, [swap[kind] for kind in kinds])
+
+
+def one_layer_late(windows: Function) -> Function:
+    return lambda read, known, kinds: windows(read, known, [families.FULL, *kinds[:-1]])
+
+
+def head_norms_without_offset(norm: Function) -> Function:
+    def spoilt(builder: Any, name: str, size: int | None = None) -> RMSNorm:
+        made: RMSNorm = norm(builder, name, size)
+        return made if size is None else replace(made, weight=made.weight - 1.0)
+
+    return spoilt
+
+
+MASKS, TABLE, BUILD, RUN = attention.causal_masks, rope.rope_table, passes.build_pass, Decoder.run
+ROPE_OF, WINDOWS = ModelSpec.rope_of, families._windows
 MUTANTS = [
-    Mutant(
-        "window one too wide",
-        ((MASKS, "last - reach", "last - reach - 1"),),
-        check(decoding_logits, "gemma2"),
-    ),
-    Mutant(
-        "window one too narrow",
-        ((MASKS, "last - reach", "last - reach + 1"),),
-        check(decoding_logits, "gemma2"),
-    ),
-    Mutant(
+    defect("window one too wide", MASKS, WIDER, check(decoding_logits, "gemma2")),
+    defect("window one too narrow", MASKS, NARROWER, check(decoding_logits, "gemma2")),
+    defect(
         "window of a verification pass measured from its first column",
-        ((MASKS, "keys > last - reach", "keys > last[:, :1] - reach"),),
+        MASKS,
+        windows(lambda window, at, columns: window and window + at),
         check(prompt_logits, "gemma2"),
     ),
-    Mutant(
+    defect(
         "window edge off by one where a pass has several columns",
-        ((MASKS, "last - reach", "last - reach - int(last.shape[1] > 8)"),),
+        MASKS,
+        windows(lambda window, at, columns: window and window + (columns > 8)),
         check(prompt_logits, "gemma2"),
     ),
-    Mutant(
+    defect(
         "every layer has a window",
-        ((MASKS, "None if window is None or window >= length", "24 if window is None"),),
+        MASKS,
+        windows(lambda window, at, columns: window or 24),
         check(decoding_logits, "gemma2"),
     ),
-    Mutant(
-        "a column sees the next one",
-        ((MASKS, "keys <= last", "keys <= last + 1"),),
-        check(prompt_logits, "llama"),
-    ),
-    Mutant(
-        "a column does not see itself",
-        ((MASKS, "keys <= last", "keys < last.clamp(min=1)"),),
-        check(decoding_logits, "llama"),
-    ),
-    Mutant(
-        "rotation in the wrong direction",
-        ((rope.rope_table, "[-sin, sin]", "[sin, -sin]"),),
-        check(decoding_logits, "llama"),
-    ),
-    Mutant(
-        "rotation one position late",
-        (
-            (
-                passes.build_pass,
-                "rows: Tensor | slice = slice(starts, starts + shape.queries)",
-                "late = starts + (starts > 0)\n        rows: Tensor | slice = slice(late, late + shape.queries)",
-            ),
-        ),
-        check(decoding_logits, "llama"),
-    ),
-    Mutant(
+    defect("a column sees the next one", MASKS, next_column_seen, check(prompt_logits, "llama")),
+    defect("a column does not see itself", MASKS, own_column_hidden, check(decoding_logits, "llama")),
+    defect("rotation in the wrong direction", TABLE, rotated_backwards, check(decoding_logits, "llama")),
+    defect("rotation one position late", BUILD, rotated_late, check(decoding_logits, "llama")),
+    defect(
         "low frequencies not divided",
-        ((rope._llama3, "inverse / rope.factor, inverse)", "inverse, inverse)"),),
+        rope._llama3,
+        low_frequencies_kept,
         check(decoding_logits, "llama-llama3"),
     ),
-    Mutant(
+    defect(
         "attention without its soft-cap",
-        (
-            (
-                attention._batch_attention,
-                "soft_cap(scores, spec.attention_softcap, spec.attention_scale)",
-                "scores.mul_(spec.attention_scale)",
-            ),
-        ),
+        attention.masked_attention,
+        attention_uncapped,
         check(decoding_logits, "gemma2"),
     ),
-    Mutant(
-        "logits without their soft-cap",
-        ((decoder.Decoder.head, "self.spec.logit_softcap is not None", "False"),),
-        check(decoding_logits, "gemma2"),
+    defect("logits without their soft-cap", Decoder.head, logits_uncapped, check(decoding_logits, "gemma2")),
+    defect(
+        "embedding without its scale", Decoder.embed, embedded_without_scale, check(decoding_logits, "gemma2")
     ),
-    Mutant(
-        "embedding without its scale",
-        ((decoder.Decoder.embed, "self._scale is None", "True"),),
-        check(decoding_logits, "gemma2"),
-    ),
-    Mutant(
-        "post-norm left out",
-        ((decoder.finish, "layer.mlp.post_norm is None", "True"),),
-        check(decoding_logits, "gemma2"),
-    ),
-    Mutant(
+    defect("post-norm left out", RUN, with_steps(finish=without_post_norm), check(decoding_logits, "gemma2")),
+    defect(
         "query heads grouped the other way",
-        (
-            (
-                attention.attend,
-                ".view(batch, queries, kv_heads, groups, dim).permute(0, 2, 1, 3, 4)\n    q =",
-                ".view(batch, queries, groups, kv_heads, dim).permute(0, 3, 1, 2, 4)\n    q =",
-            ),
-        ),
+        attention.attend,
+        grouped_the_other_way,
         check(decoding_logits, "llama-gqa-tied"),
     ),
-    Mutant(
+    defect(
         "windows left out",
-        ((MASKS, "if window is None or window >= length", "if True"),),
+        MASKS,
+        windows(lambda window, at, columns: None),
         check(decoding_logits, "mistral"),
     ),
-    Mutant(
-        "window of every layer one too wide",
-        ((MASKS, "last - reach", "last - reach - 1"),),
-        check(decoding_logits, "mistral"),
-    ),
-    Mutant(
-        "window of every layer one too narrow",
-        ((MASKS, "last - reach", "last - reach + 1"),),
-        check(prompt_logits, "mistral"),
-    ),
-    Mutant(
+    defect("window of every layer one too wide", MASKS, WIDER, check(decoding_logits, "mistral")),
+    defect("window of every layer one too narrow", MASKS, NARROWER, check(prompt_logits, "mistral")),
+    defect(
         "windows in the layers before max_window_layers",
-        (
-            (
-                families._qwen_windows,
-                "SLIDING if layer >= first else FULL",
-                "FULL if layer >= first else SLIDING",
-            ),
-        ),
+        WINDOWS,
+        swapped_kinds,
         check(reloaded_logits, "qwen2-windows"),
     ),
-    Mutant(
-        "windows start one layer late",
-        ((families._qwen_windows, "layer >= first", "layer > first"),),
-        check(reloaded_logits, "qwen3-windows"),
-    ),
-    Mutant(
+    defect("windows start one layer late", WINDOWS, one_layer_late, check(reloaded_logits, "qwen3-windows")),
+    defect(
         "windows although use_sliding_window is false",
-        (
-            (
-                families._qwen_windows,
-                'not read.flag("use_sliding_window") or window is None',
-                "window is None",
-            ),
-        ),
+        families._qwen_windows,
+        configured(use_sliding_window=True),
         check(reloaded_logits, "qwen2-windows-off"),
     ),
-    Mutant(
+    defect(
         "biases of queries, keys and values left out",
-        ((packed.pack, "_packed(weight.contiguous()), bias", "_packed(weight.contiguous()), None"),),
+        packed.pack,
+        lambda pack: lambda weight, bias=None: pack(weight),
         check(reloaded_logits, "qwen2"),
     ),
-    Mutant(
+    defect(
         "norms of queries and keys left out",
-        ((decoder.project, "weights.q_norm is not None and", "False and"),),
+        RUN,
+        projected_with(lambda own: replace(own, q_norm=None, k_norm=None)),
         check(decoding_logits, "qwen3"),
     ),
-    Mutant(
+    defect(
         "norm of keys left out",
-        ((decoder.project, "k.copy_(weights.k_norm(k))", "pass"),),
+        RUN,
+        projected_with(lambda own: replace(own, k_norm=torch.clone)),
         check(decoding_logits, "gemma3"),
     ),
-    Mutant(
+    defect(
         "keys normed with the weight of queries",
-        ((decoder.project, "weights.k_norm(k)", "weights.q_norm(k)"),),
+        RUN,
+        projected_with(lambda own: replace(own, k_norm=own.q_norm)),
         check(decoding_logits, "qwen3"),
     ),
-    Mutant(
-        "values normed like keys",
-        ((decoder.project, "spec.heads : spec.heads + spec.kv_heads", "spec.heads :"),),
-        check(decoding_logits, "qwen3"),
+    defect(
+        "values normed like keys", RUN, with_steps(project=values_normed), check(decoding_logits, "qwen3")
     ),
-    Mutant(
+    defect(
         "norms of queries and keys without their offset",
-        (
-            (
-                weights._Builder.norm,
-                "weight.float() + 1.0 if offset",
-                "weight.float() + float(size is None) if offset",
-            ),
-        ),
+        weights._Builder.norm,
+        head_norms_without_offset,
         check(reloaded_logits, "gemma3"),
     ),
-    Mutant(
+    defect(
         "local base in layers with full attention",
-        ((spec.ModelSpec.rope_of, "self.rope if window is None or", "self.rope if"),),
+        ROPE_OF,
+        lambda rope_of: lambda spec, window: rope_of(spec, 1),
         check(decoding_logits, "gemma3"),
     ),
-    Mutant(
+    defect(
         "global base in windowed layers",
-        ((spec.ModelSpec.rope_of, "self.rope if window is None or", "self.rope if True or"),),
+        ROPE_OF,
+        lambda rope_of: lambda spec, window: rope_of(spec, None),
         check(decoding_logits, "gemma3"),
     ),
-    Mutant(
+    defect(
         "full attention in every fifth layer",
-        ((families._gemma3_windows, '"sliding_window_pattern", 6', '"sliding_window_pattern", 5'),),
+        families._gemma3_windows,
+        configured(sliding_window_pattern=5),
         check(reloaded_logits, "gemma3-default-pattern"),
     ),
-    Mutant(
+    defect(
         "full attention one layer late",
-        ((families._gemma3_windows, "(layer + 1) % pattern", "layer % pattern"),),
+        WINDOWS,
+        one_layer_late,
         check(reloaded_logits, "gemma3-default-pattern"),
     ),
-    Mutant(
+    defect(
         "scores scaled by head_dim",
-        (
-            (
-                families._gemma_common,
-                'read.number("query_pre_attn_scalar", 256)',
-                '(0 * read.number("query_pre_attn_scalar", 256) + 24)',
-            ),
-        ),
+        families._gemma_common,
+        configured(query_pre_attn_scalar=24),
         check(reloaded_logits, "gemma3-head-dim-scalar"),
     ),
-    Mutant(
+    defect(
         "positions not divided by the linear factor",
-        ((rope.frequencies, "inverse / rope.factor", "inverse"),),
+        rope.frequencies,
+        with_rope(factor=1.0),
         check(decoding_logits, "gemma3-linear"),
     ),
-    Mutant(
+    defect(
         "yarn's attention factor left out",
-        ((rope.rope_table, "angles.cos() * rope.attention_factor", "angles.cos()"),),
+        TABLE,
+        with_rope(attention_factor=1.0),
         check(decoding_logits, "llama-yarn"),
     ),
-    Mutant(
+    defect(
         "yarn's attention factor ignores mscale",
-        ((rope_config._attention_factor, "scaled(mscale) / scaled(mscale_all_dim)", "scaled(1.0)"),),
+        rope_config._attention_factor,
+        lambda sound: lambda factor, *mscale: sound(factor, None, None),
         check(reloaded_logits, "llama-yarn-mscale"),
     ),
-    Mutant(
+    defect(
         "yarn's bounds always truncated",
-        ((rope._yarn, "if rope.truncate", "if True"),),
+        rope._yarn,
+        with_rope(truncate=True),
         check(decoding_logits, "llama-yarn-untruncated"),
     ),
-    Mutant(
+    defect(
         "yarn divides high frequencies and keeps low ones",
-        (
-            (
-                rope._yarn,
-                "inverse / rope.factor * stretched + inverse *",
-                "inverse * stretched + inverse / rope.factor *",
-            ),
-        ),
+        rope._yarn,
+        other_frequencies_divided,
         check(decoding_logits, "qwen3-yarn"),
     ),
-    Mutant(
+    defect(
         "dynamic base of the position before",
-        ((rope._dynamic_theta, "torch.arange(1, positions + 1)", "torch.arange(0, positions)"),),
+        rope._dynamic_theta,
+        base_of_the_position_before,
         check(decoding_logits, "llama-dynamic"),
     ),
-    Mutant(
+    defect(
         "dynamic base does not grow",
-        ((rope._dynamic_theta, "stretch **", "1.0 **"),),
+        rope._dynamic_theta,
+        base_that_does_not_grow,
         check(decoding_logits, "mistral-dynamic"),
     ),
-    Mutant(
+    defect(
         "dynamic base of the pass, with several columns",
-        DYNAMIC_BY_PASS,
+        BUILD,
+        base_of_the_pass,
         check(prompt_logits, "llama-dynamic"),
     ),
-    Mutant(
+    defect(
         "dynamic base of the pass, after a prefill",
-        DYNAMIC_BY_PASS,
+        BUILD,
+        base_of_the_pass,
         check(decoding_logits, "qwen2-dynamic"),
     ),
 ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,10 +15,11 @@ from tokenizers import decoders, models
 
 from foredraft.decode import text_buffer
 from foredraft.decode.text_buffer import StopAutomaton, TextBuffer
-from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.tokenizer import Detokenizer, Tokenizer
 from tests.support.checkpoints import tiny_tokenizer
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, assert_caught, defect, replaced
 
+Function = Callable[..., Any]
 LETTERS = "ab"
 
 
@@ -158,47 +162,59 @@ def test_a_special_token_may_be_a_stop_string_though_it_is_not_shown() -> None:
     assert tokens.special_id("draft") is None
 
 
+def first_token_ignored(look: Function) -> Function:
+    def spoilt(buffer: TextBuffer, token: int) -> None:
+        if len(buffer.tokens) > 1:
+            look(buffer, token)
+
+    return spoilt
+
+
+def step_without_fallback(step: Function) -> Function:
+    return lambda automaton, node, character: step(
+        automaton, node if node is not None and character in node.next else None, character
+    )
+
+
+def own_string_alone(step: Function) -> Function:
+    """Forget a stop string that is complete within a longer prefix."""
+
+    def spoilt(*args: Any) -> text_buffer._Node:
+        node: text_buffer._Node = step(*args)
+        is_own = node.complete is not None and len(node.complete) == node.depth
+        return node if is_own else replace(node, complete=None)
+
+    return spoilt
+
+
+def nothing_too_early(scan: Function) -> Function:
+    def spoilt(buffer: TextBuffer, *rest: Any) -> Any:
+        with replaced(buffer, "_early", 0):
+            return scan(buffer, *rest)
+
+    return spoilt
+
+
+def last_piece_trimmed(trimmed: Function) -> Function:
+    return lambda pieces, surplus: [*pieces[:-1], *trimmed(pieces[-1:], surplus)]
+
+
+definition = test_stop_strings_follow_the_definition
+OPEN, STEP = text_buffer._Node.open, StopAutomaton.step
 MUTANTS = [
-    Mutant(
-        "found a token after it is complete",
-        ((TextBuffer.push, "if self._stops and not", "if self._stops and len(self.tokens) > 1 and not"),),
-        test_stop_strings_follow_the_definition,
-    ),
-    Mutant(
+    defect("found a token after it is complete", TextBuffer._look, first_token_ignored, definition),
+    defect(
         "a run of bytes looked at only when it ends",
-        ((TextBuffer._look, "self._detokenizer.pending()", '""'),),
+        Detokenizer.pending,
+        lambda _: lambda stream: "",
         test_a_line_break_of_a_byte_token_stops_at_once,
     ),
-    Mutant(
-        "the automaton does not fall back",
-        ((StopAutomaton.step, "node = node.fallback", "node = None"),),
-        test_stop_strings_follow_the_definition,
-    ),
-    Mutant(
-        "a stop string inside another is missed",
-        ((StopAutomaton.__init__, "child.complete or child.fallback.complete", "child.complete"),),
-        test_stop_strings_follow_the_definition,
-    ),
-    Mutant(
-        "what may begin a stop string is shown",
-        ((TextBuffer.push, "self._node.open", "0"),),
-        test_stop_strings_follow_the_definition,
-    ),
-    Mutant(
-        "one character too many is held",
-        ((TextBuffer.push, "self._node.open", "self._node.open + 1"),),
-        test_stop_strings_follow_the_definition,
-    ),
-    Mutant(
-        "complete too early, and counted later",
-        ((TextBuffer._scan, "length > self._early", "True"),),
-        test_stop_strings_follow_the_definition,
-    ),
-    Mutant(
-        "only the last token's text is cut",
-        ((text_buffer._trimmed, "surplus -= len(piece) - kept", "surplus = 0"),),
-        test_stop_strings_follow_the_definition,
-    ),
+    defect("the automaton does not fall back", STEP, step_without_fallback, definition),
+    defect("a stop string inside another is missed", STEP, own_string_alone, definition),
+    defect("what may begin a stop string is shown", OPEN, lambda _: lambda node: 0, definition),
+    defect("one character too many is held", OPEN, lambda sound: lambda node: sound(node) + 1, definition),
+    defect("complete too early, and counted later", TextBuffer._scan, nothing_too_early, definition),
+    defect("only the last token's text is cut", text_buffer._trimmed, last_piece_trimmed, definition),
 ]
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from foredraft.drafters.byte_codec import ByteCodec
-from foredraft.drafters.translation import LONG, Translation, _cut
+from foredraft.drafters.translation import LONG, SHORT, Translation, _cut
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets
 from tests.support.checkpoints import TEXT
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Spoiler, assert_caught, defect, replaced
 
+Function = Callable[..., Any]
 CODECS = {name: ByteCodec(alphabets.make(name)) for name in alphabets.KINDS}
 PAIRS = [pair for pair in itertools.product(CODECS, CODECS) if pair[0] != pair[1]]
 PROSE = (
@@ -127,22 +129,49 @@ def test_only_the_end_of_the_text_is_encoded_again(monkeypatch: pytest.MonkeyPat
     assert encoded
 
 
-DEFECTS: list[tuple[str, Any, str, str]] = [
-    ("rollback keeps closed chunks", Translation.keep, "del self._closed[last.ids :]", "pass"),
-    ("checkpoints outlive their tokens", Translation.keep, "> count", "> count + 3"),
-    ("an incomplete character is decoded", Translation._read, "decoder.decode(self.held + data)", "decoder.decode(self.held + data, True)"),
-    ("chunks end where the text ends", _cut, "return LONG if len(text) > LONG else None", "return len(text) if len(text) > SHORT else None"),
-    ("rollback loses the open chunk", Translation.keep, "last.rest", "''"),
-]  # fmt: skip
+def closed_chunks_kept(keep: Function) -> Function:
+    def spoilt(made: Translation, count: int) -> None:
+        closed = list(made._closed)
+        keep(made, count)
+        made._closed = closed
+
+    return spoilt
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
-def test_defects_are_caught(defect: tuple[str, Any, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    name, function, old, new = defect
+def checkpoints_outlive(keep: Function) -> Function:
+    return lambda made, count: keep(made, count + 3)
 
+
+def read_as_complete(read: Function) -> Function:
+    return lambda made, data: read(made, data.decode(errors="replace").encode())
+
+
+def cut_at_the_end(cut: Function) -> Function:
+    return lambda text: cut(text) or (len(text) if len(text) > SHORT else None)
+
+
+def open_chunk_not_saved(save: Function) -> Function:
+    def spoilt(made: Translation) -> None:
+        with replaced(made, "_open", ""):
+            save(made)
+
+    return spoilt
+
+
+DEFECTS: list[tuple[str, Any, Spoiler]] = [
+    ("rollback keeps closed chunks", Translation.keep, closed_chunks_kept),
+    ("checkpoints outlive their tokens", Translation.keep, checkpoints_outlive),
+    ("an incomplete character is decoded", Translation._read, read_as_complete),
+    ("chunks end where the text ends", _cut, cut_at_the_end),
+    ("rollback loses the open chunk", Translation._save, open_chunk_not_saved),
+]
+
+
+@pytest.mark.parametrize(("name", "seam", "spoiler"), DEFECTS, ids=[name for name, _, _ in DEFECTS])
+def test_defects_are_caught(name: str, seam: Any, spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         for pair in (("byte-level", "sentencepiece"), ("metaspace", "byte-level")):
             check_that_steps_do_not_matter(pair)
             test_translated_tokens_have_the_bytes_of_the_text(pair)
 
-    assert_caught(Mutant(name, ((function, old, new),), check), monkeypatch)
+    assert_caught(defect(name, seam, spoiler, check), monkeypatch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabulary import VocabularyMap, same_tokenizer
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets, checkpoints
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, Spoiler, assert_caught, replaced
 
+Function = Callable[..., Any]
 CPU = torch.device("cpu")
 INNER = checkpoints.tiny_tokenizer()
 PROMPTS = ["def accept(draft, p, q):", "Zwölf Boxkämpfer jagen", "🙂👍🏽 Съешь", "the target checks"]
@@ -270,25 +273,57 @@ def check_matching(*_: object) -> None:
     test_tokens_are_matched_by_their_text()
 
 
+def paired(change: Callable[[int, int], tuple[int, int]]) -> Spoiler:
+    """Map other pairs: `change` gets the target's id and the draft's."""
+
+    def spoiler(init: Function) -> Function:
+        def spoilt(vocabulary: VocabularyMap, pairs: Any, *rest: Any) -> None:
+            init(vocabulary, [change(*pair) for pair in pairs], *rest)
+
+        return spoilt
+
+    return spoiler
+
+
+def ids_beyond_the_draft(init: Function) -> Function:
+    return lambda vocabulary, pairs, sizes, *rest: init(vocabulary, pairs, (sizes[0], sys.maxsize), *rest)
+
+
+def missing_ids_at_zero(columns: Function) -> Function:
+    def spoilt(vocabulary: VocabularyMap, logits: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = columns(vocabulary, logits)
+        return made.masked_fill(made.isneginf(), 0.0)
+
+    return spoilt
+
+
+def read_without_map(read: Function) -> Function:
+    def spoilt(drafter: DraftModel, *rest: Any) -> None:
+        with replaced(drafter, "vocabulary", None):
+            read(drafter, *rest)
+
+    return spoilt
+
+
 MAP = VocabularyMap.__init__
-DEFECTS: list[tuple[str, Any, str, str, Any]] = [
-    ("the map is inverted", MAP, "self.draft_ids[target] = draft", "self.draft_ids[draft % sizes[0]] = target % sizes[1]", check_q),
-    ("missing ids get probability", VocabularyMap.columns, "self._lacking is None", "True", check_q),
-    ("missing ids get logit 0", VocabularyMap.columns, "-math.inf", "0.0", check_q),
-    ("special tokens are off by one", VocabularyMap.between.__func__, "draft_vocab[token])", "draft_vocab[token] + (id >= 384))", check_matching),  # type: ignore[attr-defined]
-    ("tokens are matched by id", VocabularyMap.between.__func__, "(id, draft_vocab[token])", "(id, id)", check_matching),  # type: ignore[attr-defined]
-    ("steps read target ids", DraftModel.step, "tokens = self.vocabulary.read(tokens)", "pass", check_full_acceptance),
-    ("prompts read target ids", DraftModel.read, "if self.vocabulary is not None:", "if False:", check_full_acceptance),
-    ("ids beyond the draft are kept", MAP, "if target < sizes[0] and draft < sizes[1]:", "if target < sizes[0]:", check_q),
+DEFECTS: list[tuple[str, Any, Spoiler, Any]] = [
+    ("the map is inverted", MAP, paired(lambda target, draft: (draft, target)), check_q),
+    ("missing ids get probability", VocabularyMap.columns, lambda _: lambda vocabulary, logits: logits[:, vocabulary.draft_ids], check_q),
+    ("missing ids get logit 0", VocabularyMap.columns, missing_ids_at_zero, check_q),
+    ("special tokens are off by one", MAP, paired(lambda target, draft: (target, draft + (target >= 384))), check_matching),
+    ("tokens are matched by id", MAP, paired(lambda target, draft: (target, target)), check_matching),
+    ("steps read target ids", VocabularyMap.read, lambda _: lambda vocabulary, tokens: tokens, check_full_acceptance),
+    ("prompts read target ids", DraftModel.read, read_without_map, check_full_acceptance),
+    ("ids beyond the draft are kept", MAP, ids_beyond_the_draft, check_q),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect[0]))
 def test_defects_are_caught(
-    defect: tuple[str, Any, str, str, Any], models: Path, monkeypatch: pytest.MonkeyPatch
+    defect: tuple[str, Any, Spoiler, Any], models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, function, old, new, check = defect
+    name, seam, spoiler, check = defect
     assert_caught(
-        Mutant(name, ((function, old, new),), lambda: check(models), (AssertionError, IndexError)),  # type: ignore[arg-type]
+        Mutant(name, ((seam, spoiler),), lambda: check(models), (AssertionError, IndexError)),
         monkeypatch,
     )

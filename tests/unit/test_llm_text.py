@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,17 @@ import torch
 
 import foredraft
 from foredraft import RequestError, SamplingParams, demo
-from foredraft.decode import prompt_scores, round_results, scores
-from foredraft.decode.sequence import Sequence
+from foredraft.decode import scores
+from foredraft.decode.distribution import Distribution
+from foredraft.decode.draft import Draft
+from foredraft.decode.penalty_context import PenaltyContext
+from foredraft.decode.prompt_scores import score_chunk
+from foredraft.decode.round_results import fetch_results
+from foredraft.decode.sequence import Finish, Sequence
 from tests.support import checkpoints
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
 
+Function = Callable[..., Any]
 DRAFTERS = ["none", "lookup", "draft-model"]
 PROMPT = "def accept(draft, p, q):"
 VOCABULARY = 4096
@@ -414,40 +421,98 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
         llm.generate([1, 2], SamplingParams(stop="x"))
 
 
+def rejected_token_scored() -> tuple[tuple[Any, Spoiler], ...]:
+    drafts: list[Draft] = []
+
+    def remember(fetch: Function) -> Function:
+        def spoilt(sequences: Any, draft: Draft, *rest: Any, **more: Any) -> Any:
+            drafts[:] = [draft]
+            return fetch(sequences, draft, *rest, **more)
+
+        return spoilt
+
+    def spoil_score(score: Function) -> Function:
+        def spoilt(logits: torch.Tensor, p: Any, tokens: Any, top: int) -> torch.Tensor:
+            drafted = torch.nn.functional.pad(drafts[0].tokens, (0, 1))
+            figures: torch.Tensor = score(logits, p, drafted, top)
+            return figures
+
+        return spoilt
+
+    return (fetch_results, remember), (scores.score, spoil_score)
+
+
+def scored_by_the_model(score: Function) -> Function:
+    return lambda logits, p, *rest: score(logits, Distribution(logits.softmax(-1)), *rest)
+
+
+def scored_one_token_late(score_chunk: Function) -> Function:
+    def spoilt(head: Any, hidden: Any, sequence: Sequence, *rest: Any) -> Any:
+        with replaced(sequence, "prompt", [sequence.prompt[0], *sequence.prompt]):
+            return score_chunk(head, hidden, sequence, *rest)
+
+    return spoilt
+
+
+def slice_without_its_tokens(score_chunk: Function) -> Function:
+    along = PenaltyContext.along
+
+    def spoilt(*args: Any) -> Any:
+        with replaced(
+            PenaltyContext, "along", lambda context, drafted, ahead: along(context, drafted[:, :0])
+        ):
+            return score_chunk(*args)
+
+    return spoilt
+
+
+def stopped_late(end: Function) -> Function:
+    def spoilt(sequence: Sequence, token: int) -> Finish | None:
+        found: Finish | None = end(sequence, token)
+        return None if found is Finish.STOP and len(sequence.tokens) % 2 == 0 else found
+
+    return spoilt
+
+
 def mutants(llm: foredraft.LLM) -> list[Mutant]:
     sampled = {"temperature": 0.7, "top_k": 5, "seed": 11}
     return [
-        Mutant(
+        defect(
             "log-probabilities off by one inside an accepted run",
-            ((round_results.fetch_results, "logits[index], p.rows(index)", "logits[index].roll(1, 1), p.rows(index)"),),
+            scores.score,
+            lambda sound: lambda logits, *rest: sound(logits.roll(1, 1), *rest),
             lambda: test_log_probabilities_are_the_targets(llm, "lookup", {"temperature": 0}),
         ),
         Mutant(
             "the correction's score is the rejected token's",
-            ((round_results.fetch_results, ".scatter(1, accepted, next_token)", ""),),
+            rejected_token_scored(),
             lambda: test_log_probabilities_are_the_targets(llm, "draft-model", sampled),
         ),
-        Mutant(
+        defect(
             "the processed log-probabilities are the model's own",
-            ((scores.score, "p.dense(logits.shape[-1]).log()", "own"),),
+            scores.score,
+            scored_by_the_model,
             lambda: test_log_probabilities_are_the_targets(llm, "none", sampled),
         ),
-        Mutant(
+        defect(
             "a prompt's scores are one token late",
-            ((prompt_scores.score_chunk, "tokens = sequence.prompt[start + 1 : start + 1", "tokens = sequence.prompt[start : start"),),
+            score_chunk,
+            scored_one_token_late,
             lambda: test_a_prompt_is_scored_without_generating(llm),
         ),
-        Mutant(
+        defect(
             "penalties ignore earlier prompt tokens in a slice",
-            ((prompt_scores.score_chunk, "penalty_context.along(ahead[None], first)", "penalty_context.along(ahead[None, :0])"),),
+            score_chunk,
+            slice_without_its_tokens,
             lambda: test_processed_scores_of_a_prompt_are_those_of_generated_tokens(llm),
         ),
-        Mutant(
+        defect(
             "the text ends one token after its stop string",
-            ((Sequence._end, "self.text_buffer.stopped_by is not None", "self.text_buffer.stopped_by and len(self.tokens) % 2"),),
+            Sequence._end,
+            stopped_late,
             lambda: test_everything_ends_where_a_stop_string_is_complete(llm, "lookup", False),
         ),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("index", range(6))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from foredraft.model.cache import BLOCK, KVCache
+from foredraft.model.cache import BLOCK, KVCache, Span
 from foredraft.model.spec import ModelSpec
 from tests.support.caches import dense
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, Spoiler, assert_caught, defect
 
+Function = Callable[..., Any]
+Place = Callable[[int, int], tuple[int, int]]  # (start, stop) -> other positions
 DTYPES = (torch.float32, torch.bfloat16)
 LAYERS, ROWS, HEADS, DIM = 2, 3, 2, 6
 SPEC = ModelSpec.from_hf(
@@ -118,98 +125,136 @@ def test_a_blocked_cache_has_no_view_in_order_of_positions() -> None:
         _ = blocked.data
 
 
+def to_the_next_lane(write: Function) -> Function:
+    """Move the keys of whole blocks by a lane."""
+
+    def spoilt(cache: KVCache, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        if cache.blocked:
+            keys = keys.unflatten(1, (-1, BLOCK)).roll(1, 2).flatten(1, 2)
+        write(cache, layer, row, start, keys, values)
+
+    return spoilt
+
+
+def from_the_next_lane(read: Function) -> Function:
+    def spoilt(cache: KVCache, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        keys, values = read(cache, layer, first_row, count, up(length))
+        if cache.blocked:
+            keys = keys.unflatten(2, (-1, BLOCK)).roll(-1, 3).flatten(2, 3)
+        return keys[:, :, :length], values[:, :, :length]
+
+    return spoilt
+
+
+def whole_blocks_read(read: Function) -> Function:
+    def spoilt(cache: KVCache, *rest: Any) -> tuple[Tensor, Tensor]:
+        keys, values = read(cache, *rest)
+        return keys[:, :, : down(keys.shape[2])] if cache.blocked else keys, values
+
+    return spoilt
+
+
+def up(position: int) -> int:
+    """Return the first boundary between blocks from a position on."""
+    return math.ceil(position / BLOCK) * BLOCK
+
+
+def down(position: int) -> int:
+    """Return the last boundary between blocks up to a position."""
+    return position // BLOCK * BLOCK
+
+
+def viewed(keys: Place = lambda *span: span, values: Place = lambda *span: span) -> Spoiler:
+    """View the keys and the values of a blocked cache at other positions."""
+
+    def spoiler(views: Function) -> Function:
+        def spoilt(cache: KVCache, row: int, start: int, stop: int) -> list[Tensor]:
+            if not cache.blocked:
+                plain: list[Tensor] = views(cache, row, start, stop)
+                return plain
+            _, *parts = views(cache, row, *keys(start, stop))
+            return [views(cache, row, *values(start, stop))[0], *parts]
+
+        return spoilt
+
+    return spoiler
+
+
+def within_a_block(start: int, stop: int) -> bool:
+    return up(start) > down(stop)
+
+
+def first_whole_block_skipped(views: Function) -> Function:
+    def spoilt(cache: KVCache, *span: int) -> list[Tensor]:
+        values, keys, *partial = views(cache, *span)
+        return [values, keys[:, :, 1:] if cache.blocked else keys, *partial]
+
+    return spoilt
+
+
+def viewed_by_a_span(take: Function) -> Function:
+    def spoilt(cache: KVCache, *place: int) -> Span:
+        return replace(take(cache, *place), parts=tuple(cache._views(*place)))
+
+    return spoilt
+
+
+VIEWS = KVCache._views
+FIRST_BLOCK_WHOLE = viewed(
+    keys=lambda start, stop: (start if within_a_block(start, stop) else down(start), stop)
+)
+WITHOUT_FIRST_BLOCK = viewed(
+    keys=lambda start, stop: (start if within_a_block(start, stop) else up(start), stop)
+)
 MUTANTS = [
-    Mutant(
-        "a key is written to the next lane",
-        ((KVCache.write, "positions % BLOCK] = words", "(positions + 1) % BLOCK] = words"),),
-        check_layout,
-    ),
+    defect("a key is written to the next lane", KVCache.write, to_the_next_lane, check_layout),
     Mutant(
         "a key is written to and read from the next lane",
-        (
-            (KVCache.write, "positions % BLOCK] = words", "(positions + 1) % BLOCK] = words"),
-            (KVCache.read, ".flatten(4)", ".roll(-1, 3).flatten(4)"),
-        ),
+        ((KVCache.write, to_the_next_lane), (KVCache.read, from_the_next_lane)),
         check_layout,
     ),
-    Mutant(
+    defect(
         "reading leaves out the last partial block",
-        ((KVCache.read, "math.ceil(length / BLOCK)", "length // BLOCK"),),
+        KVCache.read,
+        whole_blocks_read,
         check_reading_and_writing,
     ),
-    Mutant(
+    defect(
         "a copy leaves out the last partial block",
-        ((KVCache._views, "views.append(keys[:, :, last, :, : stop % BLOCK])", "pass"),),
+        VIEWS,
+        viewed(keys=lambda start, stop: (start, down(stop))),
         check_copies,
     ),
-    Mutant(
+    defect(
         "a copy takes the last partial block whole",
-        ((KVCache._views, ": stop % BLOCK])", "])"),),
+        VIEWS,
+        viewed(keys=lambda start, stop: (start, up(stop))),
         check_copies,
     ),
-    Mutant(
+    defect(
         "a copy leaves out the whole blocks",
-        ((KVCache._views, "keys[:, :, first:last]", "keys[:, :, first:first]"),),
+        VIEWS,
+        viewed(keys=lambda start, stop: (max(start, down(stop)), stop)),
         check_copies,
     ),
-    Mutant(
-        "a span leaves out the first partial block",
-        ((KVCache._views, "views.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
-        check_spans,
-    ),
-    Mutant(
-        "a span takes the first partial block whole",
-        (
-            (
-                KVCache._views,
-                "views.append(keys[:, :, first - 1, :, start % BLOCK :])",
-                "views.append(keys[:, :, first - 1])",
-            ),
-        ),
-        check_spans,
-    ),
-    Mutant(
+    defect("a span leaves out the first partial block", VIEWS, WITHOUT_FIRST_BLOCK, check_spans),
+    defect("a span takes the first partial block whole", VIEWS, FIRST_BLOCK_WHOLE, check_spans),
+    defect(
         "a span begins one position late",
-        (
-            (
-                KVCache._views,
-                "self._values[:, row, :, start:stop]",
-                "self._values[:, row, :, start + 1 : stop]",
-            ),
-        ),
+        VIEWS,
+        viewed(values=lambda start, stop: (start + 1, stop)),
         check_spans,
     ),
-    Mutant(
+    defect(
         "a span within a block takes the rest of the block",
-        ((KVCache._views, "start % BLOCK : stop % BLOCK]", "start % BLOCK :]"),),
+        VIEWS,
+        viewed(keys=lambda start, stop: (start, up(stop) if within_a_block(start, stop) else stop)),
         check_spans,
     ),
-    Mutant(
-        "a span is a view, not a copy",
-        ((KVCache.take, "part.clone()", "part"),),
-        check_spans,
-    ),
-    Mutant(
-        "wiping takes the first partial block whole",
-        (
-            (
-                KVCache._views,
-                "views.append(keys[:, :, first - 1, :, start % BLOCK :])",
-                "views.append(keys[:, :, first - 1])",
-            ),
-        ),
-        check_wipes,
-    ),
-    Mutant(
-        "wiping leaves out the first partial block",
-        ((KVCache._views, "views.append(keys[:, :, first - 1, :, start % BLOCK :])", "pass"),),
-        check_wipes,
-    ),
-    Mutant(
-        "wiping skips the first whole block",
-        ((KVCache._views, "keys[:, :, first:last]", "keys[:, :, first + 1 : last]"),),
-        check_wipes,
-    ),
+    defect("a span is a view, not a copy", KVCache.take, viewed_by_a_span, check_spans),
+    defect("wiping takes the first partial block whole", VIEWS, FIRST_BLOCK_WHOLE, check_wipes),
+    defect("wiping leaves out the first partial block", VIEWS, WITHOUT_FIRST_BLOCK, check_wipes),
+    defect("wiping skips the first whole block", VIEWS, first_whole_block_skipped, check_wipes),
 ]
 
 

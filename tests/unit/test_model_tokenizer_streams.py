@@ -8,7 +8,7 @@ tests longer ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
 
-from foredraft.model.tokenizer import BYTE_LEVEL, MAX_HELD_BYTES, Detokenizer, Tokenizer
+from foredraft.model import tokenizer as module
+from foredraft.model.tokenizer import BYTE_LEVEL, CONTEXT, MAX_HELD_BYTES, Detokenizer, Tokenizer
 from tests.support.checkpoints import TEXT
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, Spoiler, assert_caught, defect, replaced
 
+Function = Callable[..., Any]
 BAD = "\N{REPLACEMENT CHARACTER}"
 SPECIAL = ["<s>", "</s>", "<|turn|>"]
 WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+"
@@ -300,62 +302,94 @@ def each(check: Callable[[str], None], *names: str) -> Callable[[], None]:
     return all_of_them
 
 
+def told(question: str, answer: bool) -> Spoiler:
+    """Push an id while the tokenizer answers a question alike for all ids."""
+
+    def spoiler(push: Function) -> Function:
+        def spoilt(stream: Detokenizer, id: int) -> str:
+            with replaced(stream._tokenizer, question, lambda *args: answer):
+                piece: str = push(stream, id)
+            return piece
+
+        return spoilt
+
+    return spoiler
+
+
+def with_constant(name: str, value: int) -> Spoiler:
+    """Push an id under another constant of the module."""
+
+    def spoiler(push: Function) -> Function:
+        def spoilt(stream: Detokenizer, id: int) -> str:
+            with replaced(module, name, value):
+                piece: str = push(stream, id)
+            return piece
+
+        return spoilt
+
+    return spoiler
+
+
+def window_emptied(push: Function) -> Function:
+    """Empty the window where it should be trimmed."""
+
+    def spoilt(stream: Detokenizer, id: int) -> str:
+        before = len(stream._window)
+        piece: str = push(stream, id)
+        if stream._run_decoder is None and len(stream._window) < before:
+            stream._window, stream._emitted = [], 0
+        return piece
+
+    return spoilt
+
+
+def prompt_tail_forgotten(init: Function) -> Function:
+    def spoilt(stream: Detokenizer, tokenizer: Tokenizer, after: Sequence[int], skip_special: bool) -> None:
+        init(stream, tokenizer, after, skip_special)
+        stream._prompt_tail = ""
+
+    return spoilt
+
+
+PUSH = Detokenizer._push
 MUTANTS = [
-    Mutant(
+    defect(
         "an incomplete character is returned",
-        (
-            (
-                Detokenizer._push,
-                "text.endswith(REPLACEMENT) and self._tokenizer.ends_mid_character(self._window)",
-                "0",
-            ),
-        ),
+        PUSH,
+        told("ends_mid_character", False),
         each(check_text, "gpt2"),
     ),
-    Mutant(
-        "a genuine U+FFFD is held back",
-        ((Detokenizer._push, " and self._tokenizer.ends_mid_character(self._window)", ""),),
-        check_genuine,
-    ),
-    Mutant(
+    defect("a genuine U+FFFD is held back", PUSH, told("ends_mid_character", True), check_genuine),
+    defect(
         "the window is trimmed within a character",
-        ((Detokenizer._push, "self._window[-CONTEXT:]", "self._window[-CONTEXT + 2 :]"),),
+        PUSH,
+        with_constant("CONTEXT", CONTEXT - 2),
         each(check_text, "gpt2"),
     ),
-    Mutant(
-        "the window is emptied before a word",
-        ((Detokenizer._push, "self._window[-CONTEXT:]", "[]"),),
-        each(check_text, "llama2"),
-    ),
-    Mutant(
+    defect("the window is emptied before a word", PUSH, window_emptied, each(check_text, "llama2")),
+    defect(
         "special tokens count as context",
-        ((Detokenizer._push, "not self._tokenizer.is_visible(id, self._skip_special)", "False"),),
+        PUSH,
+        told("is_visible", True),
         each(check_text, "llama2", "mistral"),
     ),
-    Mutant(
-        "the window is never trimmed",
-        ((Detokenizer._push, "len(self._window) > 2 * CONTEXT", "False"),),
-        check_cost,
-    ),
-    Mutant(
+    defect("the window is never trimmed", PUSH, with_constant("CONTEXT", 10**6), check_cost),
+    defect(
         "a run of byte tokens is returned as it grows",
-        (
-            (
-                Detokenizer._push,
-                "if self._held_back() < MAX_HELD_BYTES or self._is_incomplete():",
-                "if False:",
-            ),
-        ),
+        PUSH,
+        with_constant("MAX_HELD_BYTES", 0),
         each(check_text, "gemma"),
     ),
-    Mutant(
+    defect(
         "the prompt's incomplete character is returned again",
-        ((Detokenizer.__init__, "self._prompt_tail = self._rest()", "self._prompt_tail = ''"),),
+        Detokenizer.__init__,
+        prompt_tail_forgotten,
         each(check_prompt, "gpt2"),
     ),
-    Mutant(
+    defect(
         "the prompt gives no left context",
-        ((Detokenizer.__init__, "self.push(self._context(after))", "pass"),),
+        Detokenizer._context,
+        lambda _: lambda stream, after: [],
         each(check_prompt, "llama2"),
     ),
 ]

@@ -124,11 +124,11 @@ def measured(
     ("stored", "tied", "shards", "dtype"),
     [
         ("bfloat16", True, False, "bfloat16"),
-        ("bfloat16", False, True, "bfloat16"),
-        ("float32", True, True, "float32"),
-        ("float32", False, False, "float32"),
-        ("float32", False, False, "bfloat16"),
-        ("float32", True, True, "float16"),
+        ("float32", False, True, "bfloat16"),
+        pytest.param("bfloat16", False, True, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", True, True, "float32", marks=pytest.mark.slow),
+        pytest.param("float32", False, False, "float32", marks=pytest.mark.slow),
+        pytest.param("float32", True, True, "float16", marks=pytest.mark.slow),
     ],
 )
 def test_the_host_holds_the_weights_once(
@@ -147,7 +147,7 @@ def test_weights_kept_twice_are_noticed(folder: Path) -> None:
     assert min(peak, after) > 1.1 * weights + embedding
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_host_holds_nothing_of_a_model_on_another_device(folder: Path, dtype: str) -> None:
     """The meta device stands for an accelerator."""
     made = checkpoint(folder, "float32", False, False)
@@ -164,9 +164,9 @@ def cache_bytes(made: Path, dtype: str) -> int:
     ("dtype", "tied", "shards"),
     [
         ("bfloat16", True, False),
-        ("bfloat16", False, True),
-        ("float32", True, True),
-        ("float32", False, False),
+        ("float32", False, True),
+        pytest.param("bfloat16", False, True, marks=pytest.mark.slow),
+        pytest.param("float32", True, True, marks=pytest.mark.slow),
     ],
 )
 def test_loading_a_model_holds_the_weights_once_and_the_cache(
