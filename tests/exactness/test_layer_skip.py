@@ -193,7 +193,7 @@ def test_the_verifying_pass_resumes_from_the_drafts_states(llm: LLM, monkeypatch
     assert sum(resume.known[0] for resume in resumes) == outputs[0].stats.drafted
 
 
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("by", [pytest.param("operators", marks=pytest.mark.slow), "kernels"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "gemma2")])
 def test_every_family(family: str, by: str, tmp_path: Path) -> None:
     llm = load(tmp_path, family, "float32", by)

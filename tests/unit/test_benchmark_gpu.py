@@ -64,6 +64,7 @@ def test_every_stage_writes_its_figures(results: Path, capsys: pytest.CaptureFix
         assert figures["measured_over_predicted"] == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_other_stages_run_after_a_failing_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(bench: object) -> None:
         raise RuntimeError("no memory")

@@ -63,7 +63,10 @@ def test_the_kernels_are_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch,
     assert [kept] == list((tmp_path / "cache" / "kernels").iterdir())
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+@pytest.mark.parametrize(
+    "code",
+    [errno.EROFS, *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EACCES, errno.ENOSPC))],
+)
 def test_a_cache_that_cannot_be_written_is_no_error(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from foredraft.decode.policy import PLAIN, Auto, Candidates, CostTable, Decision, Fixed
-from foredraft.decode.policy.auto import DECISION_ROUNDS, FIRST_WAIT, LATE_CONTEXT, LONGEST_WAIT, LossBudget
+from foredraft.decode.policy.auto import DECISION_ROUNDS, FIRST_WAIT, LATE_CONTEXT, LONGEST_WAIT, LossAccount
 from foredraft.decode.stats import Round
 from tests.support.simulation import Right, Row, Simulated, flat, right_with, simulate
 
@@ -90,15 +90,15 @@ class Counting(Auto):
     made = 0
     overdraft = 0.0
 
-    def _plan(self, *given: Any) -> None:
+    def _decide_anew(self, *given: Any) -> None:
         self.made += 1
-        super()._plan(*given)
+        super()._decide_anew(*given)
 
     def decide(self, rows: Any) -> list[Decision]:
         before = [row.sequence.policy_state.loss.lost for row in rows]
         decisions = super().decide(rows)
         for row, lost in zip(rows, before, strict=True):
-            loss: LossBudget = row.sequence.policy_state.loss
+            loss: LossAccount = row.sequence.policy_state.loss
             if loss.lost > lost + 1e-9:
                 over = -loss.left(self.table.plain(len(rows))) - (loss.lost - lost)
                 self.overdraft = max(self.overdraft, over)
@@ -245,7 +245,7 @@ CAPPED: dict[str, tuple[CostTable, list[Row]]] = {
 
 
 @pytest.mark.parametrize("name", CAPPED)
-def test_the_loss_budget_is_never_exceeded_by_more_than_one_round(name: str) -> None:
+def test_the_loss_account_is_never_exceeded_by_more_than_one_round(name: str) -> None:
     table, rows = CAPPED[name]
     policy = Counting(LONGEST, table)
     for _ in range(3):

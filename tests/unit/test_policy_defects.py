@@ -18,7 +18,7 @@ from foredraft.decode.policy import Auto, Candidates, CostTable
 from foredraft.decode.policy import auto as auto_module
 from foredraft.decode.policy import budgets as budgets_module
 from foredraft.decode.policy.acceptance import Acceptance
-from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Estimate, LossBudget, Standing
+from foredraft.decode.policy.auto import FIRST_WAIT, LONGEST_WAIT, Estimate, HeldDecision, LossAccount
 from foredraft.decode.policy.base import PLAIN
 from foredraft.decode.policy.budgets import Prospect, best_budgets, best_length
 from foredraft.decode.policy.cost_table import round_ms
@@ -155,18 +155,18 @@ def no_smaller_batch(settle: Function) -> Function:
 
 
 def the_wait_stays(learn: Function) -> Function:
-    def spoilt(estimate: Estimate, outcome: Round, standing: Standing) -> None:
+    def spoilt(estimate: Estimate, outcome: Round, held: HeldDecision) -> None:
         wait = max(estimate.pooled.wait, FIRST_WAIT)
-        learn(estimate, outcome, standing)
+        learn(estimate, outcome, held)
         estimate.pooled.wait = min(estimate.pooled.wait, wait)
 
     return spoilt
 
 
 def a_trial_ends_at_once(learn: Function) -> Function:
-    def spoilt(estimate: Estimate, outcome: Round, standing: Standing) -> None:
-        learn(estimate, outcome, standing)
-        if standing.trial and standing.alone and outcome.accepted:
+    def spoilt(estimate: Estimate, outcome: Round, held: HeldDecision) -> None:
+        learn(estimate, outcome, held)
+        if held.trial and held.alone and outcome.accepted:
             estimate.pooled.wait = LONGEST_WAIT
 
     return spoilt
@@ -210,18 +210,18 @@ def an_unknown_drafter_reads_all(reading: Function) -> Function:
 
 def bad_rows_pay_for_good_ones(decide: Function) -> Function:
     def spoilt(policy: Auto, rows: Any) -> Any:
-        left, losses = LossBudget.left, [row.sequence.policy_state.loss for row in rows if not row.idle]
-        with replaced(LossBudget, "left", lambda own, plain: max(left(loss, plain) for loss in losses)):
+        left, losses = LossAccount.left, [row.sequence.policy_state.loss for row in rows if not row.idle]
+        with replaced(LossAccount, "left", lambda own, plain: max(left(loss, plain) for loss in losses)):
             return decide(policy, rows)
 
     return spoilt
 
 
 def prefill_is_ignored(paying: Function) -> Function:
-    def spoilt(policy: Auto, rows: Any, left: float, plain: float) -> list[Standing]:
+    def spoilt(policy: Auto, rows: Any, left: float, plain: float) -> list[HeldDecision]:
         decoding = [row for row in rows if not row.idle]
-        plans = iter(paying(policy, decoding, left, policy.table.plain(len(decoding))))
-        return [Standing(PLAIN) if row.idle else next(plans) for row in rows]
+        choices = iter(paying(policy, decoding, left, policy.table.plain(len(decoding))))
+        return [HeldDecision(PLAIN) if row.idle else next(choices) for row in rows]
 
     return spoilt
 
@@ -240,17 +240,17 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[], object]]] = [
     ("full depth only", best_budgets, during(budgets_module, "product", lambda *depths: product(*(each[-1:] for each in depths))), brute_force),
     ("one column too few", best_length, one_column_too_few, brute_force),
     ("drafts that do not pay", best_budgets, drafts_that_do_not_pay, costs.test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out),
-    ("no loss budget", LossBudget.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
-    ("no share of the time", LossBudget.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
+    ("no loss account", LossAccount.left, lambda left: lambda loss, plain: left(loss, plain) + 1e9, never_slower),
+    ("no share of the time", LossAccount.left, during(auto_module, "LOSS_SHARE", 0.0), auto.test_a_decision_follows_from_the_equations),
     ("no cap", Auto._paying, lambda paying: lambda policy, rows, left, plain: paying(policy, rows, inf, plain), auto.test_a_decision_follows_from_the_equations),
-    ("a decision stands beyond the cap", auto_module._stands, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_budget_is_never_exceeded_by_more_than_one_round("five confidences")),
-    ("a trial beyond the cap", Auto._try_another, lambda attempt: lambda policy, rows, plans, left, plain: attempt(policy, rows, plans, inf, plain), lambda: auto.test_the_loss_budget_is_never_exceeded_by_more_than_one_round("a dear first step")),
+    ("a decision stands beyond the cap", auto_module._still_stands, lambda stands: lambda row, key, left: stands(row, key, 0.0), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("five confidences")),
+    ("a trial beyond the cap", Auto._try_another, lambda attempt: lambda policy, rows, choices, left, plain: attempt(policy, rows, choices, inf, plain), lambda: auto.test_the_loss_account_is_never_exceeded_by_more_than_one_round("a dear first step")),
     ("the last round is not charged", Auto._settle, the_last_round_is_not_charged, never_slower),
     ("no credit", Auto.start, with_own("_gained", lambda policy: 0.0), auto.test_bad_luck_at_first_is_paid_by_what_earlier_requests_gained),
     ("no smaller batch", Auto._settle, no_smaller_batch, auto.test_a_row_that_waits_for_others_gets_back_what_the_smaller_batch_saves),
-    ("no decision stands", auto_module._stands, lambda stands: lambda row, key, left: False, auto.test_a_decision_stands_for_some_rounds),
-    ("rejected drafts drop no decision", auto_module._stands, during(auto_module, "REJECTED_DRAFTS", inf), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
-    ("one rejected draft drops a decision", auto_module._stands, during(auto_module, "REJECTED_DRAFTS", 1), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
+    ("no decision stands", auto_module._still_stands, lambda stands: lambda row, key, left: False, auto.test_a_decision_stands_for_some_rounds),
+    ("rejected drafts drop no decision", auto_module._still_stands, during(auto_module, "REJECTED_DRAFTS", inf), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
+    ("one rejected draft drops a decision", auto_module._still_stands, during(auto_module, "REJECTED_DRAFTS", 1), auto.test_a_decision_is_dropped_after_two_rejected_drafts),
     ("greedy costs for all rounds", Auto.decide, with_own("sampled", lambda policy: policy.greedy), auto.test_rounds_that_draw_have_costs_of_their_own),
     ("reasons of one row", Auto.why_plain, during(auto_module, "round_ms", lambda table, rows: round_ms(table, rows[:1])), auto.test_the_policy_says_why_it_decodes_plainly),
     ("the wait stays", Estimate.learn, the_wait_stays, auto.test_the_wait_before_a_drafter_is_tried_again_doubles),

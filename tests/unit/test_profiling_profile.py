@@ -25,7 +25,7 @@ from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import Forward
 from foredraft.profiling import host, phases, profile, timing
 from foredraft.profiling.phases import DecodingClock, RoundClock, observed
-from foredraft.profiling.profile import load_profile, measure_profile, steady
+from foredraft.profiling.profile import load_profile, measure_profile, steady_seconds
 from tests.support.planting import Spoiler, assert_caught, defect
 from tests.support.spoilers import during
 
@@ -200,15 +200,15 @@ def test_a_cost_whose_samples_never_agree_is_not_believed(machine: Machine) -> N
 
 
 def test_measuring_ends_when_time_is_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
+    monkeypatch.setattr(profile, "LIMIT_SECONDS", 0.0)
     machine.disturbed = lambda work, count: 1.3**count if work == ("target", 1, 3) else 1.0
     assert not measure_profile(engine_of(machine), LONGEST).believed
     assert machine.ran["target", 1, 3] == 2 * (1 + 2), "60 plain steps of 2 ms hold two turns"
 
 
 def test_two_least_samples_agree_within_ten_percent() -> None:
-    assert steady([3.0, 1.0, 1.09]) == 1.0
-    assert steady([3.0, 1.0, 1.11, 1.12]) is None
+    assert steady_seconds([3.0, 1.0, 1.09]) == 1.0
+    assert steady_seconds([3.0, 1.0, 1.11, 1.12]) is None
 
 
 def test_a_drafter_whose_samples_scatter_is_left_to_the_assumption(machine: Machine) -> None:
@@ -216,6 +216,12 @@ def test_a_drafter_whose_samples_scatter_is_left_to_the_assumption(machine: Mach
     found = measure_profile(engine_of(machine), LONGEST)
     assert not found.believed
     assert set(found.greedy.drafts) == {"free"}
+
+
+def test_a_profile_without_the_cost_of_reading_is_not_believed(machine: Machine) -> None:
+    machine.disturbed = lambda work, count: 1.3**count if work == ("small", "prefill", profile.READ) else 1.0
+    found = measure_profile(engine_of(machine), LONGEST)
+    assert not found.believed and not found.greedy.reads
 
 
 def test_the_first_draft_step_is_never_cheaper_than_the_next(machine: Machine) -> None:
@@ -421,9 +427,9 @@ def observer_stays(watch: Function) -> Function:
 
 # (name, seam, spoiler, check)
 DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
-    ("any two samples agree", steady, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
-    ("the second least sample", steady, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], lambda machine: test_two_least_samples_agree_within_ten_percent()),
-    ("turns end before the samples agree", profile._take_turns, during(profile, "steady", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
+    ("any two samples agree", steady_seconds, during(profile, "AGREEMENT", inf), test_a_cost_is_the_least_sample_where_two_agree),
+    ("the second least sample", steady_seconds, lambda sound: lambda samples: sound(samples) and sorted(samples)[1], lambda machine: test_two_least_samples_agree_within_ten_percent()),
+    ("turns end before the samples agree", profile._take_turns, during(profile, "steady_seconds", lambda samples: 0.0), test_a_cost_is_the_least_sample_where_two_agree),
     ("every profile is believed", measure_profile, lambda measure: lambda *args: replace(measure(*args), believed=True), test_a_profile_that_is_not_believed_is_not_kept),
     ("a profile is kept though it is not believed", load_profile, kept_though_not_believed, test_a_profile_that_is_not_believed_is_not_kept),
     ("a kept profile is not read", load_profile, during(user_cache, "read", lambda kind, key: None), test_a_kept_profile_is_read_back_without_measuring),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from foredraft import user_cache
-from foredraft.decode.drafter import Drafter
+from foredraft.decode.drafter import Drafter, DraftPass
 from foredraft.decode.engine import Engine
 from foredraft.decode.policy import Auto, CostTable
 from foredraft.kernels.machine import describe_cpu
@@ -24,7 +24,7 @@ from foredraft.profiling.forwards import ForwardMeter, reading
 from foredraft.profiling.host import host_ms
 from foredraft.profiling.timing import Turns, timed
 
-__all__ = ["Profile", "load_profile", "measure_profile", "steady", "use_profile"]
+__all__ = ["Profile", "load_profile", "measure_profile", "steady_seconds", "use_profile"]
 
 FORMAT = 1  # of kept profiles; raised when what is measured changes
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
@@ -32,8 +32,8 @@ CONTEXT = 256  # tokens of each timed sequence
 READ = 64  # tokens that a draft model is timed reading
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
 TURNS = 3, 12  # samples of each cost, at least and at most
-SECONDS = 1.0  # after which no sample of one batch is taken,
-STEPS = 60  # or so many plain steps, if they take longer: about three samples of each cost
+LIMIT_SECONDS = 1.0  # in which the costs of one batch are sampled, if LIMIT_STEPS do not take longer
+LIMIT_STEPS = 60  # plain steps whose time is allowed at least: about three samples of each cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def measure_profile(
             engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
         )
         _take_turns(meter.turns, plain_key=1)
-        ms = {key: _believed(samples) for key, samples in meter.seconds.items()}
+        ms = {key: _steady_ms(samples) for key, samples in meter.seconds.items()}
         believed &= None not in ms.values()
         plain = 1e3 * min(meter.seconds[1])
         believed_ms = {width: ms[width] for width in widths}
@@ -150,35 +150,36 @@ def measure_profile(
             host[draws][batch] = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
     progress(len(batches), len(batches))
     reads = _reads(engine)  # reading draws no tokens, so both tables share it
+    believed &= reads.keys() == _readers(engine).keys()
     greedy, sampled = (
         CostTable(_with_host(passes, host[draws], longest), drafts, reads) for draws in (False, True)
     )
     return Profile(greedy, sampled, believed, time.perf_counter() - started)
 
 
-def steady(samples: Sequence[float]) -> float | None:
+def steady_seconds(samples: Sequence[float]) -> float | None:
     """Return the least sample, or None unless the second least agrees with it."""
     least = sorted(samples)[:2]
     return least[0] if len(least) == 2 and least[1] <= AGREEMENT * least[0] else None
 
 
-def _believed(samples: Sequence[float]) -> float | None:
-    seconds = steady(samples)
+def _steady_ms(samples: Sequence[float]) -> float | None:
+    seconds = steady_seconds(samples)
     return None if seconds is None else 1e3 * seconds
 
 
 def _take_turns(turns: Turns, plain_key: object = None) -> None:
     """Take turns until every work is steady, or time is up; plain_key: the work that is a plain step."""
     started = time.perf_counter()
-    limit = SECONDS
+    limit = LIMIT_SECONDS
     if plain_key is not None:
         plain = min(timed(turns.works[plain_key], turns.device)[0] for _ in range(4))
         turns.seconds[plain_key].append(plain)
-        limit = max(SECONDS, STEPS * plain)
+        limit = max(LIMIT_SECONDS, LIMIT_STEPS * plain)
     turns.take(counts=False, until=started + limit)  # touching a cache for the first time takes long
     for turn in range(1, TURNS[1] + 1):
         turns.take(until=started + limit)
-        if turn >= TURNS[0] and all(steady(samples) is not None for samples in turns.seconds.values()):
+        if turn >= TURNS[0] and None not in map(steady_seconds, turns.seconds.values()):
             return
         if time.perf_counter() > started + limit:
             return
@@ -190,10 +191,11 @@ def _draft_cost(
     """Return (first step, further step) in ms; None where the samples are not believed."""
     if drafter.draft_pass is None:
         return 0.0, 0.0
-    one, whole, pass_one, pass_whole = (ms[key] for key in ((name, 1), (name, longest), 2, longest + 1))
-    if one is None or whole is None or pass_one is None or pass_whole is None:
+    needed = [ms[key] for key in ((name, 1), 2, (name, longest), longest + 1)]
+    if None in needed:
         return None
-    first, all_steps = max(0.0, one - pass_one), max(0.0, whole - pass_whole)
+    one_round, one_pass, long_round, long_pass = (cost for cost in needed if cost is not None)
+    first, all_steps = max(0.0, one_round - one_pass), max(0.0, long_round - long_pass)
     further = max(0.0, all_steps - first) / max(1, longest - 1)
     if further > first:  # the first step also reads the pending token: a sample was disturbed
         first = further = all_steps / longest
@@ -212,20 +214,23 @@ def _with_host(
     return tables
 
 
+def _readers(engine: Engine) -> dict[str, DraftPass]:
+    """Return the passes of the draft models, which read texts in a cache of their own."""
+    passes = {name: drafter.draft_pass for name, drafter in engine.drafters.items()}
+    return {name: own for name, own in passes.items() if own is not None and own.runner is not engine.target}
+
+
 def _reads(engine: Engine) -> dict[str, float]:
-    """Return drafter -> ms that one token more takes of a text that the drafter reads, for draft models."""
-    works = {}
-    for name, drafter in engine.drafters.items():
-        if drafter.draft_pass is not None and drafter.draft_pass.runner is not engine.target:
-            for tokens in (1, READ):
-                works[name, tokens] = reading(drafter.draft_pass, tokens)
+    """Return drafter -> ms that a draft model takes for one token more of a text that it reads."""
+    readers = _readers(engine)
+    works = {(name, tokens): reading(own, tokens) for name, own in readers.items() for tokens in (1, READ)}
     if not works:
         return {}
     turns = Turns(works, engine.device, 0.0)
     _take_turns(turns)
-    ms = {key: _believed(samples) for key, samples in turns.seconds.items()}
+    ms = {key: _steady_ms(samples) for key, samples in turns.seconds.items()}
     reads: dict[str, float] = {}
-    for name in {name for name, _ in works}:
+    for name in readers:
         one, many = ms[name, 1], ms[name, READ]
         if one is not None and many is not None:
             reads[name] = max(0.0, many - one) / (READ - 1)

@@ -5,7 +5,7 @@ with the drafter's pooled estimate as its prior. So a decision is a function of 
 accepted, and can be replayed on paper (`budgets` has the equations).
 
 Deciding takes host time, so a decision stands for some rounds. A drafter that does not pay is tried again
-after exponentially more rounds. One cap bounds what drafting may cost a request (`LossBudget`).
+after exponentially more rounds. One cap bounds what drafting may cost a request (`LossAccount`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foredraft.decode.policy.cost_table import CostTable, round_ms
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.stats import Round
 
-__all__ = ["Auto", "LossBudget"]
+__all__ = ["Auto", "LossAccount"]
 
 DECISION_ROUNDS = 8  # rounds that a decision stands: deciding then costs under 1 % of a 1 ms step
 REJECTED_DRAFTS = 2  # consecutive fully rejected drafts after which a row's decision is dropped
@@ -38,12 +38,12 @@ Key: TypeAlias = tuple[object, ...]  # the candidates that a decision was made f
 
 
 @dataclass(slots=True)
-class LossBudget:
+class LossAccount:
     """What drafting has cost one request, in ms of the cost table, against plain decoding.
 
-    The loss of a round is its cost less a plain step for each token that it emitted for the request. It is
-    less again by what the request saves when other rows, which got more tokens, finish before it: the plain
-    steps of a smaller batch are cheaper. A negative loss is a gain.
+    The loss of a round is its cost less a plain step for each token that it emitted for the request. Rows
+    that got more tokens finish earlier and leave a smaller batch, whose plain steps are cheaper; that saving
+    is subtracted. A negative loss is a gain.
     """
 
     credit: float = 0.0  # gain of earlier requests, LOSS_STEPS at most: bad luck at first then ends nothing
@@ -65,15 +65,15 @@ class Pooled:
 
 
 @dataclass(slots=True)
-class Standing:
-    """A row's decision while it stands."""
+class HeldDecision:
+    """A row's decision, which stands for some rounds."""
 
     decision: Decision
     rounds: float = DECISION_ROUNDS  # for which it still stands
     estimate: Estimate | None = None  # of the drafter; None in a plain step
     trial: bool = False  # the drafter is tried although it was not chosen
     alone: bool = False  # it is tried in a batch that drafts nothing otherwise
-    read_ms: float = 0.0  # cost of what the drafter reads before the first draft, where it counts as loss
+    read_loss_ms: float = 0.0  # of what the drafter reads before the first draft, where it counts as loss
     rejected: int = 0  # consecutive drafts so far that were fully rejected
 
 
@@ -84,15 +84,15 @@ class Estimate:
     acceptance: Acceptance  # its prior is the pooled one
     pooled: Pooled
 
-    def learn(self, outcome: Round, standing: Standing) -> None:
+    def learn(self, outcome: Round, held: HeldDecision) -> None:
         """Count a round in which the drafter drafted."""
         self.acceptance.learn(outcome)
         pooled = self.pooled
         pooled.acceptance.learn(outcome)
         pooled.waited = 0
-        if not standing.trial:
+        if not held.trial:
             pooled.wait = FIRST_WAIT
-        elif outcome.accepted and standing.alone:
+        elif outcome.accepted and held.alone:
             pooled.wait = 1  # nothing else pays, so it goes on until its estimate is clear
         else:
             pooled.wait = min(2 * max(pooled.wait, FIRST_WAIT), LONGEST_WAIT)
@@ -102,10 +102,10 @@ class Estimate:
 class RequestState:
     """The policy's state of one sequence."""
 
-    loss: LossBudget
+    loss: LossAccount
     estimates: dict[Source, Estimate] = field(default_factory=dict)
-    standing: dict[Key, Standing] = field(default_factory=dict)
-    last: Standing | None = None  # decision of the last round
+    held: dict[Key, HeldDecision] = field(default_factory=dict)
+    last: HeldDecision | None = None  # decision of the last round
     batch: int = 1  # rows when it was decided last
 
 
@@ -123,7 +123,7 @@ class Auto(Policy):
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
         self._round: list[tuple[RequestState, Round]] = []  # the last round, until it is settled
-        self._read_ms = 0.0  # in that round, as far as it counts as loss
+        self._read_loss_ms = 0.0  # in that round, as far as it counts as loss
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
@@ -132,7 +132,7 @@ class Auto(Policy):
         self.table = greedy
 
     def start(self) -> RequestState:
-        return RequestState(LossBudget(self._gained))
+        return RequestState(LossAccount(self._gained))
 
     def decide(self, rows: Seq[Candidates]) -> list[Decision]:
         self._settle()
@@ -141,8 +141,8 @@ class Auto(Policy):
         plain = self.table.plain(len(rows))
         left = min(_state(row).loss.left(plain) for row in rows if not row.idle)
         keys = [(*row.limits, *row.confidence.values()) for row in rows]
-        if not all(_stands(row, key, left) for row, key in zip(rows, keys, strict=True) if key):
-            self._plan(rows, keys, left, plain)
+        if not all(_still_stands(row, key, left) for row, key in zip(rows, keys, strict=True) if key):
+            self._decide_anew(rows, keys, left, plain)
         return [self._within(row, key) for row, key in zip(rows, keys, strict=True)]
 
     def learn(self, sequence: Sequence, outcome: Round, confidence: float | None) -> None:
@@ -159,36 +159,33 @@ class Auto(Policy):
             chance, ms = known.acceptance.rates(1)[0], round_ms(self.table, [(name, 1)] * state.batch)
             speed = (1 + chance) * self.table.plain(state.batch) / ms
             reasons[name] = f"{name} at {speed:.2f} x plain decoding (acceptance {chance:.0%})"
-        return (
-            f"no draft is expected to pay: {', '.join(reasons.values())}"
-            if reasons
-            else "no drafter had a proposal"
-        )
+        best = ", ".join(reasons.values())
+        return f"no draft is expected to pay: {best}" if best else "no drafter had a proposal"
 
     def _within(self, row: Candidates, key: Key) -> Decision:
-        """Return the row's standing decision, cut to what the row may draft now."""
+        """Return the row's decision, cut to what the row may draft now."""
         state = _state(row)
-        state.last = standing = state.standing[key] if key else None
-        if standing is None:
+        state.last = held = state.held[key] if key else None
+        if held is None:
             return PLAIN
-        standing.rounds -= 1
-        self._read_ms += standing.read_ms
-        standing.read_ms = 0.0
-        name, budget, context = standing.decision
+        held.rounds -= 1
+        self._read_loss_ms += held.read_loss_ms
+        held.read_loss_ms = 0.0
+        name, budget, context = held.decision
         return Decision(name, min(budget, row.limits[name]), context) if name is not None else PLAIN
 
-    def _plan(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
+    def _decide_anew(self, rows: Seq[Candidates], keys: Seq[Key], left: float, plain: float) -> None:
         """Make the decision of every row: the most tokens per ms for the batch, within the cap."""
-        plans = self._paying(rows, left, plain)
-        loss = self._loss(plans, plain)
+        choices = self._paying(rows, left, plain)
+        loss = self._loss(choices, plain)
         rounds = min(DECISION_ROUNDS, left // loss) if loss > 0 else DECISION_ROUNDS
-        trial = self._try_another(rows, plans, left, plain)
-        for row, key, plan in zip(rows, keys, plans, strict=True):
-            plan.rounds = 1.0 if trial else max(rounds, 1.0)
-            _state(row).standing[key], _state(row).batch = plan, len(rows)
+        trial = self._try_another(rows, choices, left, plain)
+        for row, key, choice in zip(rows, keys, choices, strict=True):
+            choice.rounds = 1.0 if trial else max(rounds, 1.0)
+            _state(row).held[key], _state(row).batch = choice, len(rows)
 
-    def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[Standing]:
-        """Return the plans that give the most tokens per ms, within what the batch may lose.
+    def _paying(self, rows: Seq[Candidates], left: float, plain: float) -> list[HeldDecision]:
+        """Return the choices that give the most tokens per ms, within what the batch may lose.
 
         It may lose REJECTED_DRAFTS fully rejected drafts, and what the drafters read before the first.
         """
@@ -196,15 +193,15 @@ class Auto(Policy):
         limit = self.max_draft
         while limit:
             cut = [each and Prospect(each.drafter, each.survival[:limit]) for each in best]
-            plans = [
-                self._standing(row, each.drafter, budget) if each and budget else Standing(PLAIN)
+            choices = [
+                self._hold(row, each.drafter, budget) if each and budget else HeldDecision(PLAIN)
                 for row, each, budget in zip(rows, cut, best_budgets(self.table, cut), strict=True)
             ]
-            read_ms = sum(plan.read_ms for plan in plans)
-            if REJECTED_DRAFTS * (self._loss(plans, plain) - read_ms) + read_ms <= left:
-                return plans
+            read_loss_ms = sum(choice.read_loss_ms for choice in choices)
+            if REJECTED_DRAFTS * (self._loss(choices, plain) - read_loss_ms) + read_loss_ms <= left:
+                return choices
             limit //= 2
-        return [Standing(PLAIN) for _ in rows]
+        return [HeldDecision(PLAIN) for _ in rows]
 
     def _best(self, row: Candidates, batch: int) -> Prospect | None:
         """Return the drafter with the most tokens per ms for the rest of the request, if any may serve.
@@ -225,43 +222,45 @@ class Auto(Policy):
                 best, chosen = rate, prospect
         return chosen
 
-    def _try_another(self, rows: Seq[Candidates], plans: list[Standing], left: float, plain: float) -> bool:
+    def _try_another(
+        self, rows: Seq[Candidates], choices: list[HeldDecision], left: float, plain: float
+    ) -> bool:
         """Plan a trial of a drafter that was not chosen, if one is due; return whether one is.
 
         One row tries it. Where no row drafts and the drafter is unknown, as many rows try it as the cap
         bears, because they share the cost of its draft steps.
         """
-        drafts, tried = any(plan.decision.budget for plan in plans), None
+        drafts, tried = any(choice.decision.budget for choice in choices), None
         for at, row in enumerate(rows):
             for name in row.limits:
                 pooled = self._estimate(row, name).pooled
-                due = name != plans[at].decision.drafter and pooled.waited >= pooled.wait
+                due = name != choices[at].decision.drafter and pooled.waited >= pooled.wait
                 certain = Prospect(name, (1.0,) * min(row.limits[name], self.max_draft))
                 if not due or tried not in (None, name) or not best_length(self.table, 1, certain)[1]:
                     continue  # it would not pay even if it were always right
                 length = best_length(self.table, 1, self._prospect(row, name))[1]
                 for budget in (max(length, 1), 1):
-                    trial = self._standing(row, name, budget, trial=True)
+                    trial = self._hold(row, name, budget, trial=True)
                     trial.alone = not drafts
-                    if self._loss([*plans[:at], trial, *plans[at + 1 :]], plain) <= left:
-                        plans[at], tried = trial, name
+                    if self._loss([*choices[:at], trial, *choices[at + 1 :]], plain) <= left:
+                        choices[at], tried = trial, name
                         break
             if tried and (drafts or self._estimate(row, tried).pooled.acceptance.known):
                 break
         return tried is not None
 
-    def _loss(self, plans: Seq[Standing], plain: float) -> float:
-        """Return what a row loses in a round of these plans, in ms, if it gains nothing."""
-        ms = round_ms(self.table, [plan.decision[:2] for plan in plans])
-        return ms - plain + sum(plan.read_ms for plan in plans)
+    def _loss(self, choices: Seq[HeldDecision], plain: float) -> float:
+        """Return what a row loses in a round of these choices, in ms, if it gains nothing."""
+        ms = round_ms(self.table, [choice.decision[:2] for choice in choices])
+        return ms - plain + sum(choice.read_loss_ms for choice in choices)
 
-    def _standing(self, row: Candidates, name: str, budget: int, trial: bool = False) -> Standing:
-        context, _, loss = self._reading(row, name, trial)
-        estimate = self._estimate(row, name)
-        return Standing(Decision(name, budget, context), estimate=estimate, trial=trial, read_ms=loss)
+    def _hold(self, row: Candidates, name: str, budget: int, trial: bool = False) -> HeldDecision:
+        context, _, loss_ms = self._reading(row, name, trial)
+        decision, estimate = Decision(name, budget, context), self._estimate(row, name)
+        return HeldDecision(decision, estimate=estimate, trial=trial, read_loss_ms=loss_ms)
 
     def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
-        """Return (`Decision.context`, ms of what the drafter reads before its first draft, ms that are loss).
+        """Return (`Decision.context`, ms to read it before the first draft, how many of these are loss).
 
         Reading a new text is no loss where LATE_CONTEXT bounds it, or where a known drafter is chosen.
         """
@@ -294,7 +293,7 @@ class Auto(Policy):
         if not self._round:
             return
         batch, outcomes = len(self._round), [outcome for _, outcome in self._round]
-        ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes]) + self._read_ms
+        ms = round_ms(self.table, [(each.drafter, each.drafted) for each in outcomes]) + self._read_loss_ms
         plain, emitted = self.table.plain(batch), [1 + each.accepted for each in outcomes]
         smaller = (plain - self.table.plain(1)) / max(1, batch - 1)  # what a row adds to a plain step
         for (state, _), tokens in zip(self._round, emitted, strict=True):
@@ -304,7 +303,7 @@ class Auto(Policy):
         self._gained = min(max(self._gained + plain * sum(emitted) / batch - ms, 0.0), LOSS_STEPS * plain)
         for pooled in self._pool.values():
             pooled.waited += 1
-        self._round, self._read_ms = [], 0.0
+        self._round, self._read_loss_ms = [], 0.0
 
 
 def _state(row: Candidates) -> RequestState:
@@ -312,9 +311,9 @@ def _state(row: Candidates) -> RequestState:
     return state
 
 
-def _stands(row: Candidates, key: Key, left: float) -> bool:
+def _still_stands(row: Candidates, key: Key, left: float) -> bool:
     """Return whether the row's decision still stands; left: what the batch may lose."""
-    standing = _state(row).standing.get(key)
-    if standing is None or standing.rounds < 1 or standing.rejected >= REJECTED_DRAFTS:
+    held = _state(row).held.get(key)
+    if held is None or held.rounds < 1 or held.rejected >= REJECTED_DRAFTS:
         return False
-    return left >= 0 or not standing.decision.budget
+    return left >= 0 or not held.decision.budget
