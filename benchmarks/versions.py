@@ -68,7 +68,7 @@ def work(options: dict[str, Any]) -> None:
 
     torch.set_num_threads(2)
     names = {field.name for field in fields(SamplingParams)}
-    choice = "drafter" if "drafter" in names else "speculation"  # what the option was called before
+    choice = "drafter" if "drafter" in names else "speculation"  # its earlier name
     llm = foredraft.load(
         options["model"], draft=options["draft"], plan=options["plan"], policy="fixed", max_draft=5,
         dtype="bfloat16", device="cpu", max_batch=1, max_length=1024,
@@ -135,7 +135,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--old", help="working tree of the old version")
+    parser.add_argument("--old", help="working tree of the old version; required")
     parser.add_argument("--new", default=str(HERE.parent), help="working tree of the new version")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -149,9 +149,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     from workload import machine, write
 
+    if options.old is None:
+        parser.error("--old is required: the working tree of the old version")
+    trees = {name: _commit(vars(options)[name]) for name in ("old", "new")}
+    what = {name: value for name, value in vars(options).items() if name != "worker"} | trees
     rows = compare(options)
-    what = {name: value for name, value in vars(options).items() if name not in ("old", "new", "worker")}
     write(options.name, {"what": what, "machine": machine(), "methods": rows})
+    if not all(row["same_tokens"] for row in rows):
+        sys.exit("the versions decode different tokens")
+
+
+def _commit(tree: str) -> str:
+    """Return the commit of a working tree."""
+    command = ["git", "-C", tree, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -307,7 +307,10 @@ def test_files_are_written_if_stdout_fails(words: Words, tmp_path: Path) -> None
     with open("/dev/full", "w") as full:
         done = foredraft(*command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2
-    assert done.stderr == "foredraft: error: stdout cannot be written (No space left on device)\n"
+    assert (
+        done.stderr
+        == "foredraft: error: stdout cannot be written (No space left on device); redirect it to another file\n"
+    )
     assert document((tmp_path / "a.json").read_text())["finished"]
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 

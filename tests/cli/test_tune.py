@@ -277,9 +277,9 @@ STAGE_LINES = tuple(STAGES.values())
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trials", "2.9"], "'2.9' is no whole number"),
-        (["--trials", "inf."], "'inf.' is no whole number"),
-        (["--trials", "many"], "'many' is no whole number"),
+        (["--trials", "2.9"], "'2.9' is not a whole number"),
+        (["--trials", "inf."], "'inf.' is not a whole number"),
+        (["--trials", "many"], "'many' is not a whole number"),
         (["--storage", ""], "--storage is ''; give it a value, or leave it out"),
         (["--prompts", ""], "--prompts is ''; give it a value, or leave it out"),
         (["--out", ""], "--out is '' or '.'; give a file in a folder that exists"),
@@ -515,7 +515,10 @@ def test_all_plans_of_a_one_layer_model_are_tried(
 
 def test_prompts_are_required_with_a_model(big: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--model", big]) == 2
-    assert "--prompts is not given, and only you know what this model is used for" in capsys.readouterr().err
+    assert (
+        "--prompts is required with a model of your own; give a file with one prompt per line"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_interrupt_while_finalists_decode_keeps_the_trials(

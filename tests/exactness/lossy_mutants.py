@@ -58,7 +58,7 @@ def by_hand() -> None:
 
 
 def greedy_by_hand() -> None:
-    accept_unit.test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from()
+    accept_unit.test_greedy_rows_are_judged_by_another_distribution_than_they_are_drawn_from()
 
 
 # --- spoilers -------------------------------------------------------------------------------------------

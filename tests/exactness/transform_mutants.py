@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 
 def definition() -> None:
     for params in unit.PARAMS:
-        unit.test_a_law_is_the_definition(params)
+        unit.test_a_distribution_is_the_definition(params)
 
 
 def definition_with_a_past() -> None:

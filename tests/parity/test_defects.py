@@ -471,4 +471,5 @@ def test_a_check_passes_without_a_defect(name: str) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair(mutant.check.args[0])  # type: ignore[attr-defined]  # made without the defect, and kept for all tests
     assert_caught(mutant, monkeypatch)

@@ -192,7 +192,7 @@ def test_a_drafted_token_stands_up_to_the_bound() -> None:
     assert verdict.accepted.tolist() == [0]
 
 
-def test_greedy_rows_are_judged_by_another_law_than_they_are_drawn_from() -> None:
+def test_greedy_rows_are_judged_by_another_distribution_than_they_are_drawn_from() -> None:
     """The judge says how surprising a token is, and p, which is certain, what follows."""
     p = Distribution(ids=torch.tensor([[0, 1, 2]]))
     verdict = bild(draft([[2, 2]], [2]), p, None, Noise(), rollback(Distribution(torch.tensor([P])), [1.62]))

@@ -92,7 +92,7 @@ def logits(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_a_law_is_the_definition(params: dict[str, Any]) -> None:
+def test_a_distribution_is_the_definition(params: dict[str, Any]) -> None:
     x = logits(1, 20, V)
     distribution, finite = distribution_of(x, table(params))
     assert finite.all()

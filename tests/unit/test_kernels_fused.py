@@ -20,7 +20,7 @@ from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.runner import FusedDraft, Runner
 from foredraft.model.weights import load_decoder
 from tests.support.checkpoints import save_checkpoint
-from tests.support.compiling import plant
+from tests.support.compiling import QUICK, compile_anew, plant
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -174,6 +174,14 @@ DEFECTS = {
     "noise of the step before": ("d->keys ? d->keys + cell : NULL", "d->keys ? d->keys + cell - (step > 0) : NULL"),
     "skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
 }  # fmt: skip
+
+
+def test_the_checks_pass_where_only_the_optimisation_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The defects below are compiled so."""
+    compile_anew(monkeypatch, tmp_path, QUICK)
+    check_all()
 
 
 @pytest.mark.parametrize("name", DEFECTS)

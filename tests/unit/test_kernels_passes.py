@@ -219,7 +219,9 @@ def test_a_nan_key_makes_its_rows_logits_nan(key: int) -> None:
     assert logits[[0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "qwen3"))]
+)
 def test_the_portable_code_has_the_same_properties(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from foredraft import ConfigError, RequestError
@@ -123,6 +125,33 @@ def test_drafters_are_checked_before_any_file_is_read() -> None:
         ConfigError, match="'auto', but policy='fixed' cannot choose among drafters; give policy"
     ):
         compatibility.check_named_drafter("auto", "fixed", draft_given=True)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "given", "message"),
+    [
+        ("none", {"compare": True}, "compare needs a drafter; give draft or drafter='lookup'"),
+        ("none", {"rule": "bild"}, "acceptance is 'bild', which has no effect with drafter none; leave it out"),
+        ("none", {"options": ["policy"]}, "policy has no effect with drafter none; leave it out"),
+        ("lookup", {"options": ["max_draft", "draft"]}, "draft has no effect with drafter lookup; leave it out"),
+        (
+            "lookup", {"policy": "confidence"},
+            "policy is 'confidence', which needs draft probabilities, but drafter lookup has none; give another policy",
+        ),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_refused(drafter: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compatibility.check_effects(drafter, **given)
+    assert str(caught.value) == message
+
+
+def test_options_with_an_effect_are_accepted() -> None:
+    compatibility.check_effects(
+        "draft-model", compare=True, options=["draft", "max_draft"], policy="confidence", rule="bild"
+    )
+    compatibility.check_effects("auto", policy="fixed")  # `check_named_drafter` refuses it
+    compatibility.check_effects("none", rule="coupled")
 
 
 LOADED = {"lookup": False, "draft-model": True}

@@ -368,7 +368,7 @@ def test_the_cache_size_fits_into_free_memory(
         llm = load(models, "long", **options)
     else:
         llm = load_for(lambda *_: needed, models / "long", device="cpu", **options)
-    assert (rows, positions) in made and llm.max_length == positions
+    assert made[0] == (rows, positions) and llm.max_length == positions
 
 
 def test_caches_that_do_not_fit_are_refused_with_their_sizes(

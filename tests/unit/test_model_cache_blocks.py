@@ -136,16 +136,6 @@ def to_the_next_lane(write: Function) -> Function:
     return spoilt
 
 
-def from_the_next_lane(read: Function) -> Function:
-    def spoilt(cache: KVCache, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        keys, values = read(cache, layer, first_row, count, up(length))
-        if cache.blocked:
-            keys = keys.unflatten(2, (-1, BLOCK)).roll(-1, 3).flatten(2, 3)
-        return keys[:, :, :length], values[:, :, :length]
-
-    return spoilt
-
-
 def whole_blocks_read(read: Function) -> Function:
     def spoilt(cache: KVCache, *rest: Any) -> tuple[Tensor, Tensor]:
         keys, values = read(cache, *rest)
@@ -208,11 +198,6 @@ WITHOUT_FIRST_BLOCK = viewed(
 )
 MUTANTS = [
     defect("a key is written to the next lane", KVCache.write, to_the_next_lane, check_layout),
-    Mutant(
-        "a key is written to and read from the next lane",
-        ((KVCache.write, to_the_next_lane), (KVCache.read, from_the_next_lane)),
-        check_layout,
-    ),
     defect(
         "reading leaves out the last partial block",
         KVCache.read,

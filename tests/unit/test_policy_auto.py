@@ -69,7 +69,7 @@ def test_a_decision_follows_from_the_equations() -> None:
     kept, tried = [0.9, 0.9, *[0.0] * 6], [1.9, 0.9, 0.9, *[0.0] * 5]
     rates = [(k + 8 * level * r) / (t + 8) for k, t, r in zip(kept, tried, pooled, strict=True)]
     length = best(rates)  # 2
-    assert 2 * (0.2 + 0.2 * length) <= 2.02, "the loss budget allows it"
+    assert 2 * (0.2 + 0.2 * length) <= 2.02, "the loss account allows it"
     assert decision == [Decision("small", length)] == [Decision("small", 2)]
     assert state.last.rounds == 2.02 // (0.2 + 0.2 * 2) - 1
 

@@ -182,12 +182,12 @@ def test_measuring_leaves_the_engine_empty(machine: Machine, positions: int) -> 
 
 
 def test_a_cost_is_the_least_sample_where_two_agree(machine: Machine) -> None:
-    """Two of three samples take three times as long: turns 3 and 6 agree. Every timed run follows a warm one."""
-    machine.disturbed = lambda work, count: 3.0 if work == ("target", 1, 3) and count // 2 % 3 else 1.0
+    """Three of four samples take three times as long: turns 4 and 8 agree. Every timed run follows a warm one."""
+    machine.disturbed = lambda work, count: 3.0 if work == ("target", 1, 3) and count // 2 % 4 else 1.0
     found = measure_profile(engine_of(machine), LONGEST)
     assert found.believed
     assert found.greedy.verify(1, 3) == pytest.approx(2.2 + 0.5 + 0.2)
-    assert (machine.ran["target", 1, 3], machine.ran["target", 4, 3]) == (2 * (1 + 6), 2 * (1 + 3))
+    assert (machine.ran["target", 1, 3], machine.ran["target", 4, 3]) == (2 * (1 + 8), 2 * (1 + 6))
 
 
 def test_a_cost_whose_samples_never_agree_is_not_believed(machine: Machine) -> None:
@@ -197,6 +197,22 @@ def test_a_cost_whose_samples_never_agree_is_not_believed(machine: Machine) -> N
     assert [n for n, _ in found.greedy.passes[1]] == [1, 2, 5, 6]
     assert found.greedy.verify(1, 3) == pytest.approx(2.2 + 0.5 + 0.2), "on the line between its neighbours"
     assert machine.ran["target", 1, 3] == 2 * (1 + profile.TURNS[1])
+
+
+def test_columns_never_seem_free_where_no_width_is_believed(machine: Machine) -> None:
+    machine.disturbed = lambda work, count: 1.2**count if work[0] == "target" and work[-1] > 1 else 1.0  # type: ignore[index]
+    found = measure_profile(engine_of(machine), LONGEST)
+    assert not found.believed
+    assert found.greedy.verify(1, 1 + LONGEST) >= found.greedy.plain(1) + 0.1 * LONGEST
+
+
+def test_a_disturbed_machine_does_not_forbid_drafts(machine: Machine) -> None:
+    """Two samples of a pass agree at ten times its cost while another pass never agrees."""
+    disturbed = {("target", 1, 3): lambda count: 1.3**count, ("target", 1, 1 + LONGEST): lambda count: 10.0}
+    machine.disturbed = lambda work, count: disturbed.get(work, lambda count: 1.0)(count)  # type: ignore[call-overload]
+    found = measure_profile(engine_of(machine), LONGEST)
+    assert not found.believed
+    assert found.greedy.verify(1, 1 + LONGEST) == pytest.approx(2 * 2.0 + 0.5 + 0.1 * LONGEST)
 
 
 def test_measuring_ends_when_time_is_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +238,13 @@ def test_a_profile_without_the_cost_of_reading_is_not_believed(machine: Machine)
     machine.disturbed = lambda work, count: 1.3**count if work == ("small", "prefill", profile.READ) else 1.0
     found = measure_profile(engine_of(machine), LONGEST)
     assert not found.believed and not found.greedy.reads
+
+
+def test_a_draft_model_that_reads_slowly_has_a_profile_that_is_kept(machine: Machine) -> None:
+    """Reading 64 tokens takes 0.32 s, so that few samples fit into a second."""
+    small = Small(FakeRunner(machine, "small", 0.3, 5.0))
+    found = measure_profile(engine_of(machine, None, small), LONGEST)
+    assert found.believed and found.greedy.reads["small"] == pytest.approx(5.0)
 
 
 def test_the_first_draft_step_is_never_cheaper_than_the_next(machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""What bare forwards cost: v(n) of the target and c of the drafters, in plain steps.
+"""The costs of bare forwards: v(n) of the target and c of the drafters, in plain steps.
 
 Contract: medians of bare forwards (`profiling.forwards`) in interleaved turns, after a warm-up. A `Meter`
 takes the turns one by one, between the runs that its costs are to explain, because costs on a shared machine

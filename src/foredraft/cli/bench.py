@@ -87,7 +87,8 @@ def write_report(report: Report, benchmark: BenchOptions) -> None:
     except BrokenPipeError:  # the reader closed the pipe: not a failure
         raise
     except OSError as error:
-        raise ConfigError(f"stdout cannot be written ({error.strerror})") from error
+        problem = f"stdout cannot be written ({error.strerror})"
+        raise ConfigError(problem, remedy="redirect it to another file") from error
     finally:
         if benchmark.json is not None:
             write_whole(benchmark.json, document + "\n", "json")

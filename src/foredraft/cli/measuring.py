@@ -36,7 +36,7 @@ def parse_whole(_: type, words: Sequence[Token]) -> int:
             return int(word)
         if float(word).is_integer():
             return int(float(word))
-    raise ValueError(f"{word!r} is no whole number")
+    raise ValueError(f"{word!r} is not a whole number")
 
 
 Whole = Annotated[int, Parameter(converter=parse_whole)]

@@ -76,12 +76,13 @@ class ModelOptions:
     max_batch: int | None = None
     """Maximum number of sequences in a batch. Default: as many as the command uses and memory allows."""
     max_length: int | None = None
-    """Maximum tokens of a sequence, prompt and output together. Default: as many as the prompt needs; in a
-    conversation 8192, or the model's maximum if that is lower."""
+    """Maximum tokens of a sequence, prompt and output together. Default: as many as the prompts need; in a
+    conversation of generate 8192, or the model's maximum if that is lower."""
     truncate: Literal["left"] | None = None
     """Drop the oldest tokens of a prompt that is too long. Default: refuse the prompt."""
     deterministic: bool = True
-    """Run only shapes whose results are bit-identical, so that greedy output equals plain decoding's."""
+    """Make forward passes of all shapes give the same bits, so that greedy output is identical to plain
+    decoding's. --no-deterministic may be faster."""
     compile: Flag = False
     """Fuse the operations between matrix products with torch.compile. Needs a compiler, and seconds at the
     start. Meant for GPUs; on CPUs it replaces Foredraft's own kernels."""
@@ -105,7 +106,10 @@ class DraftingOptions:
     model, if any."""
     policy: Annotated[
         PolicyName | None,
-        Parameter(help=f"Decides the draft length. {POLICY_HELP}. Default: {next(iter(POLICIES))}."),
+        Parameter(
+            help=f"Decides the draft length. {POLICY_HELP}. Default: {next(iter(POLICIES))};"
+            " of verify, fixed."
+        ),
     ] = None
     policy_option: Annotated[
         Repeatable,
@@ -129,7 +133,8 @@ class DraftingOptions:
     ] = None
     rollback: float | None = None
     """With --acceptance bild: reject the draft from the first token whose surprisal -log p under the target
-    exceeds this many nats (5). 0 keeps only tokens of probability 1."""
+    exceeds this many nats (5). 0 gives plain decoding's text at temperature 0, and keeps only tokens of
+    probability 1 above it."""
 
 
 @Parameter(name="*", group=DRAFTING)
@@ -143,8 +148,10 @@ class DraftOptions(DraftingOptions):
             help=f"Proposes tokens. {DRAFTER_HELP}. Default: {default_drafter('auto', True)}; under a policy"
             " that decides about one drafter,"
             f" {default_drafter('fixed', False, plan_given=True)} with --plan, else"
-            f" {default_drafter('fixed', True)} if there is a draft model, else"
-            f" {default_drafter('fixed', False)}."
+            f" {default_drafter('fixed', True)} if there is a draft model"
+            f" ({default_drafter('fixed', True, True)} if its tokenizer differs), else"
+            f" {default_drafter('fixed', False)} ({default_drafter('confidence', False)} if the policy needs"
+            " draft probabilities)."
         ),
     ] = None
 

@@ -115,7 +115,7 @@ def notes(profile_seconds: float, outputs: Sequence[Output]) -> list[str]:
     reasons = dict.fromkeys(output.why_plain for output in outputs if output.why_plain is not None)
     told = [f"no drafts because {reason}" for reason in reasons]
     if profile_seconds:
-        told.append(f"costs of this machine measured in {profile_seconds:.1f} s before, and kept")
+        told.append(f"costs of this machine measured in {profile_seconds:.1f} s while loading")
     return told
 
 

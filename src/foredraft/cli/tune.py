@@ -114,9 +114,9 @@ def prompts_of(file: str | None, model: str | None) -> list[str]:
         return read_prompts((), file, model)
     if model is not None:
         raise ConfigError(
-            "is not given, and only you know what this model is used for",
+            "is required with a model of your own",
             option="prompts",
-            remedy="give a file, a prompt a line",
+            remedy="give a file with one prompt per line",
         )
     from foredraft import demo
     from foredraft.bench.workload import ALL, load_workloads

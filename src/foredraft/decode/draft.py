@@ -32,7 +32,7 @@ class Draft:
         resume: Hidden states of the target that a stepper already computed for [pending, *tokens].
         nonfinite: [B] bool, rows whose drafter gave non-finite logits; None where no row did.
         host_lengths: Upper bounds of `lengths` that the host knows without reading the device; None is none.
-        undrawn: [B] int64, draft steps whose place was left to the target; None where the policy leaves none.
+        undrawn: [B] int64, draft steps that proposed no token; None where the policy leaves no place undrawn.
     """
 
     tokens: Tensor

@@ -31,7 +31,7 @@ __all__ = ["DraftTools", "propose"]
 
 @dataclass(frozen=True, slots=True)
 class DraftTools:
-    """What all drafts of an engine share.
+    """The policy, the noise and the observer of all drafts of an engine.
 
     Attributes:
         policy: May end drafts early.
@@ -166,7 +166,7 @@ def _catch_up(
 ) -> tuple[list[list[int]], list[int]]:
     """Have the drafter read what it missed; return each row's tokens for the first step, and their positions.
 
-    After a draft that was accepted whole a row has two of them, otherwise one: the pending token.
+    After a draft that was accepted whole, the first step reads two tokens; otherwise the pending one.
     """
     first_inputs: list[list[int]] = []
     starts: list[int] = []

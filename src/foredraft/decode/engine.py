@@ -218,10 +218,10 @@ class Engine:
     def _append(self, sequence: Sequence, result: RowResult, drafter: str | None) -> Round:
         """Append the tokens of the round; tokens after the end of the text count nowhere."""
         if result.target_nonfinite:
-            # Here alone the output may not be exactly p: a draft whose verifying pass gives NaN or infinity
-            # is discarded whole, so other drafts become slightly likelier. To keep what was accepted before
-            # the first such value would be exact, but NaN reaches every column of its row (0 * NaN is NaN
-            # behind any mask), and only another pass could tell which column was first.
+            # Under the lossless rules, only here the output may differ from p: a draft whose verifying pass
+            # gives NaN or infinity is discarded whole, so other drafts become slightly likelier. To keep what
+            # was accepted before the first such value would be exact, but NaN reaches every column of its row
+            # (0 * NaN is NaN behind any mask), and only another pass could tell which column was first.
             self.cache.wipe(sequence.row, len(sequence.tokens) - 1)
             return Round(result.drafted, 0, 0, drafter, result.undrawn)
         whole = result.accepted == result.drafted > 0

@@ -43,7 +43,7 @@ class RowResult:
         q: What the drafter's distributions gave them, if traced.
         next_p: Probability of the next token, if traced.
         target_confidence: Confidence of the target in the next token; None unless the policy wants it.
-        undrawn: Draft steps whose place was left to the target.
+        undrawn: Draft steps that proposed no token.
     """
 
     accepted: int

@@ -71,13 +71,13 @@ def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
 def scores_in(figures: Integers, tokens: list[int], top: int, shown: int) -> list[Score]:
     """Return one row's scores from figures [T, 2 + 4 * top] of `score`, with `shown` likeliest tokens."""
     own, processed = _numbers(figures[:, :2]).T.tolist()
-    ids, values, law_ids, law_values = (figures[:, 2 + i * top : 2 + i * top + shown] for i in range(4))
+    ids, values, p_ids, p_values = (figures[:, 2 + i * top : 2 + i * top + shown] for i in range(4))
 
     def pairs(ids: Integers, values: Integers) -> list[list[tuple[int, float]]]:
         rows = zip(ids.tolist(), _numbers(values).tolist(), strict=True)
         return [[(i, v) for i, v in zip(*row, strict=True) if v > -math.inf] for row in rows]
 
-    columns = zip(tokens, own, processed, pairs(ids, values), pairs(law_ids, law_values), strict=False)
+    columns = zip(tokens, own, processed, pairs(ids, values), pairs(p_ids, p_values), strict=False)
     return [Score(*column) for column in columns]
 
 

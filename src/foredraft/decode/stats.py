@@ -26,7 +26,7 @@ class Round:
         emitted: Tokens appended; EOS or a limit may cut an accepted run short, and a ban's rollback may make
             the number negative.
         drafter: The drafter that was asked; None in a plain step.
-        undrawn: Draft steps whose place the policy left to the target.
+        undrawn: Draft steps that proposed no token, because the policy left their place to the target.
     """
 
     drafted: int
@@ -37,7 +37,7 @@ class Round:
 
     @property
     def steps(self) -> int:
-        """Return the draft steps: one a proposed token, and those whose place was left to the target."""
+        """Return the draft steps: one for each proposed token, and those that proposed none."""
         return self.drafted + self.undrawn
 
 

@@ -1,8 +1,8 @@
 """Compatibility: which drafters, policies, acceptance rules and options fit together.
 
-Contract: nothing else in the package decides this. The command line asks by what the user typed, `load` by
-names and then by the checkpoints that it found, all before weights are read. A request asks by the drafters
-and the policy that its engine has.
+Contract: nothing else in the package decides this. The command line asks with the options that the user
+gives, `load` by names and then by the checkpoints that it found, all before weights are read. A request asks
+by the drafters and the policy that its engine has.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def check_effects(
     policy: str | None = None,
     rule: str | None = None,
 ) -> None:
-    """Raise ConfigError where a given option has no effect with the drafter.
+    """Raise ConfigError where a given option has no effect with the drafter, or the policy cannot follow it.
 
     Args:
         drafter: The drafter of all requests.

@@ -33,7 +33,7 @@ class LLM:
     Attributes:
         tokenizer: The model's, with `encode`, `decode` and `encode_chat`; None where its folder has none.
         default_params: The parameters of requests without their own, from generation_config.json.
-        default_drafter: The drafter of requests that name none; None is plain decoding.
+        default_drafter: The drafter of requests that do not give one; None is plain decoding.
         max_length: Prompt and new tokens of one request together, at most.
         deterministic: Whether the target's forwards keep to exact shapes.
         profile_seconds: What measuring the costs of this machine took while loading; 0 where they were known.

@@ -33,7 +33,7 @@ class Requests:
         engine: Has the drafters and the policy.
         spec: The target's.
         tokenizer: The target's; None where its folder has none.
-        default_drafter: The drafter of requests that name none; None is plain decoding.
+        default_drafter: The drafter of requests that do not give one; None is plain decoding.
         max_length: Prompt and new tokens together, at most.
         ids: Fresh ids of sequences.
     """

@@ -8,6 +8,7 @@ disagree is taken again, and not believed if they never agree; a profile with su
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,14 +27,16 @@ from foredraft.profiling.timing import Turns, timed
 
 __all__ = ["Profile", "load_profile", "measure_profile", "steady_seconds", "use_profile"]
 
-FORMAT = 1  # of kept profiles; raised when what is measured changes
+FORMAT = 2  # of kept profiles; raised when what is measured changes
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 CONTEXT = 256  # tokens of each timed sequence
+ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft costs where samples scatter
 READ = 64  # tokens that a draft model is timed reading
 AGREEMENT = 1.1  # ratio of the two least samples up to which they agree
-TURNS = 3, 12  # samples of each cost, at least and at most
-LIMIT_SECONDS = 1.0  # in which the costs of one batch are sampled, if LIMIT_STEPS do not take longer
-LIMIT_STEPS = 60  # plain steps whose time is allowed at least: about three samples of each cost
+TURNS = 6, 12  # samples of each cost, at least and at most
+LIMIT_SECONDS = 1.0  # for the samples of one batch, or of reading; the next two are for slow models
+LIMIT_STEPS = 60  # plain steps whose time is the limit if it is longer: about three samples of each cost
+LIMIT_READS = 10  # reads whose time is the limit if it is longer: about three samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ def measure_profile(
         meter = ForwardMeter(
             engine.target, engine.drafters, batch, context, widths=widths, lengths={1, longest}, settle=0.0
         )
-        _take_turns(meter.turns, plain_key=1)
+        _take_turns(meter.turns, 1, LIMIT_STEPS)
         ms = {key: _steady_ms(samples) for key, samples in meter.seconds.items()}
         believed &= None not in ms.values()
         plain = 1e3 * min(meter.seconds[1])
@@ -148,6 +151,8 @@ def measure_profile(
                 drafts.setdefault(name, {})[batch] = cost
         for draws in (False, True):
             host[draws][batch] = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
+    if not believed:
+        passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     progress(len(batches), len(batches))
     reads = _reads(engine)  # reading draws no tokens, so both tables share it
     believed &= reads.keys() == _readers(engine).keys()
@@ -168,14 +173,11 @@ def _steady_ms(samples: Sequence[float]) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _take_turns(turns: Turns, plain_key: object = None) -> None:
-    """Take turns until every work is steady, or time is up; plain_key: the work that is a plain step."""
-    started = time.perf_counter()
-    limit = LIMIT_SECONDS
-    if plain_key is not None:
-        plain = min(timed(turns.works[plain_key], turns.device)[0] for _ in range(4))
-        turns.seconds[plain_key].append(plain)
-        limit = max(LIMIT_SECONDS, LIMIT_STEPS * plain)
+def _take_turns(turns: Turns, unit: object, count: int) -> None:
+    """Take turns until every work is steady, or for LIMIT_SECONDS, or as long as `count` runs of `unit`."""
+    least = min(timed(turns.works[unit], turns.device)[0] for _ in range(4))
+    turns.seconds[unit].append(least)
+    started, limit = time.perf_counter(), max(LIMIT_SECONDS, count * least)
     turns.take(counts=False, until=started + limit)  # touching a cache for the first time takes long
     for turn in range(1, TURNS[1] + 1):
         turns.take(until=started + limit)
@@ -200,6 +202,16 @@ def _draft_cost(
     if further > first:  # the first step also reads the pending token: a sample was disturbed
         first = further = all_steps / longest
     return first, further
+
+
+def _assumed(by_width: dict[int, float], longest: int) -> dict[int, float]:
+    """Return the passes of a disturbed machine, of which none is dearer than ASSUMED_PASS lets it be.
+
+    Samples may agree and still be disturbed. Without this a policy might never draft, and so never learn.
+    """
+    slope = (ASSUMED_PASS - 1) * by_width[1] / longest
+    widths = sorted({*by_width, longest + 1})
+    return {n: min(by_width.get(n, math.inf), by_width[1] + slope * (n - 1)) for n in widths}
 
 
 def _with_host(
@@ -227,7 +239,7 @@ def _reads(engine: Engine) -> dict[str, float]:
     if not works:
         return {}
     turns = Turns(works, engine.device, 0.0)
-    _take_turns(turns)
+    _take_turns(turns, max(works, key=lambda work: work[1]), LIMIT_READS)
     ms = {key: _steady_ms(samples) for key, samples in turns.seconds.items()}
     reads: dict[str, float] = {}
     for name in readers:

@@ -1,4 +1,4 @@
-"""What an early exit costs, by its layer, in plain steps.
+"""The cost of an early exit, by its layer, in plain steps.
 
 Contract: as in `plan_costs`, an exit is never timed by itself; the first and the last one are, and what lies
 between them lies on a line. Its steps keep to exact shapes and are taken one by one, and the verifying pass

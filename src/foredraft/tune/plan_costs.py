@@ -1,5 +1,5 @@
-"""What a plan's draft steps cost, in plain steps: what every step has, each sub-layer's own, and what those
-that run cost beyond their sum.
+"""The cost of a plan's draft steps, in plain steps: a fixed part, each sub-layer's own, and the part of all
+together beyond their sum.
 
 Contract: bare rounds by a few plans take turns: one that runs nothing, one of each kind of sub-layer alone,
 one that runs all. A draft's time is what a round takes beyond its verifying pass, as in `profiling.forwards`;

@@ -36,9 +36,9 @@ def without_residual(engine: Engine) -> Iterator[None]:
         keys: Keys | None,
         noise: Noise,
         is_coupled: list[bool],
-        rollback: SurpriseLimit | None,
+        limit: SurpriseLimit | None,
     ) -> Verdict:
-        verdict = accept(draft, p, keys, noise, is_coupled, rollback)
+        verdict = accept(draft, p, keys, noise, is_coupled, limit)
 
         def pick(weights: Tensor) -> Tensor:
             assert keys is not None

@@ -73,7 +73,7 @@ class HeldDecision:
     estimate: Estimate | None = None  # of the drafter; None in a plain step
     trial: bool = False  # the drafter is tried although it was not chosen
     alone: bool = False  # it is tried in a batch that drafts nothing otherwise
-    read_loss_ms: float = 0.0  # of what the drafter reads before the first draft, where it counts as loss
+    read_loss_ms: float = 0.0  # ms of reading before the first draft that count as loss
     rejected: int = 0  # consecutive drafts so far that were fully rejected
 
 
@@ -123,7 +123,7 @@ class Auto(Policy):
         self.measured = greedy is not None
         self._pool: dict[tuple[Source, bool], Pooled] = {}
         self._round: list[tuple[RequestState, Round]] = []  # the last round, until it is settled
-        self._read_loss_ms = 0.0  # in that round, as far as it counts as loss
+        self._read_loss_ms = 0.0  # ms of reading in that round that count as loss
         self._gained = 0.0  # ms that requests gained together, up to what one may lose
 
     def use(self, greedy: CostTable, sampled: CostTable | None = None) -> None:
@@ -154,7 +154,7 @@ class Auto(Policy):
 
     def why_plain(self, sequence: Sequence) -> str:
         state: RequestState = sequence.policy_state
-        reasons: dict[str, str] = {}  # of several confidences of a drafter the best one is reported
+        reasons: dict[str, str] = {}  # a drafter with several confidences is reported by the best
         for (name, _), known in sorted(state.estimates.items(), key=lambda each: each[1].acceptance.alpha):
             chance, ms = known.acceptance.rates(1)[0], round_ms(self.table, [(name, 1)] * state.batch)
             speed = (1 + chance) * self.table.plain(state.batch) / ms
@@ -260,7 +260,7 @@ class Auto(Policy):
         return HeldDecision(decision, estimate=estimate, trial=trial, read_loss_ms=loss_ms)
 
     def _reading(self, row: Candidates, name: str, trial: bool = False) -> tuple[int | None, float, float]:
-        """Return (`Decision.context`, ms to read it before the first draft, how many of these are loss).
+        """Return (`Decision.context`, ms of reading before the first draft, ms of it that count as loss).
 
         Reading a new text is no loss where LATE_CONTEXT bounds it, or where a known drafter is chosen.
         """
