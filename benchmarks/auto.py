@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from timing import spread
 from torch import Tensor
-from workload import fluent, heldout, machine, padded_demo, write
+from workload import DEMO_LAYERS, demo_plan, fluent, heldout, machine, padded_demo, write
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams, demo
@@ -81,8 +81,6 @@ CASES: dict[str, tuple[int, Right | None]] = {
 FLUENT = {"pays": "free", "choice": "free", "batch": "free", "copies": "edit-file"}
 LONG = 700  # tokens of a prompt, in the cases that begin with that word
 WHO = {"choice": "auto", "copies": "lookup"}  # drafts, if not the draft model
-PLAN = "skip:attn=1-3,5-7,9-11,13-15{more}/mlp=1-7,9-11,13-15{more}"
-DEMO_LAYERS = 16
 MODELS = "layer-skip", "draft-model"
 
 
@@ -215,7 +213,6 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
         return policy
 
     def loaded(make: Callable[[], Policy] | None, drafter: str) -> Contender:
-        more = f",{DEMO_LAYERS}-{options.layers - 1}" if options.layers > DEMO_LAYERS else ""
         llm = foredraft.load(
             options.model,
             draft=None if options.model is None else str(demo.draft_path()),
@@ -225,7 +222,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
             max_batch=CASES[case][0],
             max_length=POSITIONS,
             max_draft=options.max_draft,
-            plan=PLAN.format(more=more) if case == "choice" else None,
+            plan=demo_plan(options.layers) if case == "choice" else None,
         )
         own = llm._engine.policy
         stand_in = llm._engine.drafters["draft-model"] = drafter_of(case, llm, CASES[case][0])

@@ -25,8 +25,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 METHODS = ("none", "draft-model", "layer-skip", "lookup")
-PLAN = "skip:attn=1-3,5-7,9-11,13-15{more}/mlp=1-7,9-11,13-15{more}"
-DEMO_LAYERS = 16
 
 
 class Version:
@@ -91,20 +89,18 @@ def work(options: dict[str, Any]) -> None:
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each method."""
     from timing import spread
-    from workload import fluent, padded_demo
+    from workload import DEMO_LAYERS, demo_plan, fluent, padded_demo
 
     import foredraft
     from foredraft import demo
 
     with TemporaryDirectory() as folder:
         model = str(demo.target_path())
-        more = ""
         if options.layers > DEMO_LAYERS:
             model = str(padded_demo(Path(folder) / "target", options.layers))
-            more = f",{DEMO_LAYERS}-{options.layers - 1}"
         prompts = fluent(foredraft.load(drafter="none"), options.prompts)
         loaded = {
-            "model": model, "draft": str(demo.draft_path()), "plan": PLAN.format(more=more),
+            "model": model, "draft": str(demo.draft_path()), "plan": demo_plan(options.layers),
             "new_tokens": options.new_tokens,
         }  # fmt: skip
         old, new = (Version(Path(tree).resolve(), loaded) for tree in (options.old, options.new))
@@ -140,17 +136,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10, help="turns, after a first one")
-    parser.add_argument("--layers", type=int, default=DEMO_LAYERS, help="of the target, padding included")
+    parser.add_argument("--layers", type=int, help="of the target, padding included")
     parser.add_argument("--name", default="versions")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
         work(json.loads(options.worker))
         return
-    from workload import machine, write
+    from workload import DEMO_LAYERS, machine, write  # not by the worker, whose package may be older
 
     if options.old is None:
         parser.error("--old is required: the working tree of the old version")
+    options.layers = options.layers or DEMO_LAYERS
     trees = {name: _commit(vars(options)[name]) for name in ("old", "new")}
     what = {name: value for name, value in vars(options).items() if name != "worker"} | trees
     rows = compare(options)

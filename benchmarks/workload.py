@@ -16,9 +16,10 @@ from foredraft.bench.workload import load_workloads
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated
 
-__all__ = ["fluent", "heldout", "machine", "padded_demo", "write"]
+__all__ = ["DEMO_LAYERS", "demo_plan", "fluent", "heldout", "machine", "padded_demo", "write"]
 
 HERE = Path(__file__).parent
+DEMO_LAYERS = 16
 CHECKED_TOKENS = 64  # new tokens in which repeated 4-grams are counted: loops of a small model start earlier
 
 
@@ -39,6 +40,12 @@ def fluent(llm: LLM, count: int, workload: str = "free") -> list[list[int]]:
         if len(kept) < count and repeated(llm.generate([prompt], plain)[0].token_ids) < MAX_REPEATED:
             kept.append(prompt)
     return kept
+
+
+def demo_plan(layers: int) -> str:
+    """Return a plan that `foredraft tune` found for the demo target, which also skips all padding layers."""
+    more = f",{DEMO_LAYERS}-{layers - 1}" if layers > DEMO_LAYERS else ""
+    return f"skip:attn=1-3,5-7,9-11,13-15{more}/mlp=1-7,9-11,13-15{more}"
 
 
 def padded_demo(folder: Path, layers: int) -> Path:

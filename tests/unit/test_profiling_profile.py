@@ -461,7 +461,7 @@ DEFECTS: list[tuple[str, Any, Spoiler, Callable[[Machine], object]]] = [
     ("no host work in a plain round", profile._with_host, host_spoilt(lambda ms: [0.0, ms[1] - ms[0]]), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step that holds its verifying pass", profile._draft_cost, lambda cost: lambda ms, *rest: cost(ms | {2: 0.0}, *rest), test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("a first draft step cheaper than the next", profile._draft_cost, first_step_not_corrected, test_the_first_draft_step_is_never_cheaper_than_the_next),
-    ("reading time spread over a token too many", profile._reads, lambda reads: lambda engine: {name: ms * (profile.READ - 1) / profile.READ for name, ms in reads(engine).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
+    ("reading time spread over a token too many", profile._reads, lambda reads: lambda *args: {name: ms * (profile.READ - 1) / profile.READ for name, ms in reads(*args).items()}, test_a_profile_holds_passes_host_work_drafts_and_reads),
     ("measured sequences keep their rows", host.host_ms, during(Engine, "cancel", lambda engine, sequence: None), lambda machine: test_measuring_leaves_the_engine_empty(machine, 300)),
     ("all reading since the first round", DecodingClock._count, lambda count: lambda clock, seconds, decoding: count(clock, seconds, True), test_the_decoding_clock_separates_prompts_from_decoding),
     ("rounds count as reading", DecodingClock._round, rounds_count_as_reading, test_the_decoding_clock_separates_prompts_from_decoding),

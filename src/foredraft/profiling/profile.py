@@ -154,8 +154,9 @@ def measure_profile(
     if not believed:
         passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     progress(len(batches), len(batches))
-    reads = _reads(engine)  # reading draws no tokens, so both tables share it
-    believed &= reads.keys() == _readers(engine).keys()
+    readers = _readers(engine)
+    reads = _reads(readers, engine.device)  # reading draws no tokens, so both tables share it
+    believed &= reads.keys() == readers.keys()
     greedy, sampled = (
         CostTable(_with_host(passes, host[draws], longest), drafts, reads) for draws in (False, True)
     )
@@ -232,13 +233,12 @@ def _readers(engine: Engine) -> dict[str, DraftPass]:
     return {name: own for name, own in passes.items() if own is not None and own.runner is not engine.target}
 
 
-def _reads(engine: Engine) -> dict[str, float]:
+def _reads(readers: dict[str, DraftPass], device: torch.device) -> dict[str, float]:
     """Return drafter -> ms that a draft model takes for one token more of a text that it reads."""
-    readers = _readers(engine)
     works = {(name, tokens): reading(own, tokens) for name, own in readers.items() for tokens in (1, READ)}
     if not works:
         return {}
-    turns = Turns(works, engine.device, 0.0)
+    turns = Turns(works, device, 0.0)
     _take_turns(turns, max(works, key=lambda work: work[1]), LIMIT_READS)
     ms = {key: _steady_ms(samples) for key, samples in turns.seconds.items()}
     reads: dict[str, float] = {}
