@@ -16,7 +16,7 @@ from tests.exactness import (
     skip_mutants,
     transform_mutants,
 )
-from tests.support.planting import Mutant, assert_caught
+from tests.support.planting import Mutant, assert_caught, defect
 from tests.support.vocab_ops_choice import by_definition, by_kernels
 
 MODULES = (
@@ -63,3 +63,21 @@ def test_a_defect_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_harmless_change_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     transform_mutants.HARMLESS.plant(monkeypatch)
     transform_mutants.HARMLESS.check()
+
+
+def one() -> int:
+    return 1
+
+
+def check_one() -> None:
+    try:
+        value = one()
+    except TypeError:
+        value = 0  # the engine turns a crash into a failed request likewise
+    assert value == 1
+
+
+def test_a_defect_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing = defect("a call with an argument too many", one, lambda sound: lambda: sound(0), check_one)
+    with pytest.raises(AssertionError, match="the defect itself crashed"):
+        assert_caught(crashing, monkeypatch)

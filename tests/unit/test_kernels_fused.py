@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -41,8 +42,16 @@ PARAMS = (
 @functools.cache
 def decoder(family: str, dtype: torch.dtype) -> Decoder:
     windowed = {"sliding_window": 12} if family == "gemma2" else {}
-    folder = save_checkpoint(Path(tempfile.mkdtemp()), family, num_key_value_heads=2, **windowed)
-    return load_decoder(folder, dtype=dtype, native=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = save_checkpoint(Path(temporary), family, num_key_value_heads=2, **windowed)
+        return load_decoder(folder, dtype=dtype, native=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sound_decoders() -> None:
+    """Build the decoders before a test plants a defect: the kernels pack their weights."""
+    for family, dtype in itertools.product(("llama", "gemma2"), DTYPES):
+        decoder(family, dtype)
 
 
 def noise(rows: int = len(READ)) -> NoiseKeys:
