@@ -23,10 +23,11 @@ from tests.support.caches import held
 from tests.support.checkpoints import FAMILIES, reference_model
 from tests.support.recorder import Rerun
 
-NEW, VOCABULARY, ROWS = 128, 97, 8
+NEW, VOCABULARY, ROWS = 64, 97, 8
 LENGTHS = (1, 3, 23, 25, 70, 256, 257, 300)  # around a window of 24 and a prefill chunk of 256
 GAMMAS = (1, 3, 5, 7)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True)
+LONG = replace(GREEDY, max_new_tokens=2 * NEW)
 KINDS = ("none", "draft-model", "lookup")
 
 
@@ -45,18 +46,18 @@ def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
 
 # float16 runs through the same operators in every family
 PAIRS = [*itertools.product(FAMILIES, ("bfloat16", "float32")), ("llama", "float16"), ("gemma3", "float16")]
-# The other pairs add float16, and biases of projections, which test_greedy_ids_without_packed_weights has.
-OFTEN = ("llama", "float32"), ("gemma2", "bfloat16"), ("gemma3", "bfloat16")
-
-
-def _by(family: str, dtype: str, by: str) -> Any:
-    rare = by == "operators" and (family, dtype) not in OFTEN
-    return pytest.param((family, dtype, by), marks=[pytest.mark.slow] if rare else [])
-
-
+# The other pairs run with -m slow. With operators they add float16, and biases of projections, which
+# test_greedy_ids_without_packed_weights has; with kernels, whose bits test_kernels_passes compares for every pair,
+# the other dtype of each family.
+OFTEN = {
+    "operators": (("llama", "float32"), ("gemma2", "bfloat16"), ("gemma3", "bfloat16")),
+    "kernels": tuple(zip(FAMILIES, itertools.cycle(("bfloat16", "float32")), strict=False)),
+}
 BY = [
-    *(_by(*pair, "operators") for pair in PAIRS),
-    *(_by(*pair, "kernels") for pair in PAIRS if pair[1] != "float16"),
+    pytest.param((*pair, by), marks=[pytest.mark.slow] * (pair not in OFTEN[by]))
+    for by in OFTEN
+    for pair in PAIRS
+    if by == "operators" or pair[1] != "float16"
 ]
 
 
@@ -101,9 +102,13 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
 
 
 def assert_same(
-    llm: LLM, kinds: list[str], want: list[list[int]], prompts: list[list[int]] | None = None
+    llm: LLM,
+    kinds: list[str],
+    want: list[list[int]],
+    prompts: list[list[int]] | None = None,
+    params: SamplingParams = GREEDY,
 ) -> None:
-    outputs = llm.generate(prompts or PROMPTS, [replace(GREEDY, drafter=kind) for kind in kinds])
+    outputs = llm.generate(prompts or PROMPTS, [replace(params, drafter=kind) for kind in kinds])
     for index, (output, wanted, kind) in enumerate(zip(outputs, want, kinds, strict=True)):
         where = first_difference(output.token_ids, wanted)
         assert where is None, f"prompt {index} under {kind} differs from token {where} on"
@@ -245,10 +250,10 @@ def test_a_sibling_that_copied_the_prompt_gives_the_same_text(llm: LLM, plain: l
 @pytest.mark.timeout(7200)
 def test_two_hundred_prompts(llm: LLM) -> None:
     prompts = prompts_of(200, seed=1)
-    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, drafter="none"))]
+    want = [output.token_ids for output in llm.generate(prompts, replace(LONG, drafter="none"))]
     for gamma in GAMMAS:
         llm._engine.policy = Fixed(gamma)
-        assert_same(llm, [KINDS[(gamma + i) % 3] for i in range(200)], want, prompts)
+        assert_same(llm, [KINDS[(gamma + i) % 3] for i in range(200)], want, prompts, LONG)
 
 
 @pytest.mark.slow
@@ -259,7 +264,7 @@ def test_two_hundred_prompts_of_the_demo(dtype: str) -> None:
         pytest.skip("the demo pair is not in this tree")
     llm = foredraft.load(dtype=dtype, device="cpu", max_batch=ROWS, max_length=512, policy="fixed")
     prompts = prompts_of(200, llm._spec.vocab_size, seed=2)
-    want = [output.token_ids for output in llm.generate(prompts, replace(GREEDY, drafter="none"))]
+    want = [output.token_ids for output in llm.generate(prompts, replace(LONG, drafter="none"))]
     for gamma in GAMMAS:
         llm._engine.policy = Fixed(gamma)
-        assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(200)], want, prompts)
+        assert_same(llm, [KINDS[1 + (gamma // 2 + i) % 2] for i in range(200)], want, prompts, LONG)
