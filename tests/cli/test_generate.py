@@ -39,7 +39,7 @@ def last_line(text: str) -> str:
 
 
 def test_stdout_is_the_text_and_a_line_of_figures_and_stderr_is_empty(pair: list[str]) -> None:
-    done = foredraft(*pair, "def accept", *GREEDY)
+    done = foredraft(*pair, "def accept", *GREEDY, "--policy", "fixed")
     assert (done.returncode, stderr_lines(done.stderr)) == (0, [])
     assert re.fullmatch(f"12 tokens in {FIGURE} s: {FIGURE} tokens/s, {RATES}", last_line(done.stdout))
     assert "\x1b" not in done.stdout
@@ -56,6 +56,29 @@ def test_the_last_line_has_every_figure_of_a_comparison(pair: list[str]) -> None
     assert done.stdout.count("tokens/s") == 1
     sampled = foredraft(*pair, "x", "--compare", "--temperature", "1", "--max-new-tokens", "4")
     assert "; outputs not comparable token by token)" in last_line(sampled.stdout)
+
+
+def test_the_last_line_says_what_measuring_costs_took(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    assert main([*pair, "def accept", *GREEDY]) == 0
+    told = last_line(capsys.readouterr().out)
+    assert re.search(f", costs of this machine measured in {FIGURE} s while loading$", told), told
+
+
+def test_the_last_line_and_the_json_document_say_why_nothing_was_drafted(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_token = [*pair, "def accept", "--max-new-tokens", "1", "--policy", "fixed"]
+    reason = "the drafter had nothing to propose"
+    assert main(one_token) == 0
+    told = last_line(capsys.readouterr().out)
+    assert re.fullmatch(
+        f"1 tokens in {FIGURE} s: {FIGURE} tokens/s, nothing drafted, no drafts because {reason}", told
+    )
+    assert main([*one_token, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["why_plain"] == reason
 
 
 def test_the_json_document_has_every_field(pair: list[str]) -> None:

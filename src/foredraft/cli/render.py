@@ -162,6 +162,8 @@ def _output_dict(output: Output) -> dict[str, Any]:
     }
     if output.stopped_by is not None:
         fields["stopped_by"] = output.stopped_by
+    if output.why_plain is not None:
+        fields["why_plain"] = output.why_plain
     if output.logprobs is not None:
         fields["logprobs"] = [_score_dict(score) for score in output.logprobs]
     if output.prompt_logprobs is not None:
