@@ -16,6 +16,7 @@ from foredraft.kernels import compilation
 from foredraft.loading import load
 from foredraft.model.runner.native import check
 from tests.support.checkpoints import save_checkpoint
+from tests.support.compiling import QUICK
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -25,6 +26,7 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     """Give each test an empty cache folder and kernels that are not loaded."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, QUICK))
     monkeypatch.setattr(
         compilation,
         "_library_or_reason",
@@ -63,10 +65,7 @@ def test_the_kernels_are_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch,
     assert [kept] == list((tmp_path / "cache" / "kernels").iterdir())
 
 
-@pytest.mark.parametrize(
-    "code",
-    [errno.EROFS, *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EACCES, errno.ENOSPC))],
-)
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_cache_that_cannot_be_written_is_no_error(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
