@@ -12,7 +12,7 @@ import pytest
 
 from foredraft.cli import main
 from tests.support.pages import EXECUTED, Page
-from tests.support.running import ROOT, python
+from tests.support.running import ROOT, script
 
 LANGUAGES = {"python", "sh", "text"}  # text is not run: output, or commands that need the network or hours
 
@@ -51,12 +51,12 @@ def test_command_exits_as_its_comment_says(
 def test_python_blocks_of_a_page_run_as_one_program(page: Page, models: Path, tmp_path: Path) -> None:
     program = tmp_path / f"page_{page.path.stem}.py"
     program.write_text(page.python, encoding="utf-8")
-    assert python(str(program), cwd=models).stdout
+    assert script(program, cwd=models)
 
 
 @pytest.mark.parametrize("file", ["chat.py", "compare_drafters.py"])
 def test_examples_with_model_arguments_run_with_two_models(file: str, models: Path) -> None:
-    assert python(str(ROOT / "examples" / file), "big", "small", cwd=models).stdout
+    assert script(ROOT / "examples" / file, "big", "small", cwd=models)
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)

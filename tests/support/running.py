@@ -1,22 +1,87 @@
-"""Run Python in a process of its own, on this tree's source."""
+"""Run Python on this tree's source in a process of its own.
+
+Importing PyTorch takes longer than most programs of these tests. So `forked` takes its processes from a server that
+has imported the library and computed nothing, a state that a new process reaches too.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+STREAMS = ("stdin", "stdout", "stderr")
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["foredraft.cli", "foredraft.loading", "foredraft.tune", "foredraft.bench"])
+
+Program = Callable[[list[str]], object]
 
 
-def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments, and assert that it exits with code 0."""
+def environment(**changes: str) -> dict[str, str]:
+    """Return an environment with this tree's source, without colour settings, and with these changes."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    # One thread, because the models are tiny and the machine may be busy.
+    return inherited | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | changes
+
+
+def python(*arguments: str, **options: Any) -> str:
+    """Run Python with these arguments, assert that it exits with code 0, and return its standard output."""
     done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, encoding="utf-8", timeout=240, **options
-    )
+        [sys.executable, *arguments],
+        env=environment(), capture_output=True, encoding="utf-8", timeout=240, **options,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
-    return done
+    return done.stdout
+
+
+def script(file: Path, *arguments: str, cwd: Path) -> str:
+    """Run a Python file in a forked process, as `python` does."""
+    done = forked(_run_file, str(file), *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def forked(
+    program: Program, *arguments: str, input: str = "", cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Call a function with these arguments in a forked process, to its end."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "stdin").write_text(input, encoding="utf-8")
+        given = (program, list(arguments), folder, cwd or Path.cwd(), environment())
+        process = SERVER.Process(target=_call, args=given)
+        process.start()
+        process.join(timeout=240)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        out, err = ((folder / name).read_text(encoding="utf-8") for name in STREAMS[1:])
+        return subprocess.CompletedProcess(arguments, process.exitcode or 0, out, err)
+
+
+def _call(program: Program, arguments: list[str], folder: Path, cwd: Path, env: dict[str, str]) -> None:
+    """Call the function with files for its streams."""
+    import torch
+
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the server's own number came from its environment
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for number, name in enumerate(STREAMS):
+        os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600), number)
+        setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+    program(arguments)
+
+
+def _run_file(arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import ROOT, python
+from tests.support.running import ROOT, python, script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)  # of a table, that begin with a name
@@ -45,7 +45,7 @@ def test_torch_waits_until_it_is_needed(statement: str) -> None:
     statement = statement.replace("foredraft; foredraft.cli", "foredraft.cli; foredraft.cli")
     heavy = "[m for m in ('torch', 'numpy', 'tokenizers', 'rich.progress') if m in sys.modules]"
     code = f"import sys; {statement}; print({heavy}); import os; print(sum(os.times()[:2]))"
-    loaded, seconds = python("-c", code).stdout.splitlines()[-2:]
+    loaded, seconds = python("-c", code).splitlines()[-2:]
     assert loaded == "[]"
     assert float(seconds) < 1  # of processor time: a busy machine does not count
 
@@ -87,7 +87,7 @@ def test_constraints_hold_versions_only_and_cover_what_is_declared() -> None:
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_the_examples_run(file: str, tmp_path: Path) -> None:
-    assert python(str(ROOT / "examples" / file), cwd=tmp_path).stdout
+    assert script(ROOT / "examples" / file, cwd=tmp_path)
 
 
 def test_the_readme_names_every_drafter_policy_and_rule() -> None:

@@ -245,7 +245,7 @@ def test_costs_of_real_passes_survive_json(llm: LLM, temperature: float) -> None
     assert found.step_seconds > 0 and len(found.verifying) == 3 and len(found.attention) == 3
     assert found.step(Plan.full(3)) > 0
     assert found.exit is not None and len(found.exit.verifying) == 3
-    assert PlanCosts.told(json.dumps(asdict(found))) == found
+    assert PlanCosts.from_json(json.dumps(asdict(found))) == found
 
 
 class ProgressLog:

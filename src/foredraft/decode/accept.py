@@ -37,7 +37,7 @@ __all__ = ["SurpriseLimit", "Verdict", "accept", "bild", "coupled", "speculative
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a rule decides: accepted [B], drafted tokens to keep; next_token [B], correction or bonus."""
+    """A rule's decision: accepted [B], drafted tokens to keep; next_token [B], correction or bonus."""
 
     accepted: Tensor
     next_token: Tensor

@@ -47,7 +47,7 @@ class Constraint(Protocol):
         ...
 
     def settled(self) -> int:
-        """How many new tokens no later `advance` can ask back."""
+        """Return the number of new tokens that no later `advance` can ask back."""
         ...
 
 

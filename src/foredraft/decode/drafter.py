@@ -24,7 +24,7 @@ __all__ = ["DraftPass", "Drafter", "Guesser", "Peek", "Stepper"]
 
 
 class Peek(NamedTuple):
-    """What a drafter would propose, known before it is asked.
+    """A drafter's proposal in outline, before it drafts (`Drafter.peek`).
 
     Attributes:
         length: Tokens that it would propose at most.

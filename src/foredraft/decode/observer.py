@@ -1,4 +1,4 @@
-"""Observer: what an engine tells about its phases while it runs, for programs that time them."""
+"""Observer: hears of an engine's phases while it runs, for programs that time them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SamplingParams: what one request asks for. Every value is checked when the object is made.
+"""SamplingParams: the options of one request. Every value is checked when the object is made.
 
 The names are those of `transformers` and of the OpenAI API where these agree. An option that either has and
 this one lacks is refused with the reason, never ignored.
@@ -38,7 +38,7 @@ ROLLBACK = 5.0  # nats; the default of BiLD's published code
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What one request asks for.
+    """The options of one request.
 
     Args:
         temperature: Divides the logits; 0 is greedy.

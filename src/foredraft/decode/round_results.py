@@ -29,7 +29,7 @@ __all__ = ["RowResult", "fetch_results"]
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one row's round came to.
+    """The results of one row's round, on the host.
 
     Attributes:
         accepted: Drafted tokens that are kept.

@@ -136,7 +136,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Of the drafts that reached position j, the share whose token there was kept."""
+        """Share of kept tokens at each position, of the drafts that reached it."""
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 

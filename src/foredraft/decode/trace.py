@@ -1,4 +1,4 @@
-"""Trace: what happened in one round of one sequence, for people who want to look at it."""
+"""Trace: the course of one round of one sequence, for people who want to look at it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ModelsGiven:
-    """What drafters can be built from.
+    """The models and files that drafters can be built from.
 
     Attributes:
         target: The target's folder, as error messages name it.
@@ -48,7 +48,7 @@ class ModelsGiven:
 
 @dataclass(frozen=True, slots=True)
 class PolicyTraits:
-    """What compatibility depends on in a policy; the fields are those of `PolicyKind`."""
+    """The traits of a policy that compatibility depends on; the fields are those of `PolicyKind`."""
 
     name: str
     uses_costs: bool

@@ -35,7 +35,7 @@ DEVICES = tuple(_SHARE)
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What bounds the caches besides memory; None is no bound.
+    """Bounds of the caches besides memory; None is no bound.
 
     Attributes:
         max_batch: Rows that the user asks for.

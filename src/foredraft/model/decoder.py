@@ -22,7 +22,7 @@ from foredraft.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which sub-layers of each layer a forward runs.
+    """The sub-layers that a forward runs, by layer.
 
     Attributes:
         attention: Whether each layer's attention runs.

@@ -32,7 +32,7 @@ def _no_draw(column: int, logits: Tensor) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the tokens of a timed draft are drawn.
+    """The draws of a timed draft.
 
     Attributes:
         sampling: Of a fused draft; None draws the argmax.

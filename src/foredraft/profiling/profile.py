@@ -41,13 +41,13 @@ LIMIT_READS = 10  # reads whose time is the limit if it is longer: about three s
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What rounds cost here.
+    """The costs of rounds on this machine.
 
     Attributes:
         greedy: Of rounds at temperature 0.
         sampled: Of rounds that draw tokens.
         believed: Whether all costs were steady.
-        seconds: What measuring took; 0 where the profile was kept.
+        seconds: Time that measuring took; 0 where the profile was kept.
     """
 
     greedy: CostTable

@@ -1,9 +1,8 @@
 """The cost of an early exit, by its layer, in plain steps.
 
-Contract: as in `plan_costs`, an exit is never timed by itself; the first and the last one are, and what lies
-between them lies on a line. Its steps keep to exact shapes and are taken one by one, and the verifying pass
-resumes from their states (`drafters.layer_skip`): both are another cost than that of a plan which leaves out
-the same layers.
+Contract: only the exits after the first layer and before the last are timed; the others lie on the line
+between them. The steps of an exit keep to exact shapes and are never fused, and the verifying pass resumes
+from their states (`drafters.layer_skip`). So an exit has other costs than a plan that skips the same layers.
 """
 
 from __future__ import annotations
@@ -23,27 +22,42 @@ from foredraft.profiling.timing import Work, interleaved
 
 __all__ = ["ExitCosts", "Line", "measure_exit_costs"]
 
-Line = tuple[float, float]  # at no layer, and for each layer
+Line = tuple[float, float]  # (intercept, slope by layer)
 LIKELIEST = Draws(draw=lambda column, logits: logits.argmax(-1))
 
 
 @dataclass(frozen=True, slots=True)
 class ExitCosts:
-    """Lines over the exit's layer. step: c. verifying: v(2), v(3), ... of passes that resume there."""
+    """Costs by the exit's layer, in plain steps.
+
+    Attributes:
+        step: c.
+        verifying: v(2), v(3), ... of passes that resume at the exit.
+    """
 
     step: Line
     verifying: tuple[Line, ...]
 
     def at(self, exit: int) -> tuple[float, list[float]]:
-        """c, and v(2), v(3), ...: 1 at least, since the last drafted token goes through all layers."""
+        """Return c and v(2), v(3), ... of an exit.
+
+        Each v is 1 at least, because the last drafted token runs through all layers.
+        """
         return _on(self.step, exit), [max(1.0, _on(line, exit)) for line in self.verifying]
 
 
 def measure_exit_costs(
     llm: LLM, context: int, longest: int, repeats: int, after: Callable[[], None]
 ) -> ExitCosts | None:
-    """At batch 1, with `context` tokens before the drafts; `after` each turn (`Turns`), of which there is one
-    more than repeats. None where a model has no layer to exit before."""
+    """Measure the costs at batch 1; None where the model has no layer to exit before.
+
+    Args:
+        llm: The model.
+        context: Tokens before the drafts.
+        longest: Tokens of a draft.
+        repeats: Turns that count; one more warms up.
+        after: Called after each turn.
+    """
     layers = llm._spec.layers
     if layers < 2:
         return None
@@ -52,7 +66,7 @@ def measure_exit_costs(
     step, last = median(seconds["step"]), longest + 1
 
     def v(exit: int, rows: int) -> float:
-        """The median of the ratios within the repeats, as a machine that slows down burdens both sides."""
+        """Return the median ratio to a plain step of the same turn, robust to a machine that slows down."""
         pairs = zip(seconds["verify", exit, rows], seconds["step"], strict=True)
         return median(own / plain for own, plain in pairs)
 
@@ -67,7 +81,7 @@ def measure_exit_costs(
 def _timed(
     llm: LLM, exits: list[int], context: int, longest: int, repeats: int, after: Callable[[], None]
 ) -> dict[object, list[float]]:
-    """Seconds of "step", of ("verify", exit, rows), and of ("round", exit), a whole one."""
+    """Return the seconds of each turn, by "step", by ("verify", exit, rows) and by ("round", exit)."""
     runner = llm._engine.target
     assert isinstance(runner, Runner)
     bare = BareForwards(runner, 1, context, longest + 1)
@@ -83,7 +97,7 @@ def _timed(
 
 
 def _line(exits: list[int], costs: list[float]) -> Line:
-    """Through all of them, at most two."""
+    """Return the line through the costs of one or two exits."""
     (start, slope), *_ = np.linalg.lstsq(np.array([[1, exit] for exit in exits], float), np.array(costs))
     return float(start), float(slope)
 

@@ -44,7 +44,7 @@ Runs = list[list[Timing]]  # by prompt, then by repeat
 
 @dataclass(frozen=True, slots=True)
 class _Contest:
-    """What all finalists have in common: the model, the prompts, and the options."""
+    """Everything that all finalists share: the model, the prompts, and the options."""
 
     llm: LLM
     prompts: list[list[int]]

@@ -1,12 +1,14 @@
-"""The cost of a plan's draft steps, in plain steps: a fixed part, each sub-layer's own, and the part of all
-together beyond their sum.
+"""Plan costs: the cost of a plan's draft steps, in plain steps.
 
-Contract: bare rounds by a few plans take turns: one that runs nothing, one of each kind of sub-layer alone,
-one that runs all. A draft's time is what a round takes beyond its verifying pass, as in `profiling.forwards`;
-a figure is the median of the ratios to a plain step within the turns, so that a machine that slows down
-burdens both sides. The more weights a draft reads, the fewer of them are still in a cache at its next step,
-so that sub-layers together take more than each kind alone: by the square of what runs. All other host work of
-a round is missing, as in every prediction (docs/architecture.md, "Words").
+A draft step has a fixed cost, the own cost of each sub-layer that it runs, and a joint cost. The joint cost
+exists because a draft that reads more weights finds fewer of them in the CPU's cache at its next step; it
+grows with the square of the share that runs.
+
+Contract: no plan of the search is timed. Bare rounds of a few plans take turns: nothing runs, one kind of
+sub-layer alone, everything. A draft takes the time of a round less that of its verifying pass
+(`profiling.forwards`). A cost is the median of the ratios to a plain step of the same turn, so a machine that
+slows down changes both sides. All other host work of a round is left out, as in every prediction
+(docs/architecture.md, "Words").
 """
 
 from __future__ import annotations
@@ -44,11 +46,19 @@ REPEATS = 30
 
 @dataclass(frozen=True, slots=True)
 class PlanCosts:
-    """step_seconds: of a plain step, the unit of all others. fixed: of a draft step that leaves all layers
-    out: embedding, norm, head, draw. attention: by layer. mlp: of any layer. verifying: v(2), v(3), ...
-    exit: of early exits, None where there is none. together: what a step of all sub-layers takes beyond
-    their sum. start: what a draft takes beside its steps, since its first one finds the weights as the
-    target left them."""
+    """Costs of draft steps and verifying passes, in plain steps.
+
+    Attributes:
+        step_seconds: Seconds of a plain step, the unit of all other costs.
+        fixed: A draft step that skips all layers: embedding, norm, head, draw.
+        attention: Attention of each layer.
+        mlp: The MLP of any layer.
+        verifying: v(2), v(3), ...
+        exit: Costs of early exits; None where the model has no layer to exit before.
+        together: The joint cost of a step that runs all sub-layers.
+        start: The cost of a draft beside its steps: its first step finds in the CPU's cache what the target
+            left there.
+    """
 
     step_seconds: float
     fixed: float
@@ -60,13 +70,13 @@ class PlanCosts:
     start: float = 0.0
 
     def step(self, plan: Plan) -> float:
-        """c of a draft that leaves sub-layers out."""
+        """Return c, the cost of a draft step of this plan."""
         attention = sum(cost for cost, runs in zip(self.attention, plan.attention, strict=True) if runs)
         own, whole = attention + self.mlp * sum(plan.mlp), sum(self.attention) + self.mlp * len(plan.mlp)
         return self.fixed + own + self.together * (own / whole if whole else 0.0) ** 2
 
     def speedups(self, skips: Skips, taus: Floats) -> Floats:
-        """S = tau / (start + k c + v(k + 1)) at draft lengths k from 1 on -> [K]."""
+        """Return S = tau / (start + k c + v(k + 1)) at draft lengths k = 1, 2, ...: [K]."""
         verifying = list(self.verifying)
         lengths = np.arange(1, len(taus) + 1)
         drafts = self.start + lengths * self.step(skips.plan(len(self.attention)))
@@ -78,9 +88,9 @@ class PlanCosts:
         return found
 
     @classmethod
-    def told(cls, words: str) -> PlanCosts:
-        """From the JSON of its fields."""
-        found: dict[str, Any] = json.loads(words)
+    def from_json(cls, text: str) -> PlanCosts:
+        """Return the costs whose fields this JSON object holds."""
+        found: dict[str, Any] = json.loads(text)
         for name in ("attention", "verifying"):
             found[name] = tuple(found[name])
         if (exit := found["exit"]) is not None:
@@ -97,7 +107,16 @@ def measure_plan_costs(
     progress: Progress = silent,
     repeats: int = REPEATS,
 ) -> PlanCosts:
-    """At batch 1, with `context` tokens before the drafts, which are `longest` tokens long."""
+    """Measure the costs at batch 1.
+
+    Args:
+        llm: The model.
+        context: Tokens before the drafts.
+        longest: Tokens of the longest draft.
+        temperature: Temperature of the draws.
+        progress: Called after each turn.
+        repeats: Turns that count.
+    """
     spec, of_exits = llm._spec, max(1, repeats // 2)
     after = Steps(progress, "costs", 1 + repeats + (1 + of_exits if spec.layers > 1 else 0))
     everything = range(spec.layers)
@@ -117,7 +136,7 @@ def measure_plan_costs(
     (*attention, mlp), together = _parts(own[:-1], own[-1])
     each = [part / len(layers) for part, layers in zip(attention, layers_of.values(), strict=True)]
     by_window = dict(zip(layers_of, each, strict=True))
-    # fewer columns never take more: what was measured otherwise was disturbed
+    # fewer columns never cost more: a sample that says otherwise was disturbed, and the table corrects it
     table = CostTable({1: {rows: median(steps["verify", rows]) for rows in range(2, longest + 2)}}, {})
     return PlanCosts(
         seconds, fixed, tuple(by_window[window] for window in spec.windows), mlp / spec.layers,
@@ -127,15 +146,21 @@ def measure_plan_costs(
 
 
 def _line(one: float, all: float, longest: int) -> tuple[float, float]:
-    """What a draft takes beside its steps, half of the longest at most, and what in each, by drafts of one
-    step and of `longest`."""
+    """Return (cost beside the steps, cost of a step) of a draft, from drafts of one and of `longest` steps.
+
+    The cost beside the steps is half of the longest draft's at most.
+    """
     start = min(max(0.0, (longest * one - all) / (longest - 1)), all / 2) if longest > 1 else 0.0
     return start, (all - start) / longest
 
 
 def _parts(alone: Sequence[float], whole: float) -> tuple[list[float], float]:
-    """What each kind takes by itself, and all together beyond their sum: by the square of the share of them
-    that runs, of which each kind alone has a part, too. They sum up to the whole, whatever a clock said."""
+    """Return (own cost of each kind of sub-layer, joint cost of all); they sum to `whole`.
+
+    Args:
+        alone: Cost of a step that runs one kind alone. The square of its share of the joint cost is in it.
+        whole: Cost of a step that runs everything.
+    """
     total = sum(alone)
     shares = [part / total if total else 1 / len(alone) for part in alone]
     beyond = (whole - total) / (1 - sum(share**2 for share in shares)) if max(shares) < 1 else 0.0
@@ -152,9 +177,14 @@ def _timed(
     repeats: int,
     after: Callable[[], None],
 ) -> tuple[dict[Any, list[float]], float]:
-    """In plain steps, by turns: of verifying passes, by ("verify", rows), and of whole rounds, by (plan, the
-    draft's length): of all plans with the longest draft, of the first one with a single token, too. And a
-    plain step's seconds. A draft is made in one call where the engine would."""
+    """Time verifying passes and whole rounds in turns with plain steps.
+
+    A draft is fused where the engine would fuse it.
+
+    Returns:
+        Cost of each turn in plain steps, by ("verify", rows) and by (plan, draft length): the longest draft
+        of all plans, and a draft of one token of the first plan. And the seconds of a plain step.
+    """
     runner = llm._engine.target
     assert isinstance(runner, Runner)
     bare = BareForwards(runner, 1, context, longest + 1)
@@ -174,7 +204,7 @@ def _timed(
 
 
 def _draws(llm: LLM, context: int, longest: int, temperature: float) -> Callable[[], Draws]:
-    """At this temperature, as the engine has them."""
+    """Return a function that makes the draws of a draft at this temperature, as the engine draws."""
     device, vocab_ops = llm._engine.device, llm._engine.vocab_ops
     table = SamplingTable.of([SamplingParams(temperature=temperature)], device, vocab_ops=vocab_ops)
     noise, zero = Noise(), torch.zeros(1, dtype=torch.int64, device=device)

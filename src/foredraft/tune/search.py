@@ -222,7 +222,7 @@ class Search:
             if stored is None:
                 stored = measured
                 self.study.set_user_attr(COSTS, stored)
-        return PlanCosts.told(stored)
+        return PlanCosts.from_json(stored)
 
     def _objective(self, trial: Any) -> float:
         """Return the predicted speed-up of the plan that a trial proposes, and store it with the trial."""

@@ -32,7 +32,7 @@ PROBES = 16  # samples per candidate that show whether its drafts are both accep
 
 @dataclass(frozen=True, slots=True)
 class SamplingCase:
-    """What one test samples.
+    """The samples of one test: a prompt and sampling parameters.
 
     Attributes:
         number: Number of the prompt.

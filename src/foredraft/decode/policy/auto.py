@@ -39,7 +39,7 @@ Key: TypeAlias = tuple[object, ...]  # the candidates that a decision was made f
 
 @dataclass(slots=True)
 class LossAccount:
-    """What drafting has cost one request, in ms of the cost table, against plain decoding.
+    """The loss of one request by drafting, in ms of the cost table, against plain decoding.
 
     The loss of a round is its cost less a plain step for each token that it emitted for the request. Rows
     that got more tokens finish earlier and leave a smaller batch, whose plain steps are cheaper; that saving
@@ -57,7 +57,7 @@ class LossAccount:
 
 @dataclass(slots=True)
 class Pooled:
-    """What all requests together know of a drafter."""
+    """The pooled estimate of a drafter, over all requests."""
 
     acceptance: Acceptance
     waited: int = 0  # rounds since it last drafted
@@ -79,7 +79,7 @@ class HeldDecision:
 
 @dataclass(slots=True)
 class Estimate:
-    """What one request knows of a drafter."""
+    """One request's own estimate of a drafter."""
 
     acceptance: Acceptance  # its prior is the pooled one
     pooled: Pooled
@@ -279,7 +279,7 @@ class Auto(Policy):
         return Prospect(name, self._estimate(row, name).acceptance.survival(length))
 
     def _estimate(self, row: Candidates, name: str) -> Estimate:
-        """Return what the request knows of a drafter, beginning with what all requests know."""
+        """Return the request's own estimate of a drafter, which begins with the pooled one."""
         state, confidence = _state(row), row.confidence.get(name)
         source = name, confidence
         if source not in state.estimates:

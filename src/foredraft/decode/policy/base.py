@@ -24,7 +24,7 @@ Signal: TypeAlias = Literal["probability", "entropy", "margin"]
 
 
 class Decision(NamedTuple):
-    """What one row does in a round.
+    """One row's draft in a round, as the policy decides it.
 
     Attributes:
         drafter: The drafter's name; None takes a plain step.

@@ -20,7 +20,7 @@ __all__ = ["Prospect", "best_budgets", "best_length"]
 
 
 class Prospect(NamedTuple):
-    """What one row can expect of a drafter."""
+    """The expected acceptance of one row's drafts by a drafter."""
 
     drafter: str
     survival: tuple[float, ...]  # s(1), s(2), ... as far as the row may draft; never rising

@@ -97,7 +97,7 @@ class Runner:
 
     @property
     def choices(self) -> str:
-        """How it runs this decoder on this machine, for the log."""
+        """The ways in which this decoder runs on this machine, for the log."""
         device, dtype = self.decoder.device, self.decoder.dtype
         if self._native is not None:
             parts = ["C kernels, exact at any shape"]
