@@ -1,4 +1,4 @@
-"""What policy `auto` makes of good, bad and fickle drafters, beside plain decoding and fixed draft lengths.
+"""Policy `auto` with good, bad and fickle drafters, beside plain decoding and fixed draft lengths.
 
 The demo target, or the same with padding layers that change nothing (--layers), decodes held-out prompts. A
 drafter that misbehaves is the demo's draft model with other tokens put in place of its own: it takes its
@@ -77,17 +77,18 @@ CASES: dict[str, tuple[int, Right | None]] = {
     "batch": (8, None),
     "copies": (1, None),
 }
-# whose prompts lead to texts that repeat little, and of which workload they are
+# cases on prompts whose output repeats little, and the workload that the prompts come from
 FLUENT = {"pays": "free", "choice": "free", "batch": "free", "copies": "edit-file"}
 LONG = 700  # tokens of a prompt, in the cases that begin with that word
-WHO = {"choice": "auto", "copies": "lookup"}  # drafts, if not the draft model
+DRAFTER_OF = {"choice": "auto", "copies": "lookup"}  # drafters of cases, if not the draft model
 MODELS = "layer-skip", "draft-model"
 
 
-class Ventriloquist(DraftModel):
-    """The draft model, and then other words: the target's next token where it is to be right, else another.
+class ScriptedDraftModel(DraftModel):
+    """The draft model at its own cost, with scripted tokens: right or wrong as the case says.
 
-    truth: of each prompt, its output; the rows' sequences come from the engine.
+    Attributes:
+        truth: Prompt -> the target's output.
     """
 
     def __init__(self, inner: DraftModel, rows: int, positions: int, llm: LLM, right: Right) -> None:
@@ -101,7 +102,7 @@ class Ventriloquist(DraftModel):
     ) -> Tensor:
         logits = super().step(tokens, starts, counts, idle, at).zero_()
         for row in range(len(starts)):
-            logits[row, self._words(row, starts[row] + counts[row], 1)[0]] = 1.0
+            logits[row, self._scripted(row, starts[row] + counts[row], 1)[0]] = 1.0
         return logits
 
     def fused_draft(
@@ -115,22 +116,22 @@ class Ventriloquist(DraftModel):
         if made is not None:
             for row, count in enumerate(lengths):
                 first = starts[row] + len(tokens[row])
-                made.tokens[row, :count] = torch.tensor(self._words(row, first, count), dtype=torch.int64)
+                made.tokens[row, :count] = torch.tensor(self._scripted(row, first, count), dtype=torch.int64)
         return made
 
     def join(self, sequence: Any) -> None:
         super().join(sequence)
         prompt = tuple(sequence.prompt)
         if prompt in self.truth:
-            # by its prompt's place among all, not by the row it happens to have
+            # the prompt's place among all prompts; the row may be any
             self._texts[sequence.id] = list(self.truth).index(prompt), self.truth[prompt]
 
     def leave(self, sequence: Any) -> None:
         super().leave(sequence)
         self._texts.pop(sequence.id, None)
 
-    def _words(self, row: int, position: int, count: int) -> list[int]:
-        """From a position of the row's on, counted from where its text begins here."""
+    def _scripted(self, row: int, position: int, count: int) -> list[int]:
+        """Return `count` tokens of a row from a position on, counted from `context_start`."""
         sequences, words = self.llm._engine.rows.sequences, self.draft_pass.runner.decoder.spec.vocab_size
         if row >= len(sequences) or sequences[row].id not in self._texts:
             return [0] * count  # its rounds are being timed
@@ -146,14 +147,14 @@ def drafter_of(case: str, llm: LLM, rows: int) -> DraftModel:
     assert isinstance(own, DraftModel)
     right = CASES[case][1]
     if right is not None:
-        return Ventriloquist(own, rows, POSITIONS, llm, right)
+        return ScriptedDraftModel(own, rows, POSITIONS, llm, right)
     target: Any = llm._engine.target
     return DraftModel(target, rows, POSITIONS) if case == "dear" else own
 
 
 @dataclass
 class Contender:
-    """Models of its own, the policy of its next requests, and the drafter."""
+    """One side of a comparison: its own models, the policy of its next requests, and its drafter."""
 
     llm: LLM
     policy: Callable[[], Policy]
@@ -161,7 +162,7 @@ class Contender:
 
 
 class Running:
-    """Requests of a contender, which get on while they are let. seconds: that it took them so far."""
+    """Requests of a contender that decode a slice at a time; `seconds` adds up their time."""
 
     def __init__(self, contender: Contender, prompts: list[list[int]], params: SamplingParams) -> None:
         self.llm = contender.llm
@@ -175,7 +176,7 @@ class Running:
             self.engine.submit(sequence)
 
     def go_on(self, seconds: float) -> None:
-        """For so long, and until the round is over that was begun by then."""
+        """Decode for so long, and to the end of the round that runs then."""
         start, taken = time.perf_counter(), 0.0
         while taken < seconds and not self.done:
             self.engine.step()
@@ -232,7 +233,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
             own.use(profile.greedy, profile.sampled)
         return Contender(llm, make or (lambda: own), drafter)
 
-    who = WHO.get(case, "draft-model")
+    who = DRAFTER_OF.get(case, "draft-model")
     contenders = {
         "auto": loaded(None, who),
         "auto, first request": loaded(lambda: Auto(known().max_draft, known().greedy, known().sampled), who),
@@ -249,7 +250,7 @@ def contenders_of(case: str, options: argparse.Namespace) -> dict[str, Contender
 
 
 def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
-    """A case on models that are loaded for it: all contenders on every prompt."""
+    """Load models for a case, and run all contenders on every prompt."""
     batch = CASES[case][0]
     contenders = contenders_of(case, options)
     llm = contenders["auto"].llm
@@ -274,7 +275,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
         plain = [output.token_ids for output in llm.generate(group, replace(params, drafter="none"))]
         for contender in contenders.values():
             drafter = contender.llm._engine.drafters["draft-model"]
-            if isinstance(drafter, Ventriloquist):
+            if isinstance(drafter, ScriptedDraftModel):
                 drafter.truth = {tuple(ids): text for ids, text in zip(group, plain, strict=True)}
         for turn in range(-WARM, options.repeats):
             running = {name: Running(contender, group, params) for name, contender in contenders.items()}
@@ -296,7 +297,7 @@ def run(case: str, options: argparse.Namespace, runs: Runs) -> None:
 
 
 def compare(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A case, as often as models are loaded."""
+    """Run a case once for each load of the models, and return its figures."""
     runs = Runs()
     for _ in range(options.loads):
         run(case, options, runs)

@@ -1,5 +1,5 @@
-"""What every test runs under: no network, a cache of its own, repeatable examples, GPU tests only where there is
-a GPU."""
+"""Conditions of every test: no network, a cache apart from the user's, repeatable examples, GPU tests only where
+there is a GPU."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_an_interrupted_search_keeps_its_trials(
 def test_every_stage_reports_its_progress(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From its start to its end; a resumed search does not repeat what the study holds."""
+    """Each goes from its start to its end; a resumed search does not repeat trials that the study holds."""
     calls: list[tuple[str, int, int]] = []
 
     def record(self: object, stage: str, done: int, total: int, note: str = "") -> None:

@@ -14,8 +14,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What commands keep, plans for one, they keep for these tests alone."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the commands a cache of their own, which holds their plans, for instance."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREDRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -23,8 +23,10 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ./big, ./small and ./other of the pages are, and their prompts. ./big has a chat template, and
-    ./other another tokenizer."""
+    """Return a folder with the ./big, ./small and ./other of the pages, and their prompts.
+
+    ./big has a chat template, and ./other another tokenizer.
+    """
     folder = save_pair(tmp_path_factory.mktemp("pages"))
     save_checkpoint(folder / "other", tokenizer=True, seed=3, eos_token_id=None, vocab_size=320)
     (folder / "big" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

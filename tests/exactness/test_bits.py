@@ -116,7 +116,7 @@ def assert_same(
 
 @pytest.fixture(params=["padded", "gathered", "recorded"])
 def way(llm: LLM, request: pytest.FixtureRequest) -> Iterator[None]:
-    """How passes run: with the padding of a batch computed, left out of it, or replayed from recordings."""
+    """Let passes compute the padding of a batch, leave it out, or replay recordings."""
     drafter: Any = llm._engine.drafters["draft-model"]
     target: Any = llm._engine.target
     if target._native is not None and request.param != "padded":

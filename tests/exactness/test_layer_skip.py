@@ -206,7 +206,7 @@ def test_every_family(family: str, by: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: str, tmp_path: Path) -> None:
-    """Of transformers, with the layers from the exit on taken out."""
+    """The shorter model is that of transformers without the layers from the exit on."""
     model: Any = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     llm = load(tmp_path, family, "float32", by)
     drafted: list[list[int]] = []

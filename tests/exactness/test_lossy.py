@@ -161,7 +161,7 @@ def test_bound_zero_is_lossless_and_an_infinite_bound_keeps_every_draft() -> Non
 
 
 def test_the_lossy_distribution_differs_from_the_targets() -> None:
-    """Where it were the target's, these tests would show nothing."""
+    """If it were the target's, these tests would show nothing."""
     lossy = case("as it is", 1.1)
     want = distributions.outputs(TARGET.after, [0], lossy.params)
     assert sum(abs(p - want[output]) for output, p in defined(lossy.params, 2, [0]).items()) / 2 > 0.1

@@ -27,8 +27,12 @@ MOST = 4
 
 @dataclass
 class Asked:
-    """Of one row in one round. leave: the first place that is left to the target. stop: the last that is
-    drafted."""
+    """The questions that one row's draft of a round asks of its policy.
+
+    Attributes:
+        leave: First place that is left to the target.
+        stop: Last place that is drafted.
+    """
 
     drafter: str | None
     budget: int

@@ -67,7 +67,7 @@ def counts(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[li
 
 
 def watch(llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[str]], list[list[str]]]:
-    """Of each round, and of each chunk of a prompt."""
+    """Return lists that gather the waits of each round, and of each chunk of a prompt."""
     rounds: list[list[str]] = []
     chunks: list[list[str]] = []
     monkeypatch.setattr(llm._engine, "round", counted(llm._engine.round, rounds))

@@ -17,7 +17,7 @@ PRESENT: VocabOps = (
 
 
 def by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the defects of tests are, but for those of the kernels."""
+    """Compute by PyTorch, where the planted defects are, except those of the kernels."""
     for name in METHODS:
         monkeypatch.setattr(KernelVocabOps, name, getattr(TorchVocabOps, name))
 

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 class NoRepeats:
-    """Of three tokens, none twice in a row; 2 would be taken back."""
+    """Allows none of three tokens twice in a row; 2 would be taken back."""
 
     def __init__(self, *said: int) -> None:
         self.said = list(said)

@@ -90,7 +90,7 @@ def test_policies_that_stop_by_content_need_probabilities_of_the_default_drafter
 
 
 def test_a_request_for_a_drafter_that_the_policy_cannot_stop_is_refused(folder: Path) -> None:
-    """In a batch and in a stream, before anything runs."""
+    """A batch and a stream refuse it before anything runs."""
     llm = foredraft.load(
         folder / "big", draft=folder / "small", policy="confidence", device="cpu", max_batch=2
     )

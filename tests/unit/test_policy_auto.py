@@ -142,7 +142,7 @@ def test_rounds_that_draw_have_costs_of_their_own() -> None:
 
 
 def test_the_policy_says_why_it_decodes_plainly() -> None:
-    """By the costs of the batch: eight rows draft at 1.7 / (2 + 2 + 0.02 x 8) x 2 of plain decoding."""
+    """It counts with the costs of the batch: eight rows draft at 1.7 / (2 + 2 + 0.02 x 8) x 2 of plain decoding."""
     table = CostTable(
         {1: {1: 1.0, 2: 1.01}, 8: {8: 2.0, 16: 2.16}}, {"small": {1: (0.1, 0.1), 8: (2.0, 2.0)}}
     )
@@ -175,7 +175,7 @@ NEVER_SLOWER: dict[str, Right] = {
 def test_auto_is_never_much_slower_than_plain_decoding(
     name: str, step: float, prompt: int, share: float
 ) -> None:
-    """In a first request and in later ones; step 1.0 is a drafter as dear as the target.
+    """It is not in a first request, nor in later ones; step 1.0 is a drafter as dear as the target.
 
     Of a long text a drafter that paid before may read 4 % of the request's rest.
     """

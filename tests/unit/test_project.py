@@ -1,4 +1,4 @@
-"""What the repository promises as a whole: import floors, quick starts, and a README that is true."""
+"""Promises of the repository as a whole: import floors, quick starts, and a README that is true."""
 
 from __future__ import annotations
 

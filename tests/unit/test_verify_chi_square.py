@@ -75,7 +75,7 @@ def test_samples_needed_inverts_the_detectable_distance() -> None:
 
 
 def test_samples_needed_give_the_power_by_scipy() -> None:
-    """By scipy alone: at the noncentrality parameter 4 N t^2, the power is 0.9."""
+    """scipy alone says: at the noncentrality parameter 4 N t^2, the power is 0.9."""
     at = stats.chi2.isf(1e-3 / 6, 6)
     samples = samples_needed(0.03, 6, 1e-3 / 6, 0.9)
     assert stats.ncx2.sf(at, 6, 4 * samples * 0.03**2) == pytest.approx(0.9, abs=1e-4)
