@@ -44,19 +44,31 @@ def python(*arguments: str, **options: Any) -> str:
 
 def script(file: Path, *arguments: str, cwd: Path) -> str:
     """Run a Python file in a forked process, as `python` does."""
-    done = forked(_run_file, str(file), *arguments, cwd=cwd)
+    done = forked(run_file, str(file), *arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
 def forked(
-    program: Program, *arguments: str, input: str = "", cwd: Path | None = None
+    program: Program,
+    *arguments: str,
+    input: str = "",
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Call a function with these arguments in a forked process, to its end."""
+    """Call a function with these arguments in a forked process, to its end.
+
+    Args:
+        program: `run_file`, `run_code`, or another function of a module.
+        *arguments: Its list of arguments.
+        input: Standard input.
+        cwd: Working directory, by default that of the test.
+        env: Environment, by default `environment()`. A module that the server has imported does not read it anew.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "stdin").write_text(input, encoding="utf-8")
-        given = (program, list(arguments), folder, cwd or Path.cwd(), environment())
+        given = (program, list(arguments), folder, cwd or Path.cwd(), env or environment())
         process = SERVER.Process(target=_call, args=given)
         process.start()
         process.join(timeout=240)
@@ -71,7 +83,9 @@ def _call(program: Program, arguments: list[str], folder: Path, cwd: Path, env: 
     """Call the function with files for its streams."""
     import torch
 
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the server's own number came from its environment
+    torch.set_num_threads(
+        int(env.get("OMP_NUM_THREADS", "1"))
+    )  # the server's own number came from its environment
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -81,7 +95,14 @@ def _call(program: Program, arguments: list[str], folder: Path, cwd: Path, env: 
     program(arguments)
 
 
-def _run_file(arguments: list[str]) -> None:
+def run_file(arguments: list[str]) -> None:
+    """Run the file that is the first argument as a program."""
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_code(arguments: list[str]) -> None:
+    """Run the code that is the first argument as a program."""
+    sys.argv = ["-c", *arguments[1:]]
+    exec(compile(arguments[0], "<code>", "exec"), {"__name__": "__main__"})

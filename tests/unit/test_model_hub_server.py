@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import save_checkpoint
 from tests.support.hub_server import TOKEN, Hub, Repository, commit, serving
+from tests.support.running import forked, run_code
 
-SOURCE = Path(__file__).parents[2] / "src"
 RESOLVE = """
 import json, sys
 from foredraft.errors import ForedraftError
@@ -50,15 +49,9 @@ class Client:
     home: Path
 
     def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run code in a process that reads the hub's address from its environment."""
         self.hub.log.clear()
-        environment = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | environment
-        return subprocess.run(
-            [sys.executable, "-c", script, *arguments],
-            env=self.hub.environment(self.home, **environment),
-            capture_output=True,
-            encoding="utf-8",
-            timeout=120,
-        )
+        return forked(run_code, script, *arguments, env=self.hub.environment(self.home, **environment))
 
     def resolve(self, *arguments: str, **environment: str) -> Path:
         kind, folder, _ = json.loads(self.run(RESOLVE, *arguments, **environment).stdout)
