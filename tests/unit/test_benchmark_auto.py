@@ -1,4 +1,4 @@
-"""The benchmark of the policy `auto` with good and bad drafters, on two prompts."""
+"""The benchmark of the policy `auto` with good and bad drafters, on one prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_drafters_are_right_exactly_where_the_case_says(results: Path) -> None:
-    options = "--prompts 2 --new-tokens 24 --repeats 1 --lengths 3 --loads 1 --name small"
+    options = "--prompts 1 --new-tokens 24 --repeats 1 --lengths 3 --loads 1 --name small"
     auto.main(["--cases", "random,alternate,dear", *options.split()])
     found = json.loads((results / "small.json").read_text(), parse_constant=pytest.fail)
     cases: dict[str, dict[str, Any]] = {

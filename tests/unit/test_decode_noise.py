@@ -83,7 +83,7 @@ def test_coupled_noise_depends_on_the_position() -> None:
     )
 
 
-def test_each_row_of_any_batch_drafts_by_its_own_noise_or_by_the_shared_one() -> None:
+def test_each_row_drafts_by_its_own_noise_or_by_what_it_shares() -> None:
     own = keys(range(4), range(5), turn=2)
     for coupled in itertools.product([False, True], repeat=4):
         found = replace(own, coupled=coupled, _hashed={})
