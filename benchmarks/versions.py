@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-METHODS = ("none", "draft-model", "layer-skip", "lookup")
+METHODS = "none,draft-model,layer-skip,lookup"
 
 
 class Version:
@@ -68,7 +68,8 @@ def work(options: dict[str, Any]) -> None:
     names = {field.name for field in fields(SamplingParams)}
     choice = "drafter" if "drafter" in names else "speculation"  # its earlier name
     llm = foredraft.load(
-        options["model"], draft=options["draft"], plan=options["plan"], policy="fixed", max_draft=5,
+        options["model"], draft=options["draft"], plan=options["plan"], policy=options["policy"],
+        max_draft=5 if options["policy"] == "fixed" else None,
         dtype="bfloat16", device="cpu", max_batch=1, max_length=1024,
     )  # fmt: skip
     print(json.dumps({"package": str(Path(foredraft.__file__).parent)}), flush=True)
@@ -101,7 +102,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         prompts = fluent(foredraft.load(drafter="none"), options.prompts)
         loaded = {
             "model": model, "draft": str(demo.draft_path()), "plan": demo_plan(options.layers),
-            "new_tokens": options.new_tokens,
+            "new_tokens": options.new_tokens, "policy": options.policy,
         }  # fmt: skip
         old, new = (Version(Path(tree).resolve(), loaded) for tree in (options.old, options.new))
         assert old.package != new.package
@@ -109,7 +110,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         same: dict[str, bool] = defaultdict(lambda: True)
         for turn in range(-1, options.repeats):
             for prompt in prompts:
-                for method in METHODS:
+                for method in options.methods.split(","):
                     order = (old, new) if turn % 2 else (new, old)
                     done = {version: version.decode(method, prompt) for version in order}
                     same[method] &= done[old]["tokens"] == done[new]["tokens"]
@@ -137,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10, help="turns, after a first one")
     parser.add_argument("--layers", type=int, help="of the target, padding included")
+    parser.add_argument("--methods", default=METHODS, help="joined by commas")
+    parser.add_argument("--policy", default="fixed", help="of both; fixed drafts 5 tokens")
     parser.add_argument("--name", default="versions")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

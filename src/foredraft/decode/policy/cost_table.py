@@ -40,7 +40,8 @@ class CostTable:
         }
         self.drafts = {drafter: dict(by) for drafter, by in drafts.items()}
         self.reads, self.assumed = dict(reads or {}), assumed
-        self._verify: dict[tuple[int, int], float] = {}  # memo
+        self._verify: dict[tuple[int, int], float] = {}  # memos, because a decision asks for many costs
+        self._steps: dict[tuple[str, int], list[float]] = {}
 
     @classmethod
     def unmeasured(cls) -> CostTable:
@@ -53,14 +54,11 @@ class CostTable:
         Widths lie on the line between measured ones; so do batches, at equally many drafted columns. Beyond
         the last measured width the last line goes on; beyond the last batch the last one serves.
         """
-        found = self._verify.get((batch, columns))
-        if found is None:
-            points = [
-                (size, _on_line(self.passes[size], size + columns - batch))
-                for size in _around(self.passes, batch)
-            ]
-            found = self._verify[batch, columns] = _on_line(points, batch)
-        return found
+        if (batch, columns) not in self._verify:
+            sizes, drafted = _around(self.passes, batch), columns - batch
+            points = [(size, _on_line(self.passes[size], size + drafted)) for size in sizes]
+            self._verify[batch, columns] = _on_line(points, batch)
+        return self._verify[batch, columns]
 
     def plain(self, batch: int) -> float:
         """Return the cost of a plain step of `batch` rows."""
@@ -70,12 +68,12 @@ class CostTable:
         """Return the cost of `steps` draft steps, a mean or a count, for any of the batch's rows."""
         if steps == 0:
             return 0.0
-        by = self.drafts.get(drafter)
-        if by is None:
-            return self.assumed * self.plain(batch) * steps
-        first, further = (
-            _on_line([(size, by[size][part]) for size in _around(by, batch)], batch) for part in range(2)
-        )
+        if (drafter, batch) not in self._steps:
+            assumed = self.assumed * self.plain(batch)
+            by = self.drafts.get(drafter, {batch: (assumed, assumed)})
+            points = [[(size, by[size][part]) for size in _around(by, batch)] for part in range(2)]
+            self._steps[drafter, batch] = [_on_line(part, batch) for part in points]
+        first, further = self._steps[drafter, batch]
         return first * min(steps, 1) + further * max(steps - 1, 0)
 
     def read(self, drafter: str, tokens: int) -> float:
