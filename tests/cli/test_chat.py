@@ -23,7 +23,8 @@ import pytest
 from foredraft import LLM
 from foredraft.cli import main
 from tests.support.checkpoints import save_checkpoint
-from tests.support.command import COMMAND, environment, foredraft
+from tests.support.command import COMMAND, foredraft
+from tests.support.running import environment
 
 GENERATE = import_module("foredraft.cli.generate")  # `foredraft.cli.generate` is the function
 TEMPLATE = (

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from foredraft.cli import main
-from tests.support.command import COMMAND, environment, foredraft
+from tests.support.command import COMMAND, foredraft
+from tests.support.running import environment
 
 FIGURE = r"\d+\.\d+"
 RATES = rf"acceptance rate \d+%, mean accepted length {FIGURE}"

@@ -22,7 +22,8 @@ from foredraft import LLM, Output, SamplingParams, demo
 from foredraft.cli import main
 from foredraft.drafters.lookup import Lookup
 from tests.support.checkpoints import save_checkpoint
-from tests.support.command import COMMAND, environment, foredraft
+from tests.support.command import COMMAND, foredraft
+from tests.support.running import environment
 
 QUICK = ["--tokens", "6", "--detect", "0.2", "--seed", "3", "--max-batch", "32"]
 FEW = ["--tokens", "6", "--samples", "20", "--seed", "3"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT = 240  # seconds
 STREAMS = ("stdin", "stdout", "stderr")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["foredraft.cli", "foredraft.loading", "foredraft.tune", "foredraft.bench"])
@@ -36,7 +37,7 @@ def python(*arguments: str, **options: Any) -> str:
     """Run Python with these arguments, assert that it exits with code 0, and return its standard output."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=environment(), capture_output=True, encoding="utf-8", timeout=240, **options,
+        env=environment(), capture_output=True, encoding="utf-8", timeout=TIMEOUT, **options,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
@@ -64,6 +65,9 @@ def forked(
         input: Standard input.
         cwd: Working directory, by default that of the test.
         env: Environment, by default `environment()`. A module that the server has imported does not read it anew.
+
+    Raises:
+        subprocess.TimeoutExpired: The process did not end within TIMEOUT, and was killed.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -71,21 +75,21 @@ def forked(
         given = (program, list(arguments), folder, cwd or Path.cwd(), env or environment())
         process = SERVER.Process(target=_call, args=given)
         process.start()
-        process.join(timeout=240)
+        process.join(TIMEOUT)
         if process.exitcode is None:
             process.kill()
             process.join()
+            raise subprocess.TimeoutExpired(arguments, TIMEOUT)
         out, err = ((folder / name).read_text(encoding="utf-8") for name in STREAMS[1:])
-        return subprocess.CompletedProcess(arguments, process.exitcode or 0, out, err)
+        return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
 
 
 def _call(program: Program, arguments: list[str], folder: Path, cwd: Path, env: dict[str, str]) -> None:
     """Call the function with files for its streams."""
     import torch
 
-    torch.set_num_threads(
-        int(env.get("OMP_NUM_THREADS", "1"))
-    )  # the server's own number came from its environment
+    # PyTorch took its number of threads from the server's environment.
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

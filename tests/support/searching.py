@@ -22,7 +22,7 @@ from foredraft.tune.options import Options
 from foredraft.tune.plan_costs import PlanCosts
 from foredraft.tune.search import Deadline, Search
 from foredraft.tune.study import StudyStorage, optuna
-from tests.support.running import ROOT
+from tests.support.running import ROOT, environment
 
 LAYERS = 4
 COSTS = PlanCosts(1e-3, 0.05, (0.1,) * LAYERS, 0.13, (1.0, 1.02, 1.04))
@@ -115,10 +115,8 @@ def start_child(
     url: str, seconds: float = 0.0, trials: int = 1000, seed: int = 0, kill_point: str = ""
 ) -> subprocess.Popen[bytes]:
     """Start a search in a process of its own, whose trials take this many seconds."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     arguments = [url, str(seconds), str(trials), str(seed), kill_point]
-    return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=env)
+    return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=environment())
 
 
 @contextmanager

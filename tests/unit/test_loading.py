@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +21,8 @@ from foredraft.loading import load_for
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
+from tests.support.running import python
 
-SOURCE = Path(__file__).parents[2] / "src"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
 
@@ -381,8 +378,7 @@ def test_caches_that_do_not_fit_are_refused_with_their_sizes(
 
 def test_the_tables_do_not_import_torch() -> None:
     code = "import sys, foredraft.kinds; print('torch' in sys.modules)"
-    env = os.environ | {"PYTHONPATH": str(SOURCE)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
+    assert python("-c", code) == "False\n"
 
 
 def test_a_revision_without_a_hub_id_is_refused(models: Path) -> None:
