@@ -52,18 +52,23 @@ class Pair:
         return torch.cat(rows)
 
 
+def prompt_logits(runner: Runner, tokens: Tensor) -> Tensor:
+    """Return the logits [T, V] of tokens [1, T], by the widest passes that the runner makes on this machine."""
+    cache, width = runner.new_cache(1, tokens.shape[1]), min(64, runner.max_queries)
+    passes = [
+        runner.forward(cache, tokens[:, at : at + width], [at]).logits
+        for at in range(0, tokens.shape[1], width)
+    ]
+    return torch.cat([logits[0] for logits in passes if logits is not None])
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(save_variant(tmp_path_factory.mktemp("variant"), request.param))
 
 
 def test_prompt_logits_equal_those_of_transformers(pair: Pair) -> None:
-    cache = pair.runner.new_cache(1, TOTAL)
-    for start in range(0, TOTAL, 64):
-        chunk = pair.tokens[:, start : start + 64]
-        got = pair.runner.forward(cache, chunk, [start]).logits
-        assert got is not None
-        assert close(got[0], pair.expected[start : start + 64])
+    assert close(prompt_logits(pair.runner, pair.tokens), pair.expected)
 
 
 def test_decoding_logits_equal_those_of_transformers(pair: Pair) -> None:
@@ -129,9 +134,7 @@ def test_low_precision_logits_are_as_accurate_as_those_of_transformers(
     """
     pair = Pair(save_variant(tmp_path, name))
     runner = Runner(load_decoder(tmp_path, dtype=dtype))
-    cache = runner.new_cache(1, TOTAL)
-    passes = [runner.forward(cache, pair.tokens[:, at : at + 64], [at]).logits for at in range(0, TOTAL, 64)]
-    ours = torch.cat([logits[0] for logits in passes if logits is not None])
+    ours = prompt_logits(runner, pair.tokens)
     low = pair.reference.to(dtype)
     with torch.inference_mode():
         theirs = low(pair.tokens).logits[0].float()

@@ -6,7 +6,8 @@ so keys are read once and never expanded. The query at position i sees the keys 
 layer with window w, only the last w of them.
 
 Soft-capped scores (Gemma 2, arXiv:2408.00118) are computed step by step; all others use PyTorch's
-`scaled_dot_product_attention`.
+`scaled_dot_product_attention`. On CPUs the weighted sum of soft-capped attention is taken in pieces of a fixed
+number of positions: BLAS cuts a sum over L positions into blocks that depend on L, and with them its last bits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from foredraft.model.cache import KVCache
 from foredraft.model.layers import RowSpan, soft_cap
 from foredraft.model.spec import ModelSpec
 
+PIECE = 256  # positions of one product in a weighted sum; attended lengths are multiples of it
 Rotation = tuple[Tensor, ...]  # cosines and signed sines of every column, [N, 1, D] each
 
 
@@ -172,4 +174,15 @@ def _batch_attention(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(batch, kv_heads, rows, -1)
     scores = soft_cap(scores, spec.attention_softcap, spec.attention_scale).add_(mask)  # [B, Hk, T * G, L]
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-    return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(batch, kv_heads, rows, -1)
+    return _weighted_sum(weights.flatten(0, 1), v.flatten(0, 1)).view(batch, kv_heads, rows, -1)
+
+
+def _weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """Return weights [N, T, L] times v [N, L, D]. On CPUs its bits do not depend on L past the last weight."""
+    if v.device.type != "cpu" or v.shape[1] <= PIECE:
+        return torch.bmm(weights, v)
+    pieces = zip(weights.split(PIECE, 2), v.split(PIECE, 1), strict=True)
+    total = torch.bmm(*next(pieces)).float()
+    for piece in pieces:
+        total += torch.bmm(*piece)
+    return total.to(v.dtype)

@@ -35,6 +35,7 @@ SPOT_QUERY_COUNTS = (1, 2, 4, 8, 16, 64)  # candidates that are also tried in fu
 ROW_COUNTS = (*range(1, 17), 20, 24, 32, 48, 64)  # candidates for row counts of products
 ROW_STEPS = (1, 2, 4, 8)  # candidates for the step between row counts
 LENGTH_QUANTA = (256, 512, 1024)  # candidates for the quantum of attended lengths, in positions
+LONG_CONTEXT = 700  # positions; libraries cut sums over so many into blocks, by the padded length
 REFERENCE = 8  # queries and rows of the reference shape: a common verifying pass
 TRIAL_START = 150  # first position of the confirmed row, whose context lies within one quantum
 
@@ -140,10 +141,11 @@ def probe_shapes(outline: Decoder, device: torch.device) -> ExactShapes:
     queries = max(QUERY_COUNTS)
     context = LENGTH_QUANTA[0] - queries - 5  # the columns end within the shortest quantum
     probe = AttentionProbe(outline.spec, context, queries, like, random)
+    long_probe = AttentionProbe(outline.spec, LONG_CONTEXT, queries, like, random)
     for apart in (False, True):
         best: tuple[int, ...] = ()
         for quantum in LENGTH_QUANTA:
-            kept = _agreeing_queries(probe, quantum, apart)
+            kept = _agreeing_queries(probe, long_probe, quantum, apart)
             if len(kept) > len(best):
                 best, shapes = kept, ExactShapes(kept, span.low, span.high, quantum, span.step, apart)
             if 2 * len(kept) > len(QUERY_COUNTS):
@@ -222,8 +224,15 @@ def _last_agreeing(agreeing: set[int], counts: list[int]) -> int:
     return last
 
 
-def _agreeing_queries(probe: AttentionProbe, quantum: int, apart: bool) -> tuple[int, ...]:
+def _agreeing_queries(
+    probe: AttentionProbe, long_probe: AttentionProbe, quantum: int, apart: bool
+) -> tuple[int, ...]:
     """Return the query counts at which attention agrees at a quantum, alone and in batches."""
+    shortest = quantum * math.ceil((LONG_CONTEXT + REFERENCE) / quantum)
+    long_reference = long_probe.output(1, REFERENCE, shortest, 0, 1.0, apart)
+    for length in range(shortest + quantum, 3 * max(LENGTH_QUANTA) + 1, quantum):
+        if not torch.equal(long_probe.output(1, REFERENCE, length, 0, 7.0, apart), long_reference):
+            return ()  # the bits depend on the padded length, so no query count can agree
     reference = probe.output(1, REFERENCE, quantum, 0, 1.0, apart)
 
     def agrees(batch: int, queries: int, length: int, place: int, scale: float) -> bool:
