@@ -106,6 +106,11 @@ def outputs(
         allowed = None
         if state is not None and (mask := state.mask()) is not None:
             allowed = mask.tolist()
+            if not any(allowed):
+                after = copy.deepcopy(state)
+                kept = after.retreat()
+                rolled_back(new, after, len(new) if kept is None else kept, chance, ended=kept is None)
+                return
         distribution = transformed(logits(prompt + new), params, allowed, prompt, new, eos)
         for token, p in enumerate(distribution):
             if p == 0:
@@ -114,13 +119,20 @@ def outputs(
             if after is not None:
                 kept = after.advance(token)
                 if kept < len(said):
-                    after.roll_back(kept)
-                    walk(said[:kept], after, chance * p)
+                    rolled_back(said, after, kept, chance * p)
                     continue
             if len(said) == most or (token in eos and not params.ignore_eos):
                 found[tuple(said)] += chance * p
             else:
                 walk(said, after, chance * p)
+
+    def rolled_back(said: list[int], state: Any, kept: int, chance: float, ended: bool = False) -> None:
+        if not ended:
+            state.roll_back(kept)
+        if state.ended_by is None:
+            walk(said[:kept], state, chance)
+        else:
+            found[tuple(said[:kept])] += chance
 
     walk([], constraint, 1.0)
     return dict(found)

@@ -12,6 +12,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from foredraft.decode.constraint import Constraint
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.drafter import Guesser, Peek, Stepper
 from foredraft.decode.policy import Auto, Candidates, CostTable, Decision, Policy, Signal
@@ -232,7 +233,7 @@ def foreseeing(
 # --- constraints ------------------------------------------------------------------------------------
 
 
-class NoRepeat:
+class NoRepeat(Constraint):
     """Never the same token twice in a row."""
 
     def __init__(self, vocabulary: int) -> None:
@@ -265,7 +266,7 @@ class NoRepeat:
         return len(self.tokens)
 
 
-class LateBan:
+class LateBan(Constraint):
     """Bans a run of tokens, and finds out only at its last one: all of the run is taken back, and its first
     token barred there."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.byte_codec import ByteCodec
+from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.runner import Forward
 from tests.support.checkpoints import TEXT
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foredraft.decode.constraint import Walks
+from foredraft.decode.constraint import Constraint, Walks
 
 CPU = torch.device("cpu")
 
 
-class NoRepeats:
+class NoRepeats(Constraint):
     """Allows none of three tokens twice in a row; 2 would be taken back."""
 
     def __init__(self, *said: int) -> None:

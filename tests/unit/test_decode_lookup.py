@@ -184,7 +184,7 @@ def moved_to_the_first_rows(guess: Function) -> Function:
 
 
 def all_allowed(sound: Function) -> Function:
-    return lambda constraint, tokens, *rest: (sound(constraint, tokens, *rest)[0], len(tokens))
+    return lambda constraint, tokens, *rest: sound(constraint, tokens, *rest)._replace(legal=len(tokens))
 
 
 check = test_each_row_gets_its_own_guess

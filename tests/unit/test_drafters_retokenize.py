@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.byte_codec import ByteCodec, characters
+from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.translation import Translation
 from tests.support import alphabets, checkpoints

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
-from foredraft.drafters.byte_codec import ByteCodec
+from foredraft.model.byte_codec import ByteCodec
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.model.runner import Forward
 from tests.support import alphabets, checkpoints

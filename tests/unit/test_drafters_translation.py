@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.drafters.byte_codec import ByteCodec
+from foredraft.model.byte_codec import ByteCodec
 from foredraft.drafters.translation import LONG, SHORT, Translation, _cut
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets

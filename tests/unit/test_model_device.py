@@ -51,7 +51,7 @@ def test_a_tensor_off_the_host_is_not_pinned(sent: list[Any]) -> None:
     assert sent == [("cuda", True)]
 
 
-class Even:
+class Even(constraint.Constraint):
     """A constraint that allows even tokens."""
 
     length = 0
@@ -70,10 +70,10 @@ def test_constraint_masks_are_uploaded_without_blocking(
     sent: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: torch.full(shape, True))
-    constraint.masks_along(Even(), [0], 3, CUDA)  # type: ignore[arg-type]
+    constraint.masks_along(Even(), [0], 3, CUDA)
     assert sent == ["pinned", ("cuda", True)] * 2
     sent.clear()
-    walks = constraint.Walks([Even()], 3, CUDA)  # type: ignore[list-item]
+    walks = constraint.Walks([Even()], 3, CUDA)
     walks.masks()
     assert sent == ["pinned", ("cuda", True)]
 

@@ -1,54 +1,87 @@
-"""Constraint: what a sequence may say next, and the masks of it along a draft.
+"""Constraint: which tokens a sequence may emit next, and the masks of it along a draft.
 
-A constraint counts the sequence's *new* tokens. It masks p and q alike, before every other transform,
-so speculation stays exact under it. It may also find out too late (a banned word completed by an
-innocent token): then `advance` names an earlier length, and the engine takes the tokens back, the
-same operation as a rejection.
+Contract: a constraint counts the sequence's *new* tokens. Its mask applies to p and q alike, before every
+other transform, so speculation stays exact under it. Along a draft it is advanced tentatively and then
+rewound without a trace. It may also find out too late (banned text that an innocent token completes): then
+`advance` names an earlier length, and the engine takes the tokens back, the same operation as a rejection.
+Where it allows no token at all (a *dead end*) the text is rolled back or ends, never an illegal token drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foredraft.model.device import upload
 
-__all__ = ["Constraint", "Walks", "masks_along"]
+__all__ = ["Along", "Constraint", "Walks", "masks_along"]
 
 
-class Constraint(Protocol):
-    """State of one sequence. Lengths count new tokens, the prompt excluded."""
+class Constraint:
+    """Base class: the state of one sequence. Lengths count new tokens.
+
+    Attributes:
+        ended_by: Why the text has to end here, for people; None while it may go on.
+    """
+
+    ended_by: str | None = None
 
     @property
     def length(self) -> int:
         """New tokens read."""
-        ...
+        raise NotImplementedError
 
     def mask(self) -> Tensor | None:
-        """[V] bool, True = allowed as the next token; None = all are. At least one must be allowed."""
-        ...
+        """Return which tokens may be next, [V] bool on the CPU; None allows all, all False is a dead end.
+
+        The caller does not write to it.
+        """
+        return None
 
     def advance(self, token: int) -> int:
-        """Read the next token; returns how many new tokens may stay: all, or fewer to ask for a rollback.
+        """Read the next token; return how many new tokens may stay: all, or fewer to ask for a rollback.
 
         It only asks: along a draft the token is tentative, and `rewind` undoes it without a trace.
         """
-        ...
+        raise NotImplementedError
 
     def rewind(self, length: int) -> None:
-        """Back to the state after the first `length` new tokens; any earlier length is valid."""
-        ...
+        """Return to the state after the first `length` new tokens; any earlier length is valid."""
+        raise NotImplementedError
 
     def roll_back(self, length: int) -> None:
-        """Carry out the rollback that the last `advance` asked for: `rewind`, and bar the same way."""
-        ...
+        """Carry out the rollback that `advance` or `retreat` asked for: rewind, and bar the same way."""
+        self.rewind(length)
+
+    def retreat(self) -> int | None:
+        """Return the length to roll back to from a dead end; None, with `ended_by` set, ends the text."""
+        self.ended_by = "no token is allowed"
+        return None
 
     def settled(self) -> int:
-        """Return the number of new tokens that no later `advance` can ask back."""
-        ...
+        """Return the number of new tokens that no later `advance` or `retreat` can ask back."""
+        return self.length
+
+    def forced(self, most: int) -> list[int]:
+        """Return up to `most` tokens that the constraint leaves no choice about; they are a free draft."""
+        return []
+
+
+class Along(NamedTuple):
+    """A constraint along a draft of K tokens.
+
+    Attributes:
+        masks: [K + 1, V] bool; True = allowed.
+        legal: The draft's first tokens that the constraint allows.
+        dead_end: After `legal` tokens no token is allowed.
+    """
+
+    masks: Tensor
+    legal: int
+    dead_end: bool
 
 
 class _Walk:
@@ -59,9 +92,12 @@ class _Walk:
         self.base = constraint.length
 
     def advance(self, token: int) -> bool:
-        """Return False where the token would be taken back: drafting past it is pointless."""
+        """Return False where the draft must end after the token: it would be taken back, or nothing follows."""
         expected = self.constraint.length + 1
-        return self.constraint.advance(token) >= expected
+        if self.constraint.advance(token) < expected:
+            return False
+        mask = self.constraint.mask()
+        return mask is None or bool(mask.any())
 
     def undo(self) -> None:
         self.constraint.rewind(self.base)
@@ -70,7 +106,10 @@ class _Walk:
 class Walks:
     """The constraints of a batch, walked along its drafts as tokens are drawn.
 
-    constraints: [B]; None for a row that has none or drafts nothing.
+    Args:
+        constraints: [B]; None for a row that has none or drafts nothing.
+        vocabulary: Size V.
+        device: Of the masks.
     """
 
     def __init__(self, constraints: Seq[Constraint | None], vocabulary: int, device: torch.device) -> None:
@@ -87,7 +126,7 @@ class Walks:
     def advance(self, token: Tensor, alive: Tensor) -> Tensor:
         """Read the tokens just drawn [B, 1] in the rows alive [B]; return the rows that go on, [B] bool.
 
-        A row whose token would be taken back stops.
+        A row whose token would be taken back, or after which no token is allowed, stops.
         """
         read = torch.stack([token[:, 0], alive.long()], 1).tolist()
         on = [
@@ -103,29 +142,25 @@ class Walks:
                 walk.undo()
 
 
-def masks_along(
-    constraint: Constraint, draft: Seq[int], vocabulary: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """Return the masks along a draft, and how many of its tokens the constraint allows.
+def masks_along(constraint: Constraint, draft: Seq[int], vocabulary: int, device: torch.device) -> Along:
+    """Return the masks along a draft, and how far the constraint allows it.
 
-    Past an illegal token the masks do not matter: p is 0 there, so verification ends at it. The constraint's
-    state is left as it was.
-
-    Returns:
-        [len(draft) + 1, V] bool, and a count of tokens.
+    Past an illegal token the masks do not matter: p is 0 there, so verification ends at it. They are all
+    True, as at a dead end, so that every distribution is finite. The constraint's state is left as it was.
     """
     everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
     walk = _Walk(constraint)
     masks: list[Tensor] = []
-    legal = 0
+    legal, dead_end = 0, False
     for token in [*draft, None]:
         mask = constraint.mask()
-        masks.append(everything if mask is None else upload(mask, device))
+        dead_end = mask is not None and not bool(mask.any())
+        masks.append(everything if mask is None or dead_end else upload(mask, device))
         if token is None or (mask is not None and not bool(mask[token])):
             break
-        if not walk.advance(token):  # nothing after it counts
+        if constraint.advance(token) < walk.base + legal + 1:  # taken back: nothing after it counts
             break
         legal += 1
     walk.undo()
     masks += [everything] * (len(draft) + 1 - len(masks))
-    return torch.stack(masks), legal
+    return Along(torch.stack(masks), legal, dead_end)

@@ -108,18 +108,23 @@ class RoundInputs:
     def penalty_context(self) -> PenaltyContext | None:
         return PenaltyContext.of(self.sequences, self.device)
 
-    def masks(self, drafted: Tensor) -> Tensor | None:
-        """Return the masks of constraints along drafted [B, K], [B, K + 1, V] bool; None without any."""
+    def masks(self, drafted: Tensor) -> tuple[Tensor | None, list[int | None]]:
+        """Walk the constraints along drafted [B, K].
+
+        Returns:
+            Masks [B, K + 1, V] bool, None without any constraint; and [B] the drafted tokens after which a
+            row's constraint allows no token, None where there is no such place.
+        """
+        dead_ends: list[int | None] = [None] * len(self.sequences)
         if all(s.constraint is None for s in self.sequences):
-            return None
+            return None, dead_ends
         free = torch.ones(drafted.shape[1] + 1, self.vocabulary, dtype=torch.bool, device=self.device)
-        masks: list[Tensor] = []
-        for sequence, tokens, idle in zip(self.sequences, drafted.tolist(), self.idle, strict=True):
-            if sequence.constraint is None or idle:
-                masks.append(free)
-            else:
-                masks.append(masks_along(sequence.constraint, tokens, self.vocabulary, self.device)[0])
-        return torch.stack(masks)
+        masks = [free] * len(self.sequences)
+        for row, (sequence, tokens) in enumerate(zip(self.sequences, drafted.tolist(), strict=True)):
+            if sequence.constraint is not None and not self.idle[row]:
+                along = masks_along(sequence.constraint, tokens, self.vocabulary, self.device)
+                masks[row], dead_ends[row] = along.masks, along.legal if along.dead_end else None
+        return torch.stack(masks), dead_ends
 
     @cached_property
     def coupled(self) -> list[bool]:

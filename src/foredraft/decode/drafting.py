@@ -68,7 +68,7 @@ def _guess(drafter: Guesser, rows: list[bool], inputs: RoundInputs) -> Draft:
     for row, (sequence, budget), guess in zip(own, requests, drafter.propose(requests), strict=True):
         legal = budget
         if sequence.constraint is not None and guess:
-            _, legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device)
+            legal = masks_along(sequence.constraint, guess[:budget], inputs.vocabulary, inputs.device).legal
         guesses[row] = guess[:legal]
     lengths = [len(guess) for guess in guesses]
     tokens = upload(pad_rows(guesses), inputs.device, torch.int64)

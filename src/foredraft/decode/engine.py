@@ -23,6 +23,7 @@ from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafter import Drafter
 from foredraft.decode.drafting import DraftTools, propose
 from foredraft.decode.faults import nonfinite_message, reset_drafter
+from foredraft.decode.jump_forward import JUMP_FORWARD, JumpForward
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.planning import has_drafters, plan_drafts
@@ -81,6 +82,7 @@ class Engine:
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
         self.drafters = dict(drafters)
+        self._proposing = {**self.drafters, JUMP_FORWARD: JumpForward()}
         self.vocabulary, self.device = vocabulary, device
         self.vocab_ops, self.noise = vocab_ops, noise or Noise()
         self.greedy_drafts = greedy_drafts
@@ -137,12 +139,12 @@ class Engine:
             inputs = self._inputs()
             with self.observer.phase("draft"):
                 tools = DraftTools(self.policy, self.noise, self.greedy_drafts, self.observer)
-                draft = propose(self.drafters, inputs, tools)
+                draft = propose(self._proposing, inputs, tools)
             with self.observer.phase("verify"):
                 forward = self._verify(inputs, draft)
             assert forward.logits is not None
             penalties = inputs.penalty_context and inputs.penalty_context.along(draft.tokens)
-            masks = inputs.masks(draft.tokens)
+            masks, dead_ends = inputs.masks(draft.tokens)
             p, finite = distribution_of(forward.logits, inputs.table, masks, penalties)
             limit = SurpriseLimit.of(inputs.table, p, forward.logits, masks, penalties)
             keys = None if p.all_one_hot else inputs.noise.first(draft.tokens.shape[1] + 1)
@@ -150,6 +152,8 @@ class Engine:
             results = fetch_results(
                 inputs.sequences, draft, verdict, p, forward.logits, finite,
                 judge=p if limit is None else limit.judge,
+                dead_ends=dead_ends,
+                masks=masks,
                 signal=self.policy.target_signal if has_drafters(inputs.sequences) else None,
             )  # fmt: skip
             return self._commit(inputs, results, forward)
@@ -204,7 +208,7 @@ class Engine:
                 sequence.trace.append(result.trace(sequence, outcome, base + 1, budget))
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             self._tell_drafters(sequence, base, outcome.emitted, forward)
-            if learns:
+            if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
                 self.policy.learn(sequence, outcome, result.target_confidence)
             if result.drafter_nonfinite:
                 assert drafter is not None
@@ -227,7 +231,9 @@ class Engine:
         whole = result.accepted == result.drafted > 0
         origins = [Origin.DRAFTER] * result.accepted + [Origin.BONUS if whole else Origin.TARGET]
         before = len(sequence.tokens)
-        taken = sequence.extend(result.new_tokens, origins, result.scores)
+        taken = sequence.extend(result.new_tokens, origins[: len(result.new_tokens)], result.scores)
+        if result.dead_end and taken == result.accepted and sequence.finish is None:
+            sequence.leave_dead_end()
         emitted = len(sequence.tokens) - before
         if taken <= result.accepted:  # the text ended within the accepted tokens; the rest counts nowhere
             return Round(taken, taken, emitted, drafter)

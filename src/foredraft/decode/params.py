@@ -6,6 +6,7 @@ this one lacks is refused with the reason, never ignored.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,7 +18,8 @@ __all__ = ["SamplingParams", "is_number", "is_whole"]
 
 # Options of other libraries -> what to do here.
 ELSEWHERE = {
-    "bad_words": "banned words are not supported; give logit_bias for single tokens",
+    "bad_words": "its name is ban",
+    "bad_words_ids": "give the words as text, as ban",
     "best_of": "ask for n samples and rank them by their log-probabilities",
     "do_sample": "temperature 0 is greedy, any other temperature samples",
     "length_penalty": "leave it out; beam search is not supported",
@@ -26,12 +28,16 @@ ELSEWHERE = {
     "min_length": "give min_new_tokens, the new tokens alone",
     "min_tokens": "its name is min_new_tokens",
     "n": "give it to generate, beside the parameters",
+    "guided_json": "its name is json_schema",
+    "guided_regex": "its name is regex",
     "num_beams": "leave it out; beam search is not supported: it does not sample",
     "skip_special_tokens": "give show_special to generate",
     "speculation": "its name is drafter",
 }
 
 
+FLAGS = ("ignore_eos", "include_stop", "ban_ignore_case", "ban_whole_words", "ban_prompt", "json_object")
+GRAMMARS = ("regex", "json_schema", "json_object", "grammar")  # options that give the text's grammar
 MOST_LOGPROBS = 1000  # alternatives at each position, at most
 ROLLBACK = 5.0  # nats; the default of BiLD's published code
 
@@ -63,6 +69,17 @@ class SamplingParams:
             drafter, the draft length and the load. None is "coupled" with a seed and "speculative" without.
             "bild" is *not lossless*: it keeps the drafter's tokens unless they surprise the target.
         rollback: Under "bild", the surprise -log p, in nats, above which a drafted token is cut; None is 5.
+        ban: A string or several that the text must not contain, however they are cut into tokens.
+        ban_mode: "mask" gives a token that would complete banned text probability 0. "rollback" takes back
+            text that turned out to be banned, and draws again without the token that began it.
+        ban_ignore_case: Ban every spelling by upper and lower case.
+        ban_whole_words: Ban only where no letter, digit or underscore stands directly before or behind.
+        ban_prompt: Text that begins in the prompt counts, too.
+        ban_rollbacks: Under "rollback", the times that text is taken back before the text ends.
+        regex: A regular expression of the whole text (Rust's syntax).
+        json_schema: A JSON schema of the text: a mapping, or JSON.
+        json_object: The text is a JSON object, whatever its members.
+        grammar: A context-free grammar of the text, in llguidance's Lark dialect.
         drafter: "none" for plain decoding, the name of a loaded drafter, "auto" for the one that pays most
             (under policy "auto"), or None for the model's default.
 
@@ -94,6 +111,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     acceptance: Literal["speculative", "coupled", "bild"] | None = None
     rollback: float | None = None
+    ban: str | tuple[str, ...] | list[str] = ()
+    ban_mode: Literal["mask", "rollback"] = "mask"
+    ban_ignore_case: bool = False
+    ban_whole_words: bool = False
+    ban_prompt: bool = True
+    ban_rollbacks: int = 100
+    regex: str | None = None
+    json_schema: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    json_object: bool = False
+    grammar: str | None = None
     drafter: str | None = None
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
@@ -106,7 +133,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("ignore_eos", "include_stop"):
+        for name in FLAGS:
             _within(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _within("seed", self.seed, self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "0 to 2**63 - 1")
         _within(
@@ -125,7 +152,10 @@ class SamplingParams:
             "drafter", self.drafter, self.drafter is None or isinstance(self.drafter, str),
             "'none', the name of a drafter, or None",
         )  # fmt: skip
-        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "ban", _strings("ban", self.ban))
+        object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        self._check_constraints()
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def _check_numbers(self) -> None:
@@ -144,7 +174,7 @@ class SamplingParams:
             _within(name, value, fits and (zero_fits or value > 0), says)
         for name, optional in (
             ("top_k", False), ("min_new_tokens", False), ("max_new_tokens", False),
-            ("logprobs", True), ("prompt_logprobs", True),
+            ("ban_rollbacks", False), ("logprobs", True), ("prompt_logprobs", True),
         ):  # fmt: skip
             value = getattr(self, name)
             most = MOST_LOGPROBS if optional else 2**31 - 1
@@ -160,6 +190,31 @@ class SamplingParams:
                 ("but ", Option("max_new_tokens"), f" is {self.max_new_tokens}"),
                 option="min_new_tokens", value=self.min_new_tokens, remedy="lower the one or raise the other",
             )  # fmt: skip
+
+    def _check_constraints(self) -> None:
+        _within("ban_mode", self.ban_mode, self.ban_mode in ("mask", "rollback"), "'mask' or 'rollback'")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _within(name, value, value is None or (isinstance(value, str) and is_unicode(value)), "text")
+        given = [name for name in GRAMMARS if getattr(self, name)]
+        if len(given) > 1:
+            raise RequestError(
+                ("cannot hold together with ", Option(given[1])), option=given[0], remedy="give one of them"
+            )
+        if given and self.ignore_eos:
+            raise RequestError(
+                ("needs an end of the text, but ", Option("ignore_eos"), " is on"), option=given[0],
+                remedy="leave out the one or the other",
+            )  # fmt: skip
+
+    @property
+    def text_grammar(self) -> tuple[str, str] | None:
+        """Return the option that gives the text's grammar, and its value; None without one."""
+        for name in GRAMMARS:
+            value = getattr(self, name)
+            if value:
+                return name, '{"type": "object"}' if value is True else value
+        return None
 
     def replace(self, **options: Any) -> SamplingParams:
         """Return a copy with some options changed, checked as by the constructor.
@@ -220,12 +275,35 @@ def _within(name: str, value: object, holds: bool, remedy: str) -> None:
         raise RequestError(option=name, value=value, remedy=f"give {remedy}")
 
 
-def _stops(given: object) -> tuple[str, ...]:
+def is_unicode(text: str) -> bool:
+    """Return whether a string is text: it holds no half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _strings(name: str, given: object) -> tuple[str, ...]:
     several = (given,) if isinstance(given, str) else given
-    fits = isinstance(several, tuple | list) and all(isinstance(stop, str) and stop for stop in several)
-    _within("stop", given, fits, "a string or several, none of them empty")
+    fits = isinstance(several, tuple | list) and all(
+        isinstance(each, str) and each and is_unicode(each) for each in several
+    )
+    _within(name, given, fits, "a string or several, none of them empty")
     assert isinstance(several, tuple | list)
     return tuple(dict.fromkeys(several))
+
+
+def _schema(given: object) -> str | None:
+    """Return a JSON schema as JSON."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"is not JSON ({error})", option="json_schema", remedy="correct it") from None
+    _within("json_schema", given, isinstance(given, Mapping | bool), "a JSON schema: an object")
+    try:
+        return json.dumps(dict(given) if isinstance(given, Mapping) else given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"is not JSON ({error})", option="json_schema", remedy="correct it") from None
 
 
 def _biases(given: object) -> dict[int, float] | None:

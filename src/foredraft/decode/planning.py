@@ -1,6 +1,6 @@
 """Draft planning: which drafter drafts for each row in a round, and how many tokens at most.
 
-The policy decides.
+The policy decides, but where a constraint forces more tokens than the policy would draft: those are no bet.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from foredraft.decode.drafter import Drafter
+from foredraft.decode.jump_forward import JUMP_FORWARD, forced_length
 from foredraft.decode.policy import Candidates, Policy
 from foredraft.decode.sequence import Sequence
 
@@ -40,8 +41,26 @@ def plan_drafts(
     """
     budgets = [0] * len(sequences)
     chosen: list[str | None] = [None] * len(sequences)
-    if not has_drafters(sequences):
-        return budgets, chosen
+    if has_drafters(sequences):
+        _ask_policy(sequences, idle, drafters, policy, max_queries, budgets, chosen)
+    for at, sequence in enumerate(sequences):
+        if not idle[at] and not sequence.skip_draft:
+            forced = forced_length(sequence, min(sequence.remaining, max_queries) - 1)
+            if forced > budgets[at]:
+                budgets[at], chosen[at] = forced, JUMP_FORWARD
+    return budgets, chosen
+
+
+def _ask_policy(
+    sequences: list[Sequence],
+    idle: list[bool],
+    drafters: Mapping[str, Drafter],
+    policy: Policy,
+    max_queries: int,
+    budgets: list[int],
+    chosen: list[str | None],
+) -> None:
+    """Write the policy's decisions into budgets [B] and drafters [B]; other arguments as `plan_drafts`."""
     rows = [
         Candidates(sequence, {}, idle=True)
         if is_idle
@@ -56,7 +75,6 @@ def plan_drafts(
         if decision.context is not None and name in row.late:
             start = len(row.sequence.tokens) - 1 - decision.context
             drafters[name].start_context(row.sequence, max(0, start))
-    return budgets, chosen
 
 
 def _candidates(

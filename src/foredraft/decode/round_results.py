@@ -44,6 +44,8 @@ class RowResult:
         next_p: Probability of the next token, if traced.
         target_confidence: Confidence of the target in the next token; None unless the policy wants it.
         undrawn: Draft steps that proposed no token.
+        dead_end: The constraint allows no token after the accepted ones, so `next_token` means nothing.
+        legal: [K + 1] tokens that the constraint allowed at each position, if traced; None without one.
     """
 
     accepted: int
@@ -58,11 +60,14 @@ class RowResult:
     next_p: float
     target_confidence: float | None = None
     undrawn: int = 0
+    dead_end: bool = False
+    legal: list[int] | None = None
 
     @property
     def new_tokens(self) -> list[int]:
         """Return the tokens that the round decided on."""
-        return [*self.tokens[: self.accepted], self.next_token]
+        accepted = self.tokens[: self.accepted]
+        return accepted if self.dead_end else [*accepted, self.next_token]
 
     def trace(self, sequence: Sequence, outcome: Round, length: int, budget: int) -> RoundTrace:
         """Return the trace of the round; length: tokens of the sequence when it began."""
@@ -80,6 +85,7 @@ class RowResult:
             emitted=outcome.emitted,
             discarded=self.target_nonfinite,
             rollback=sequence.params.bound,
+            legal=None if self.legal is None else self.legal[: count + 1],
         )
 
 
@@ -92,6 +98,8 @@ def fetch_results(
     finite: Tensor,
     *,
     judge: Distribution,
+    dead_ends: Seq[int | None],
+    masks: Tensor | None = None,
     signal: Signal | None = None,
 ) -> list[RowResult]:
     """Read the device once and return the result of every row.
@@ -104,6 +112,8 @@ def fetch_results(
         logits: The target's own, [B, K + 1, V].
         finite: [B, K + 1] bool, the logits were finite.
         judge: Distributions by which the draft was judged; p, but under the lossy rule.
+        dead_ends: [B] drafted tokens after which a row's constraint allows none; None where it always does.
+        masks: Of the constraints, [B, K + 1, V].
         signal: Confidence of the target that the policy wants.
     """
     rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
@@ -128,6 +138,8 @@ def fetch_results(
     if traced:
         pair = [judge.at(draft.tokens), draft.q.at(draft.tokens)]
         wanted["chances"] = torch.cat([*pair, p.at(new).gather(1, accepted)], 1)
+        if masks is not None:
+            wanted["legal"] = masks.sum(-1)
     if signal is not None:
         last = logits[torch.arange(len(sequences), device=logits.device), verdict.accepted]  # [B, V]
         wanted["target_confidence"] = target_confidence(last, verdict.next_token, signal)
@@ -135,12 +147,16 @@ def fetch_results(
     scores = dict(zip(rows, fetched.pop("scores").numpy(), strict=True)) if rows else {}
     columns = {name: tensor.tolist() for name, tensor in fetched.items()}
     return [
-        _row_result({name: column[row] for name, column in columns.items()}, sequence, scores.get(row), top)
-        for row, sequence in enumerate(sequences)
+        _row_result(
+            {name: column[row] for name, column in columns.items()}, sequence, scores.get(row), top, dead_end
+        )
+        for row, (sequence, dead_end) in enumerate(zip(sequences, dead_ends, strict=True))
     ]
 
 
-def _row_result(values: dict[str, Any], sequence: Sequence, figures: Integers | None, top: int) -> RowResult:
+def _row_result(
+    values: dict[str, Any], sequence: Sequence, figures: Integers | None, top: int, dead_end: int | None
+) -> RowResult:
     """Return one row's result; values: what was fetched for the row, by name."""
     accepted, drafted, tokens = values["accepted"], values["drafted"], values["tokens"]
     chances: list[float] = values["chances"] if sequence.traced else []
@@ -161,4 +177,6 @@ def _row_result(values: dict[str, Any], sequence: Sequence, figures: Integers | 
         next_p=chances[-1] if chances else 0.0,
         target_confidence=values.get("target_confidence"),
         undrawn=values.get("undrawn", 0),
+        dead_end=dead_end == accepted,
+        legal=values.get("legal") if sequence.traced and sequence.constraint is not None else None,
     )

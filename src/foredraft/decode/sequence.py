@@ -34,6 +34,7 @@ class Finish(StrEnum):
     EOS = "eos"
     STOP = "stop"  # a stop string
     LENGTH = "length"
+    CONSTRAINT = "constraint"  # no token was allowed, or too many were taken back
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -131,13 +132,28 @@ class Sequence:
             if self.constraint is not None:
                 kept = self.constraint.advance(token)
                 if kept < len(self.tokens) - len(self.prompt):
-                    self.constraint.roll_back(kept)
-                    self._roll_back(kept)
+                    self._take_back(kept, self.constraint)
                     return index + 1
             self.finish = self._end(token)
             if self.finish is not None:
                 return index + 1
         return len(tokens)
+
+    def leave_dead_end(self) -> None:
+        """Roll back from where the constraint allows no token, or end the text there."""
+        assert self.constraint is not None
+        kept = self.constraint.retreat()
+        if kept is None:
+            self.finish = Finish.CONSTRAINT
+        else:
+            self._take_back(kept, self.constraint)
+
+    def _take_back(self, kept: int, constraint: Constraint) -> None:
+        """Roll back to `kept` new tokens, as the constraint asks; the text may end there."""
+        constraint.roll_back(kept)
+        self._roll_back(kept)
+        if constraint.ended_by is not None:
+            self.finish = Finish.CONSTRAINT
 
     def _end(self, token: int) -> Finish | None:
         """Return why the text ends with the token just appended; None where it goes on."""

@@ -27,6 +27,7 @@ class RoundTrace:
         discarded: The target's logits along the draft were not finite, so nothing was judged.
         rollback: Under the lossy rule, the surprise -log p above which a drafted token was cut, in nats; None
             under the lossless ones.
+        legal: Tokens that the constraint allowed at each judged position; None without a constraint.
 
     Examples:
         >>> params = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -47,3 +48,4 @@ class RoundTrace:
     emitted: int
     discarded: bool = False
     rollback: float | None = None
+    legal: list[int] | None = None

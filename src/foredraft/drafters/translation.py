@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.drafters.byte_codec import ByteCodec
+from foredraft.model.byte_codec import ByteCodec
 
 __all__ = ["Translation"]
 

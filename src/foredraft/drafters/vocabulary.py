@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.byte_codec import ByteCodec
+from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.device import upload
 from foredraft.model.tokenizer import Tokenizer
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
+from foredraft.constraints import ConstraintFactory
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams, is_whole
-from foredraft.decode.sequence import Sequence, State
+from foredraft.decode.sequence import Finish, Sequence, State
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
 from foredraft.kinds.compatibility import is_lossless
@@ -58,6 +59,9 @@ class LLM:
         self.deterministic, self.profile_seconds = deterministic, profile_seconds
         self._ids = itertools.count()
         self._driver = Driver(engine, progress)
+        self._constraints = None if tokenizer is None else ConstraintFactory(
+            tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids)
+        )  # fmt: skip
 
     def params(self, **options: Any) -> SamplingParams:
         """Return the model's default parameters with some options changed.
@@ -287,8 +291,9 @@ class LLM:
     def _requests(self) -> Requests:
         """The checks and the defaults of requests, by the current values of the attributes."""
         return Requests(
-            self._engine, self._spec, self.tokenizer, self.default_drafter, self.max_length, self._ids
-        )
+            self._engine, self._spec, self.tokenizer, self.default_drafter, self.max_length, self._ids,
+            self._constraints,
+        )  # fmt: skip
 
     def _output(self, sequence: Sequence) -> Output:
         assert sequence.finish is not None
@@ -302,7 +307,7 @@ class LLM:
             token_ids=sequence.new_ids,
             origins=[str(origin) for origin in sequence.origins],
             pieces=None if text_buffer is None else text_buffer.pieces,
-            stopped_by=None if text_buffer is None else text_buffer.stopped_by,
+            stopped_by=_stopped_by(sequence),
             logprobs=None if params.logprobs is None else list(sequence.scores),
             prompt_logprobs=None if params.prompt_logprobs is None else list(sequence.prompt_scores),
             trace=sequence.trace if sequence.traced else None,
@@ -322,3 +327,10 @@ class LLM:
         if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
             return None
         return self._engine.policy.why_plain(sequence)
+
+
+def _stopped_by(sequence: Sequence) -> str | None:
+    """Return the stop string, or the constraint and why, that ended a text; None where neither did."""
+    if sequence.finish is Finish.CONSTRAINT:
+        return None if sequence.constraint is None else sequence.constraint.ended_by
+    return None if sequence.text_buffer is None else sequence.text_buffer.stopped_by

@@ -19,13 +19,14 @@ class Output:
         text: The new text; None without a tokenizer.
         token_ids: The new tokens, including those of a stop string.
         origins: The source of each new token: "drafter", "target" or "bonus".
-        finish_reason: "eos", "stop", "length", "cancelled" or "error".
+        finish_reason: "eos", "stop", "length", "constraint", "cancelled" or "error".
         seed: The request's seed, or the fresh seed that it got.
         sample: The sample's index under that seed.
         prompt_tokens: Tokens of the prompt as it was read.
         stats: Times and counts.
         pieces: The text that each token completed; joined they are `text`.
-        stopped_by: The stop string, where `finish_reason` is "stop".
+        stopped_by: The stop string, where `finish_reason` is "stop"; the constraint and why it ended the text,
+            where it is "constraint".
         logprobs: Scores of each new token, if the request asks for them.
         prompt_logprobs: Scores of the prompt's tokens, if the request asks for them; None for the first one.
         trace: One record for each round, if the request asks for them.

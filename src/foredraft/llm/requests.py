@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from foredraft.constraints import ConstraintFactory
+from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
-from foredraft.decode.params import SamplingParams
+from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import TextBuffer
@@ -36,6 +38,7 @@ class Requests:
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
         max_length: Prompt and new tokens together, at most.
         ids: Fresh ids of sequences.
+        constraints: Makes constraints; None without a tokenizer.
     """
 
     engine: Engine
@@ -44,6 +47,7 @@ class Requests:
     default_drafter: str | None
     max_length: int
     ids: Iterator[int]
+    constraints: ConstraintFactory | None = None
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -106,6 +110,7 @@ class Requests:
             drafters = ()  # so that no drafter reads the prompt
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self.ids) for _ in range(n)]
+        constraint = self._constraint(prompt, params, show_special)
         prompt_scores: list[Score | None] = [None]  # the first token has no context to be scored by
         return [
             Sequence(
@@ -116,6 +121,7 @@ class Requests:
                 sample,
                 frozenset(self.spec.eos_token_ids),
                 drafters,
+                constraint(),
                 group=ids[0] if n > 1 else None,
                 text_buffer=self._text_buffer(prompt, params, show_special),
                 traced=trace,
@@ -151,17 +157,25 @@ class Requests:
                 raise RequestError(
                     f"but the vocabulary has {size} tokens", option=name, value=value, remedy="give fewer"
                 )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "needs text, but this model's folder has no tokenizer.json",
-                option="stop",
-                remedy="leave it out",
-            )
+        for name in ("stop", "ban", *GRAMMARS):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(
+                    "needs text, but this model's folder has no tokenizer.json", option=name,
+                    remedy="leave it out",
+                )  # fmt: skip
         if params.max_new_tokens == 0 and n > 1:
             raise RequestError(
                 f"so there is nothing to sample {n} times", option="max_new_tokens", value=0,
                 remedy=("give ", Option("n", 1)),
             )  # fmt: skip
+
+    def _constraint(
+        self, prompt: list[int], params: SamplingParams, show_special: bool
+    ) -> Callable[[], Constraint | None]:
+        """Return a function that makes each sequence's constraint, None where the request asks for none."""
+        if self.constraints is None:
+            return lambda: None
+        return self.constraints.maker(prompt, params, show_special=show_special)
 
     def _text_buffer(
         self, prompt: list[int], params: SamplingParams, show_special: bool

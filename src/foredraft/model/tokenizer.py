@@ -65,8 +65,8 @@ class Tokenizer:
         self.chat = chat
         self.model_vocab_size = sys.maxsize if model_vocab_size is None else model_vocab_size
         self._special = {id for id, token in inner.get_added_tokens_decoder().items() if token.special}
-        self._byte_fallback = _has("ByteFallback", content.get("decoder"))
-        self._byte_level = _has("ByteLevel", content.get("decoder"))
+        self._byte_fallback = has_decoder("ByteFallback", content.get("decoder"))
+        self._byte_level = has_decoder("ByteLevel", content.get("decoder"))
         self.fingerprint = _fingerprint(content)
 
     @classmethod
@@ -172,7 +172,7 @@ class Tokenizer:
             return False
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for id in ids:
-            decoder.decode(_bytes(self._inner.id_to_token(id) or ""))
+            decoder.decode(token_bytes(self._inner.id_to_token(id) or ""))
         return bool(decoder.getstate()[0])
 
     def text(self, ids: list[int], skip_special: bool) -> str:
@@ -344,11 +344,11 @@ def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:
             )
 
 
-def _has(kind: str, decoder: dict[str, Any] | None) -> bool:
+def has_decoder(kind: str, decoder: dict[str, Any] | None) -> bool:
     """Return whether a decoder, or one of its parts, is of the given type."""
     if decoder is None:
         return False
-    return decoder["type"] == kind or any(_has(kind, part) for part in decoder.get("decoders", ()))
+    return decoder["type"] == kind or any(has_decoder(kind, part) for part in decoder.get("decoders", ()))
 
 
 def _byte_level_table() -> dict[str, int]:
@@ -365,7 +365,7 @@ def _byte_level_table() -> dict[str, int]:
 BYTE_LEVEL = _byte_level_table()
 
 
-def _bytes(token: str) -> bytes:
+def token_bytes(token: str) -> bytes:
     """Return the bytes of a token of a byte-level vocabulary; an added token may be plain text instead."""
     values = [BYTE_LEVEL.get(character) for character in token]
     return token.encode() if None in values else bytes(byte for byte in values if byte is not None)

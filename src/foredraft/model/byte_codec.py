@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import tokenizers
 
-from foredraft.model.tokenizer import Tokenizer
+from foredraft.model.tokenizer import Tokenizer, has_decoder, token_bytes
 
 __all__ = ["ByteCodec", "characters"]
 
@@ -40,7 +39,7 @@ class ByteCodec:
         # a copy that encodes the names of special tokens, and of tokens beyond the model's ids, as plain text
         self._literal = tokenizers.Tokenizer.from_str(json.dumps(content))
         self._literal.encode_special_tokens = True
-        self._byte_level = _has_decoder(content.get("decoder"), "ByteLevel")
+        self._byte_level = has_decoder("ByteLevel", content.get("decoder"))
         self._context = self.encode("a")
         self._bytes: dict[int, bytes | None] = {}
         self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
@@ -52,6 +51,21 @@ class ByteCodec:
         if id not in self._bytes:
             self._bytes[id] = self._look_up(id)
         return self._bytes[id]
+
+    def table(self, size: int) -> list[bytes]:
+        """Return the bytes of the ids from 0 to `size` - 1; an id that has none adds no byte."""
+        if self._byte_level:
+            return [self.of(id) or b"" for id in range(size)]
+        inner = self._tokenizer.inner  # decodes all ids at once: a call for each would take seconds
+        texts = inner.decode_batch([[*self._context, id] for id in range(size)], skip_special_tokens=False)
+        before = self._tokenizer.text(self._context, skip_special=False)
+        found = []
+        for id, text in enumerate(texts):
+            byte = self._tokenizer.byte(id)
+            shown = id not in self._tokenizer.special and self._tokenizer.has(id)
+            added = text[len(before) :].encode() if shown and text.startswith(before) else b""
+            found.append(added if byte is None else byte)
+        return found
 
     def join(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of ids, up to the first id that has none."""
@@ -112,9 +126,7 @@ class ByteCodec:
         if token is None or id in self._tokenizer.special:
             return None
         if self._byte_level:
-            letters = [BYTE_OF.get(letter) for letter in token]
-            known = [letter for letter in letters if letter is not None]
-            return bytes(known) if len(known) == len(letters) else token.encode()
+            return token_bytes(token)
         byte = self._tokenizer.byte(id)
         if byte is not None:
             return byte
@@ -137,23 +149,3 @@ def _before(ids: list[int], text: list[int]) -> list[int]:
         if ids[at : at + len(text)] == text:
             return ids[:at]
     return []
-
-
-def _has_decoder(decoder: dict[str, Any] | None, kind: str) -> bool:
-    if decoder is None:
-        return False
-    return decoder["type"] == kind or any(_has_decoder(d, kind) for d in decoder.get("decoders", ()))
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the letter -> byte table of byte-level vocabularies (Radford et al. 2019, GPT-2).
-
-    Printable Latin-1 stands for itself; all other bytes have letters from U+0100 on.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_letters()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from foredraft.drafters.byte_codec import ByteCodec, characters
+from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets
 from tests.support.checkpoints import TEXT

@@ -1,0 +1,143 @@
+"""Constraints that requests ask for: banned text, regular expressions, JSON schemas and grammars.
+
+`ConstraintFactory` makes them from sampling parameters. Automata and compiled grammars are shared by all
+requests with the same options; state belongs to one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from llguidance import LLMatcher
+
+from foredraft.constraints.banned import BannedByMask, BannedByRollback
+from foredraft.constraints.combined import Combined
+from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
+from foredraft.constraints.grammar import Grammar
+from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, State, Symbols
+from foredraft.constraints.token_masks import TokenMasks
+from foredraft.constraints.token_table import TokenTable
+from foredraft.constraints.track import PhraseTrack, prompt_state
+from foredraft.decode.constraint import Constraint
+from foredraft.decode.params import SamplingParams
+from foredraft.errors import RequestError
+from foredraft.model.byte_codec import ByteCodec
+from foredraft.model.tokenizer import Tokenizer
+
+__all__ = ["ConstraintFactory"]
+
+KEPT_LISTS = 16  # compiled ban lists; one of 10,000 phrases takes some 100 MB with its masks
+KEPT_GRAMMARS = 256  # compiled grammars, some 100 kB each
+
+
+class ConstraintFactory:
+    """Makes the constraints of requests to one model.
+
+    Args:
+        tokenizer: The target's.
+        vocabulary: Size V of the target.
+        ends: Ids that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: frozenset[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+        self._codec = lru_cache(1)(lambda: ByteCodec(tokenizer))
+        self._table = lru_cache(4)(self._make_table)
+        self._automaton = lru_cache(KEPT_LISTS)(self._make_automaton)
+        self._masks = lru_cache(KEPT_LISTS)(self._make_masks)
+        self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
+        self._matcher = lru_cache(KEPT_GRAMMARS)(self._compile)
+
+    def maker(
+        self, prompt: list[int], params: SamplingParams, *, show_special: bool = False
+    ) -> Callable[[], Constraint | None]:
+        """Return a function that makes a fresh constraint for each sequence of a request, or None.
+
+        Args:
+            prompt: The request's, whose text may count for banned phrases.
+            params: The request's.
+            show_special: Special tokens belong to the text.
+
+        Raises:
+            RequestError: A grammar is invalid or asks for what is not supported, or no text is allowed.
+        """
+        if not params.ban and params.text_grammar is None:
+            return lambda: None
+        ends = frozenset[int]() if params.ignore_eos else self._ends
+
+        def make() -> Constraint:
+            parts: dict[str, Constraint] = {}
+            if params.ban:
+                parts["ban"] = self._banned(prompt, params, ends, show_special)
+            if params.text_grammar is not None:
+                option, _ = params.text_grammar
+                matcher = self._matcher(params.text_grammar).deep_copy()
+                parts[option] = Grammar(matcher, self._ends, self._vocabulary, option)
+            if len(parts) == 1 and not (ends and params.min_new_tokens):
+                return next(iter(parts.values()))
+            return Combined(parts, ends, params.min_new_tokens)
+
+        first = make().mask()
+        if first is not None and not bool(first.any()) and params.max_new_tokens:
+            option = "ban" if params.text_grammar is None else params.text_grammar[0]
+            raise RequestError("leaves no token to begin with", option=option, remedy="allow some text")
+        return make
+
+    def _banned(
+        self, prompt: list[int], params: SamplingParams, ends: frozenset[int], show_special: bool
+    ) -> Constraint:
+        table = self._table(ends, show_special)
+        endings = () if params.include_stop else tuple(params.stop)
+        key = (tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, endings)
+        automaton = self._automaton(key)
+        start = automaton.start
+        if params.ban_prompt:
+            start = self._prompt_state(automaton, table, prompt, show_special)
+        track = PhraseTrack(automaton, table, start, params.max_new_tokens)
+        if params.ban_mode == "mask":
+            return BannedByMask(self._masks(key, ends, show_special), track)
+        holds_all = params.text_grammar is not None or not _has_safe_token(
+            automaton, table, ends if params.min_new_tokens else frozenset()
+        )
+        return BannedByRollback(track, self._vocabulary, params.ban_rollbacks, holds_all=holds_all)
+
+    def _prompt_state(
+        self, automaton: PhraseAutomaton, table: TokenTable, prompt: list[int], show_special: bool
+    ) -> State:
+        """Return the automaton's state after as much of the prompt's end as a phrase may span."""
+        reach, texts = 4 * max(map(len, automaton.patterns)) + 4, list[bytes | None]()
+        for token in reversed(prompt):
+            if reach <= 0:
+                break
+            special = not show_special and token in self._tokenizer.special
+            texts.append(None if special else table.texts[token])
+            reach -= len(table.texts[token])
+        return prompt_state(automaton, texts[::-1])
+
+    def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
+        return TokenTable.of(
+            self._codec(), self._tokenizer, self._vocabulary, ends, show_special=show_special
+        )
+
+    def _make_automaton(self, key: tuple[tuple[str, ...], bool, bool, tuple[str, ...]]) -> PhraseAutomaton:
+        phrases, ignore_case, whole_words, endings = key
+        return PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), endings)
+
+    def _make_masks(
+        self, key: tuple[tuple[str, ...], bool, bool, tuple[str, ...]], ends: frozenset[int], show_special: bool
+    ) -> TokenMasks:
+        return TokenMasks(self._automaton(key), self._table(ends, show_special))
+
+    def _compile(self, grammar: tuple[str, str]) -> LLMatcher:
+        return compile_grammar(*grammar, self._ll_tokenizer())
+
+
+def _has_safe_token(automaton: PhraseAutomaton, table: TokenTable, barred: frozenset[int]) -> bool:
+    """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
+    first = {pattern.lstrip(BOUNDARY)[0] for pattern in automaton.patterns}
+    for id, text in enumerate(table.texts):
+        symbols, pending = automaton.decoded(b"", text)
+        if id not in barred and not pending and not first.intersection(symbols):
+            return True
+    return False

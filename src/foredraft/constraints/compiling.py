@@ -1,0 +1,86 @@
+"""Compiling: regular expressions, JSON schemas and grammars to matchers of llguidance, strictly.
+
+An invalid text is refused with the place that the library names, and a schema keyword that it does not
+implement by its name; nothing is ignored that the schema demands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from foredraft.errors import RequestError
+from foredraft.model.byte_codec import ByteCodec
+
+__all__ = ["compile_grammar", "grammar_tokenizer"]
+
+# White space between the parts of a JSON text: as people and models write it, but never without an end.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+# how the library's messages point at a place in a regular expression
+POINTED = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<before> *)\^+\nerror: (?P<error>.*)")
+SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> None:
+        self._codec = codec
+        self.tokens = [text or SILENT + b"[%d]" % id for id, text in enumerate(codec.table(vocabulary))]
+        self.special_token_ids = [id for id, text in enumerate(self.tokens) if text.startswith(SILENT)]
+        # the library wants one; without one, any id that shows no text serves, because `Grammar` decides
+        self.eos_token_id = min(ends, default=next(iter(self.special_token_ids), vocabulary - 1))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._codec.spell(text if isinstance(text, str) else text.decode("utf-8", "ignore"))
+
+
+def grammar_tokenizer(codec: ByteCodec, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
+    """Return the tables of a tokenizer for llguidance."""
+    wrapped = _Vocabulary(codec, vocabulary, ends)
+    return LLTokenizer(TokenizerWrapper(wrapped), n_vocab=vocabulary)
+
+
+def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Return a matcher at the beginning of a text.
+
+    Args:
+        option: "regex", "json_schema", "json_object" or "grammar".
+        text: The regular expression, the schema as JSON, or the grammar in llguidance's Lark dialect.
+        tokenizer: Of the target.
+
+    Raises:
+        RequestError: The text is invalid or not supported.
+    """
+    if option == "regex":
+        source = LLMatcher.grammar_from_regex(text)
+    elif option == "grammar":
+        source = LLMatcher.grammar_from_lark(text)
+    else:
+        source = LLMatcher.grammar_from_json_schema(
+            json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
+        )
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, tokenizer)
+    if is_error:
+        raise RequestError(
+            f"is refused: {_one_line(messages[0])}", option=option,
+            remedy="correct it, or leave out what is not supported",
+        )  # fmt: skip
+    matcher = LLMatcher(tokenizer, source)
+    if matcher.is_error():
+        raise RequestError(
+            f"is refused: {_one_line(matcher.get_error())}", option=option, remedy="give a simpler one"
+        )
+    return matcher
+
+
+def _one_line(message: str) -> str:
+    """Return a message of the library on one line, with the place of an error in a regular expression."""
+    place = POINTED.search(message)
+    if place is not None:
+        return f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
+    return " ".join(message.split())
