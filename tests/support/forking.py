@@ -194,7 +194,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
         for number, (index, sequence) in list(running.items()):
             if sequence.state is not State.FINISHED:
                 continue
-            assert sequence.finish in (Finish.EOS, Finish.LENGTH), sequence.error
+            assert sequence.finish in (Finish.EOS, Finish.LENGTH, Finish.CONSTRAINT), sequence.error
             del running[number]
             path = noise.paths.pop(sequence.key)
             assert path.taken[: len(path.prefix)] == path.prefix, "a replayed path came out otherwise"

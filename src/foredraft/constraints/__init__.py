@@ -78,8 +78,7 @@ class ConstraintFactory:
                 return next(iter(parts.values()))
             return Combined(parts, ends, params.min_new_tokens)
 
-        first = make().mask()
-        if first is not None and not bool(first.any()) and params.max_new_tokens:
+        if params.max_new_tokens and make().at_dead_end:
             option = "ban" if params.text_grammar is None else params.text_grammar[0]
             raise RequestError("leaves no token to begin with", option=option, remedy="allow some text")
         return make
@@ -125,7 +124,10 @@ class ConstraintFactory:
         return PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), endings)
 
     def _make_masks(
-        self, key: tuple[tuple[str, ...], bool, bool, tuple[str, ...]], ends: frozenset[int], show_special: bool
+        self,
+        key: tuple[tuple[str, ...], bool, bool, tuple[str, ...]],
+        ends: frozenset[int],
+        show_special: bool,
     ) -> TokenMasks:
         return TokenMasks(self._automaton(key), self._table(ends, show_special))
 

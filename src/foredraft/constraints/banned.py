@@ -105,4 +105,4 @@ class BannedByRollback(Constraint):
         return self.length - 1
 
     def settled(self) -> int:
-        return 0 if self._holds_all else self._track.first_open()
+        return 0 if self._holds_all else self._track.settled()

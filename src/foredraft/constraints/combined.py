@@ -58,7 +58,7 @@ class Combined(Constraint):
             self.ended_by = self.ended_by or part.ended_by
 
     def retreat(self) -> int | None:
-        blocked = [part for part in self.parts if (mask := part.mask()) is not None and not mask.any()]
+        blocked = [part for part in self.parts if part.at_dead_end]
         for part in blocked or self.parts:
             kept = part.retreat()
             if kept is not None:

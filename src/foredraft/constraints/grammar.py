@@ -77,7 +77,9 @@ class Grammar(Constraint):
     def retreat(self) -> int | None:
         whole = self._matcher.is_accepting()
         self.ended_by = f"{self._option}: " + (
-            "the text is complete, and no end-of-text token is allowed" if whole else "no token can continue it"
+            "the text is complete, and no end-of-text token is allowed"
+            if whole
+            else "no token can continue it"
         )
         return None
 

@@ -21,7 +21,9 @@ from foredraft.constraints.token_table import TokenTable
 __all__ = ["TokenMasks"]
 
 KEPT_BYTES = 64 << 20  # of masks; a text visits the same few states again and again
-EAGER = 64  # phrases below a node from which on its ranges are looked up at once: a millisecond has about 1,000
+EAGER = (
+    64  # phrases below a node from which on its ranges are looked up at once: a millisecond has about 1,000
+)
 CONTINUATION = range(0x80, 0xC0)  # first bytes of tokens that may complete a character
 
 Ids = npt.NDArray[np.int64]

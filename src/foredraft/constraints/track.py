@@ -71,17 +71,28 @@ class PhraseTrack:
         for history in (self._states, self._symbols, self._begun, self._joined):
             del history[length + 1 :]
 
-    def first_open(self) -> int:
-        """Return the first token that may hold the beginning of a phrase that is not complete.
+    def settled(self) -> int:
+        """Return the leading tokens that no phrase can take back.
 
-        Where there is none, it is the number of tokens.
+        A phrase that is not complete yet may take back the text from its first token on. Then what was not
+        complete in front of that token is open again.
         """
-        automaton, state = self.automaton, self.state
-        length = automaton.depth[state.node] - automaton.symbols.whole_words
-        first = len(self.tokens)
-        if length > 0:
-            first = max(0, self._owner(self._symbols[-1] - length))
-        return max(0, min(first, self._begun[-1])) if state.pending else first
+        length = len(self.tokens)
+        while (first := self._first_open(length)) < length:
+            length = first
+        return length
+
+    def _first_open(self, length: int) -> int:
+        """Return the first of `length` tokens that may hold the beginning of a phrase that is not complete.
+
+        Where there is none, it is `length`.
+        """
+        automaton, state = self.automaton, self._states[length]
+        symbols = automaton.depth[state.node] - automaton.symbols.whole_words
+        first = length
+        if symbols > 0:
+            first = max(0, self._owner(self._symbols[length] - symbols))
+        return max(0, min(first, self._begun[length])) if state.pending else first
 
     def awaits_boundary(self) -> int | None:
         """Return the first token of a phrase that the end of the text would complete; None without one."""
@@ -114,5 +125,3 @@ def prompt_state(automaton: PhraseAutomaton, texts: list[bytes | None]) -> State
         for symbol in symbols:
             node = automaton.step(node, symbol)
     return State(node, pending)
-
-

@@ -41,6 +41,12 @@ class Constraint:
         """
         return None
 
+    @property
+    def at_dead_end(self) -> bool:
+        """Whether no token at all is allowed."""
+        mask = self.mask()
+        return mask is not None and not bool(mask.any())
+
     def advance(self, token: int) -> int:
         """Read the next token; return how many new tokens may stay: all, or fewer to ask for a rollback.
 
@@ -94,10 +100,7 @@ class _Walk:
     def advance(self, token: int) -> bool:
         """Return False where the draft must end after the token: it would be taken back, or nothing follows."""
         expected = self.constraint.length + 1
-        if self.constraint.advance(token) < expected:
-            return False
-        mask = self.constraint.mask()
-        return mask is None or bool(mask.any())
+        return self.constraint.advance(token) == expected and not self.constraint.at_dead_end
 
     def undo(self) -> None:
         self.constraint.rewind(self.base)

@@ -85,7 +85,7 @@ def _candidates(
     A round emits one token more than it drafts, which must be wanted too.
     """
     row = Candidates(sequence, {})
-    if sequence.skip_draft:
+    if sequence.skip_draft or (sequence.constraint is not None and sequence.constraint.at_dead_end):
         return row
     room = min(sequence.remaining, max_queries) - 1
     for name in sequence.drafters:

@@ -1,0 +1,92 @@
+"""The shipped round under shipped constraints: exact distributions, and identical texts with and without drafts.
+
+The definition of a ban (`tests.support.bans`) searches the whole text at every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Fixed
+from tests.support import distributions
+from tests.support.bans import Ban
+from tests.support.forking import Case, outputs_of
+from tests.support.harness import DRAFTERS, make_engine, request, run
+from tests.support.tabular import Table
+
+V = 5
+LENGTH = {"mask": 3, "rollback": 2}  # a rollback multiplies the branches
+WORLD = (Table(V, 21), Table(V, 22))
+BANS = {
+    "overlapping tokens": Ban((b"a", b"ab", b"b", b"ba", b""), ("bab", "aa")),
+    "within a token": Ban((b"a", b"abab", b"b", b"c", b""), ("ba",)),
+    "bytes of a character": Ban((b"\xc3", b"\xa9", b"a", b"\xc3\xa9a", b""), ("\u00e9a", "a\u00e9")),
+    "whole words": Ban((b"a", b"b", b" ", b"a ", b""), ("a", "bb"), whole_words=True, ends=frozenset({4})),
+    "from the prompt on": Ban((b"a", b"ab", b"b", b"ba", b""), ("aba", "aab"), prompt=(0,)),
+    "one token is left": Ban((b"a", b"b", b"ab", b"ba", b"c"), ("a", "b")),
+    "no token is left": Ban((b"a", b"b", b"ab", b"ba", b"bb"), ("aa", "ab", "ba", "bb")),
+}  # fmt: skip
+MODES = {"mask": {"mode": "mask"}, "rollback": {"mode": "rollback", "rollbacks": 1}}
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 2},
+    "frequency": {"frequency_penalty": 0.8},
+    "greedy": {"temperature": 0},
+}
+
+
+def ban_of(name: str, mode: str) -> Ban:
+    return Ban(**{**BANS[name].__dict__, **MODES[mode], "last": LENGTH[mode]})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BANS)
+def test_the_output_has_the_distribution_of_the_definition(name: str, mode: str) -> None:
+    ban = ban_of(name, mode)
+    cases = [
+        Case(
+            f"{transform}, {drafter}",
+            SamplingParams(max_new_tokens=LENGTH[mode], acceptance="speculative", **options),
+            drafters=(drafter,) if drafter else (),
+            eos=ban.ends,
+            constraint=ban.shipped,
+        )
+        for transform, options in TRANSFORMS.items()
+        for drafter in ((None, "draft-model", "script", "tapping") if transform == "as it is" else ("draft-model",))
+    ]  # fmt: skip
+    found = outputs_of(lambda noise: make_engine(*WORLD, Fixed(3), rows=48, noise=noise), cases)
+    for case, got in zip(cases, found, strict=True):
+        want = distributions.outputs(
+            WORLD[0].after, list(case.prompt), case.params, eos=case.eos, constraint=ban.defined()
+        )
+        assert sum(got.distribution.values()) == pytest.approx(1, abs=1e-9), case.name
+        assert set(got.distribution) <= set(want), f"{case.name}: an impossible output"
+        for output, chance in want.items():
+            assert got.distribution.get(output, 0.0) == pytest.approx(chance, abs=1e-5), (case.name, output)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BANS)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"acceptance": "coupled"}], ids=["greedy", "coupled"]
+)
+def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[str, Any]) -> None:
+    ban = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12})
+
+    def texts(drafter: str | None) -> list[list[int]]:
+        sequences = [
+            request((0, 1 + seed % 3), drafter, seed=seed, eos=ban.ends, constraint=ban.shipped(), max_new_tokens=12, **options)
+            for seed in range(6)
+        ]  # fmt: skip
+        return run(make_engine(*WORLD, Fixed(3)), sequences)
+
+    plain = texts(None)
+    for drafter in DRAFTERS[1:]:
+        assert texts(drafter) == plain, drafter
+    if name != "from the prompt on":
+        for tokens in plain:
+            assert not ban.matches(tokens)

@@ -1,0 +1,124 @@
+"""Banned text against its definition: masks, rollbacks and rewinds over vocabularies that overlap nastily."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.support.bans import Ban
+
+PIECES = [
+    b"a", b"b", b"ab", b"ba", b"A", b" ", b"a b", b"_", b"!", b"aab", b"\xc3", b"\xa9", b"\x89", "\u00e9".encode(),
+    b"b\xe4\xbd", b"\xa0", "\u4f60".encode(), b"\xa0a", b"\xf0\x9f\x99", b"\x82", "\U0001f642a".encode(), b"", b"\xff", b"b!",
+]  # fmt: skip
+LETTERS = "abA \u00e9\u00c9\u4f60\U0001f642_!"
+
+vocabularies = st.lists(st.sampled_from(PIECES), min_size=3, max_size=14, unique=True).map(tuple)
+phrases = st.lists(st.text(LETTERS, min_size=1, max_size=4), min_size=1, max_size=4, unique=True).map(tuple)
+
+
+@st.composite
+def bans(draw: st.DrawFn, mode: str) -> Ban:
+    texts = draw(vocabularies)
+    ids = st.integers(0, len(texts) - 1)
+    return Ban(
+        texts,
+        draw(phrases),
+        mode,
+        frozenset(id for id, text in enumerate(texts) if not text and draw(st.booleans())),
+        draw(st.integers(1, 8)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        tuple(draw(st.lists(ids, max_size=3))),
+        draw(st.integers(0, 6)),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(bans("mask"), st.data())
+def test_a_mask_forbids_exactly_the_tokens_that_complete_banned_text(ban: Ban, data: st.DataObject) -> None:
+    shipped, defined = ban.shipped(), ban.defined()
+    for _ in range(ban.last):
+        mask, want = shipped.mask(), defined.mask()
+        assert mask is not None and want is not None
+        assert mask.tolist() == want.tolist()
+        allowed = [id for id, is_allowed in enumerate(want.tolist()) if is_allowed]
+        if not allowed:
+            assert shipped.retreat() == defined.retreat()
+            return
+        token = data.draw(st.sampled_from(allowed))
+        shipped.advance(token)
+        defined.advance(token)
+        if token in ban.ends:
+            return
+
+
+@settings(max_examples=400, deadline=None)
+@given(bans("rollback"), st.data())
+def test_a_rollback_cuts_before_the_first_byte_of_the_phrase(ban: Ban, data: st.DataObject) -> None:
+    shipped, defined = ban.shipped(), ban.defined()
+    for _ in range(30):
+        mask, want = shipped.mask(), defined.mask()
+        assert want is not None
+        allowed = want.tolist()
+        assert mask is None or mask.tolist() == allowed
+        if not any(allowed):
+            kept = shipped.retreat()
+            assert kept == defined.retreat()
+            if kept is None:
+                return
+        else:
+            token = data.draw(st.sampled_from([id for id, is_allowed in enumerate(allowed) if is_allowed]))
+            kept = shipped.advance(token)
+            assert kept == defined.advance(token)
+            if kept == shipped.length:
+                if token in ban.ends or kept == ban.last:
+                    return
+                continue
+        shipped.roll_back(kept)
+        defined.roll_back(kept)
+        assert (shipped.ended_by is None) == (defined.ended_by is None)
+        if shipped.ended_by is not None:
+            return
+
+
+@pytest.mark.parametrize("mode", ["mask", "rollback"])
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_rewound_ban_equals_a_fresh_one(mode: str, data: st.DataObject) -> None:
+    ban = data.draw(bans(mode))
+    tokens = data.draw(st.lists(st.integers(0, len(ban.texts) - 1), min_size=1, max_size=8))
+    length = data.draw(st.integers(0, len(tokens)))
+    rewound, fresh = ban.shipped(), ban.shipped()
+    for token in tokens:
+        rewound.advance(token)
+    rewound.rewind(length)
+    for token in tokens[:length]:
+        fresh.advance(token)
+    for token in range(len(ban.texts)):
+        assert rewound.advance(token) == fresh.advance(token)
+        rewound.rewind(length)
+        fresh.rewind(length)
+    for one, other in ((rewound.mask(), fresh.mask()),):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or one.tolist() == other.tolist()
+    assert rewound.settled() == fresh.settled()
+
+
+@settings(max_examples=200, deadline=None)
+@given(bans("rollback"), st.data())
+def test_no_rollback_takes_back_what_was_settled(ban: Ban, data: st.DataObject) -> None:
+    shipped = ban.shipped()
+    shipped._holds_all = False  # type: ignore[attr-defined]
+    settled = 0
+    for _ in range(20):
+        token = data.draw(st.integers(0, len(ban.texts) - 1))
+        kept = shipped.advance(token)
+        assert kept >= settled
+        if kept < shipped.length:
+            shipped.roll_back(kept)
+        elif token in ban.ends or kept == ban.last:
+            return
+        assert shipped.settled() >= settled
+        settled = shipped.settled()
