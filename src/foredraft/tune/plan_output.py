@@ -82,19 +82,19 @@ def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperatur
     )
 
 
-def save_plan(plan: PlanFile, out: Path | None) -> tuple[list[str], list[str]]:
-    """Write a plan to `out`, if given, and to the cache folder.
+def save_plan(plan: PlanFile, plan_out: Path | None) -> tuple[list[str], list[str]]:
+    """Write a plan to `plan_out`, if given, and to the cache folder.
 
     Returns:
         The files that were written, and a message for each file that was not.
     """
     files, unwritten = [], []
     try:
-        if out is not None:
-            write_plan(plan, out, "out")
-            files.append(str(out))
+        if plan_out is not None:
+            write_plan(plan, plan_out, "plan_out")
+            files.append(str(plan_out))
     except ConfigError as error:
-        unwritten.append(f"the plan was not written to {out} ({_reason(error)})")
+        unwritten.append(f"the plan was not written to {plan_out} ({_reason(error)})")
     try:
         if (cached := keep_plan(plan)) is not None:
             files.append(str(cached))
