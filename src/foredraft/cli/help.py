@@ -32,16 +32,16 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "[OPTIONS]",
         (
             ("foredraft bench --html report.html", "the demo models"),
-            ("foredraft bench --model ./big --draft ./small --workload mine.jsonl", "yours"),
-            ("foredraft bench --methods lookup,transformers --batch 1,8", "some methods"),
+            ("foredraft bench --model ./big --draft ./small", "your models"),
+            ("foredraft bench --model ./big --workload my.jsonl", "your prompts"),
         ),
     ),
     "tune": (
         "[OPTIONS]",
         (
             ("foredraft tune", "the demo model"),
-            ("foredraft tune --model ./big --prompts mine.txt", "your model"),
-            ("foredraft tune --model ./big --prompts mine.txt --timeout 600", "ten minutes"),
+            ("foredraft tune --model ./big --prompts my.txt", "your model"),
+            ("foredraft tune --model ./big --prompts my.txt --timeout 600", "ten minutes"),
         ),
     ),
     "verify": (
