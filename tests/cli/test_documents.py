@@ -48,7 +48,9 @@ def test_log_probabilities_go_to_the_file(
     assert len(json.loads(file.read_text())["outputs"][0]["logprobs"]) == 8
 
 
-@pytest.mark.parametrize("command", [GENERATE, VERIFY, ["bench"], ["tune"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [GENERATE, VERIFY, ["bench"], ["tune"], ["info"]], ids=lambda words: words[0]
+)
 @pytest.mark.parametrize(
     ("file", "problem"),
     [

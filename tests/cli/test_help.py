@@ -16,10 +16,12 @@ from foredraft.cli.options import (
     ChatOptions,
     DocumentOptions,
     DraftingOptions,
+    DraftModelOptions,
     DraftOptions,
     ModelOptions,
     OutputOptions,
     SamplingOptions,
+    TargetOptions,
 )
 from foredraft.kinds import DRAFTERS, POLICIES
 
@@ -27,6 +29,7 @@ GROUPS: dict[str, tuple[type[Any], ...]] = {
     "generate": (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions),
     "bench": (BenchOptions, ModelOptions, DraftingOptions, DocumentOptions),
     "tune": (TuneOptions, ModelOptions, DocumentOptions),
+    "info": (TargetOptions, DraftModelOptions, DocumentOptions),
     "verify": (VerifyOptions, ModelOptions, DraftOptions, DocumentOptions),
 }
 MOST_LINES, MOST_OPTIONS = 60, 10  # of a page of --help on a terminal of 80 columns
@@ -51,7 +54,7 @@ def test_help_is_short_and_begins_with_examples(
     assert len(lines) <= MOST_LINES
     assert lines[0].startswith(f"Usage: foredraft {command} ")
     assert all(line.startswith("  foredraft ") and len(line) <= 80 for line in lines[2:5])
-    assert 5 <= len(options_in(lines)) <= MOST_OPTIONS
+    assert 4 <= len(options_in(lines)) <= MOST_OPTIONS
     assert {"--model", "--device", "--json"} <= {*options_in(lines)}
     assert any("All options: --help-all" in line for line in lines)
     assert shown(capsys, monkeypatch, command, "-h") == lines

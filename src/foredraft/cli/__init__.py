@@ -20,6 +20,7 @@ from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
 from foredraft.cli.generate import generate
 from foredraft.cli.help import HELP_ALL, HelpPages, usage
+from foredraft.cli.info import info
 from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
@@ -38,7 +39,7 @@ app = App(
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-for command in (generate, bench, tune, verify):
+for command in (generate, bench, tune, verify, info):
     app.command(command, usage=usage(command.__name__))
 
 

@@ -44,6 +44,14 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft tune --model ./big --prompts my.txt --timeout 600", "ten minutes"),
         ),
     ),
+    "info": (
+        "[MODEL] [OPTIONS]",
+        (
+            ("foredraft info", "the demo models"),
+            ("foredraft info ./big --draft ./small", "whether the draft model fits"),
+            ("foredraft info owner/name --json", "on the hub: no weights are downloaded"),
+        ),
+    ),
     "verify": (
         "[PROMPTS...] [OPTIONS]",
         (

@@ -29,12 +29,14 @@ __all__ = [
     "COMMON",
     "ChatOptions",
     "DocumentOptions",
+    "DraftModelOptions",
     "DraftOptions",
     "DraftingOptions",
     "Flag",
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
+    "TargetOptions",
     "bullets",
     "common",
     "load_options",
@@ -53,7 +55,7 @@ OUTPUT = Group("Output", sort_key=5)
 
 
 def common(section: Group, **more: Any) -> Parameter:
-    """Return the marker of an option that `--help` shows, in a section of `--help-all`; `more` is as usual."""
+    """Return the marker of an option that `--help` shows, too; `more` are other arguments of `Parameter`."""
     return Parameter(group=(COMMON, section), **more)
 
 
@@ -82,7 +84,9 @@ MAX_DRAFT_HELP = ", ".join(f"{kind.max_draft} with {name}" for name, kind in POL
 
 @Parameter(name="*", group=MODEL)
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
+class TargetOptions:
+    """The options of the model that need no weights."""
+
     model: Annotated[str | None, common(MODEL)] = None
     """Target model: a folder or a Hugging Face id. Default: the demo models that ship with Foredraft."""
     revision: str | None = None
@@ -91,6 +95,13 @@ class ModelOptions:
     """Dtype of the models. Default: the checkpoint's."""
     device: Annotated[str | None, common(MODEL)] = None
     """cpu, cuda or cuda:N. Default: cuda if there is one."""
+
+
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True, slots=True)
+class ModelOptions(TargetOptions):
+    """All options of the model."""
+
     max_batch: int | None = None
     """Maximum number of sequences in a batch. Default: as many as the command uses and memory allows."""
     max_length: int | None = None
@@ -111,13 +122,20 @@ class ModelOptions:
 
 @Parameter(name="*", group=DRAFTING)
 @dataclass(frozen=True, slots=True)
-class DraftingOptions:
-    """All drafting options but --drafter, for commands that compare drafters."""
+class DraftModelOptions:
+    """The options of the draft model that need no weights."""
 
     draft: Annotated[str | None, common(DRAFTING)] = None
     """Draft model: a folder or a Hugging Face id."""
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the Hugging Face Hub."""
+
+
+@Parameter(name="*", group=DRAFTING)
+@dataclass(frozen=True, slots=True)
+class DraftingOptions(DraftModelOptions):
+    """All drafting options but --drafter, for commands that compare drafters."""
+
     plan: str | None = None
     """Layers that drafter layer-skip leaves out: a file of `foredraft tune`, exit:LAYER, or
     skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Default: the plan that `foredraft tune` kept for this
