@@ -251,7 +251,7 @@ def test_a_wrong_option_prints_one_line_and_exits_with_code_2(
         (["--model", "big", ""], "the prompt is empty"),
         (["--model", "mute", "x"], "no tokenizer.json"),
         (["--model", "big", "x", "y"], "y"),
-        (["--model", "big", "x", "-"], "['-']"),
+        (["--model", "big", "x", "-"], "no place for '-'"),
         (["--model", "-", "x"], "'-' is neither a folder"),
         (["--model", "big", "--draft", "-", "x"], "'-' is neither a folder"),
         (["--model", "big", "a\udcff"], "the prompt is not UTF-8 text (character 1)"),

@@ -48,7 +48,7 @@ def _too_many(error: UnusedCliTokensError) -> ForedraftError:
         "info": "give one model",
     }
     remedy = remedies.get(command, "give options as --name value")
-    return ConfigError(f"{command} has no place for {shlex.join(words)!r}", remedy=remedy)
+    return ConfigError(f"{command} has no place for {' '.join(words)!r}", remedy=remedy)
 
 
 def print_error(error: Exception | str) -> None:

@@ -74,7 +74,8 @@ def about(model: ModelInfo) -> str:
     """Return one line on a model."""
     return (
         f"{model.role}: {model.name or 'demo'}, {model.architecture}, {model.parameters / 1e6:,.1f} M"
-        f" parameters, {model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
+        f" parameters, {model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary"
+        f" {model.vocab_size:,}"
         f"{'' if model.tokenizer else ', no tokenizer'}; up to {model.max_positions:,} tokens"
     )
 

@@ -185,8 +185,8 @@ class DraftOptions(DraftingOptions):
         common(
             DRAFTING,
             show_choices=False,
-            help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto', True)}; under a policy"
-            " that decides about one drafter,"
+            help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto', True)}; under a"
+            " policy that decides about one drafter,"
             f" {default_drafter('fixed', False, plan_given=True)} with --plan, else"
             f" {default_drafter('fixed', True)} if there is a draft model"
             f" ({default_drafter('fixed', True, True)} if its tokenizer differs), else"
