@@ -32,10 +32,11 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler
 
 @pytest.fixture(autouse=True)
 def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Give each test an empty cache folder and kernels that are not loaded."""
+    """Give each test an empty cache folder, and an installation without kernels of which none are loaded."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, QUICK))
+    monkeypatch.setattr(building, "LIBRARIES", tmp_path / "none")
     monkeypatch.setattr(
         compilation,
         "_library_or_reason",
@@ -214,7 +215,9 @@ def test_cc_may_hold_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_a_missing_cc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
-    assert compilation.unavailable_because() == "CC is 'no-such-compiler -m64', which is not a program"
+    assert compilation.unavailable_because() == (
+        "this installation carries no kernels, and CC is 'no-such-compiler -m64', which is not a program"
+    )
 
 
 @pytest.mark.parametrize("options", [{"kernels": False}, {"compile": True}])

@@ -1,23 +1,39 @@
-"""Compile the C kernels, with any compiler that takes GCC's flags and vector extensions."""
+"""Compile the C kernels: for the CPU that compiles, or for the levels of x86-64 that a wheel carries.
+
+Contract: this file imports only Python's standard library and nothing of this package, because the build of
+the wheel (`hatch_build.py`) runs it where neither PyTorch nor the package is installed. The compiler is one
+that takes GCC's flags and vector extensions.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
     "FLAGS",
     "HERE",
+    "LEVELS",
+    "LIBRARIES",
+    "MANIFEST",
     "NATIVE",
     "SOURCES",
+    "Level",
     "build",
+    "build_levels",
     "compiler",
     "describe_compiler",
     "functions",
+    "has_levels",
     "sources_digest",
 ]
 
@@ -29,7 +45,39 @@ FLAGS = ("-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 WHOLE_COPIES = ("-mmove-max=512", "-mstore-max=512")
 NATIVE = ("-march=native",)
 COMPILERS = (["cc"], ["gcc"])
+LIBRARIES = HERE / "libraries"  # of an installed wheel: <level>.so, and the manifest
+MANIFEST = "manifest.json"  # {"sources": digest of the sources, "libraries": {level: digest of its library}}
 TIMEOUT = 120.0  # seconds for one command of the compiler; compiling takes a few
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A kind of CPUs that one library runs on.
+
+    Attributes:
+        name: Its name.
+        flags: The compiler's flags for it.
+        needs: The flags that /proc/cpuinfo lists for such a CPU.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_V3 = frozenset("cx16 lahf_lm popcnt sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
+_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+# The best first. The sources distinguish AVX-512F and AVX-512 BF16, and name no other instructions (no AMX).
+LEVELS = (
+    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
+    Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
+)
+
+
+def has_levels() -> bool:
+    """Return whether this system is one that the levels are for: Linux on x86-64, in 64 bits."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
 
 
 def compiler() -> list[str] | None:
@@ -62,6 +110,24 @@ def build(command: list[str], path: Path, target: tuple[str, ...] = NATIVE) -> N
         _run(*command, "-shared", str(objects), "-o", str(path), "-lm")
     finally:
         objects.unlink(missing_ok=True)
+
+
+def build_levels(command: list[str], folder: Path) -> list[Path]:
+    """Compile the library of each level into a folder, and write their manifest.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError, subprocess.SubprocessError: The compiler fails.
+    """
+    paths = {level.name: folder / f"{level.name}.so" for level in LEVELS}
+    with ThreadPoolExecutor() as pool:
+        [*pool.map(lambda level: build(command, paths[level.name], level.flags), LEVELS)]
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"sources": sources_digest(), "libraries": digests}, indent=1) + "\n")
+    return [*paths.values(), manifest]
 
 
 def describe_compiler(command: list[str]) -> list[str]:
