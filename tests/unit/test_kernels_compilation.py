@@ -213,6 +213,21 @@ def test_cc_may_hold_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert compilation.library() is not None
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_flags_that_a_compiler_does_not_know_are_left_out(
+    knows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refuse = "" if knows else 'case "$*" in *-mmove-max*) exit 1;; esac; '
+    log = tmp_path / "log"
+    monkeypatch.setenv("CC", str(program(tmp_path, f'{refuse}echo "$*" >> {log}; exec cc "$@"')))
+    assert compilation.library() is not None
+    [compiling] = [line for line in log.read_text().splitlines() if " -c " in line]
+    known = subprocess.run(
+        ["cc", *building.WHOLE_COPIES, "-E", "-x", "c", "/dev/null"], capture_output=True
+    )  # GCC 12 and later, on x86
+    assert ("-mmove-max" in compiling) == (knows and known.returncode == 0)
+
+
 def test_a_missing_cc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     assert compilation.unavailable_because() == (
