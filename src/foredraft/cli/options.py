@@ -116,8 +116,8 @@ class ModelOptions(TargetOptions):
     """Fuse the operations between matrix products with torch.compile. Needs a compiler, and seconds at the
     start. Meant for GPUs; on CPUs it replaces Foredraft's own kernels."""
     kernels: bool | None = None
-    """Run layers with Foredraft's CPU kernels, which a C compiler builds once on this machine. Default: on
-    where there is a compiler and the kernels support the model."""
+    """Run layers with Foredraft's CPU kernels, which the wheel carries for most CPUs; elsewhere a C
+    compiler builds them once. Default: on where the kernels are there and support the model."""
 
 
 @Parameter(name="*", group=DRAFTING)

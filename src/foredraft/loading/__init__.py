@@ -77,9 +77,9 @@ def load(
         compile: Fuse the operators between the products of each layer with `torch.compile`. It needs a
             compiler, and seconds at loading and at the first text. It is meant for GPUs; on CPUs it replaces
             the kernels.
-        kernels: Run layers and vocabulary operations with Foredraft's own kernels, which a C compiler builds
-            for this CPU once, in two seconds. None uses them where a compiler is found and they support the
-            model.
+        kernels: Run layers and vocabulary operations with Foredraft's own kernels, which the wheel
+            carries for most CPUs; elsewhere a C compiler builds them once, in seconds. None uses them where
+            they are there and support the model.
         progress: Called as (stage, done, total) while loading and during prefill.
 
     Returns:
