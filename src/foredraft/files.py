@@ -1,5 +1,7 @@
 """Write files atomically: into a temporary file beside the target, which is then renamed.
 
+The content is on the disk before the name is: after a crash the file is whole, old or new.
+
 A symbolic link stays a link. A pipe or a device is written in place. Every failure is a ConfigError that
 names the option whose value is the file.
 """
@@ -7,13 +9,16 @@ names the option whose value is the file.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from foredraft.errors import ConfigError
 
-__all__ = ["check_place", "write_whole"]
+__all__ = ["TEMPORARY", "check_place", "replacing", "write_whole"]
+
+TEMPORARY = ".new-"  # first characters of the names of temporary files
 
 
 def check_place(file: Path, option: str) -> None:
@@ -32,7 +37,7 @@ def check_place(file: Path, option: str) -> None:
         if file.is_dir() or not file.absolute().parent.is_dir():
             raise ConfigError(option=option, value=str(file), remedy="give a file in a folder that exists")
         if _is_replaceable(file):
-            temporary = _temporary(file)
+            temporary = _temporary(file.resolve())
             temporary.touch()
             temporary.unlink()
 
@@ -52,14 +57,37 @@ def write_whole(file: Path, text: str, option: str) -> None:
         if not _is_replaceable(file):
             file.write_text(text, encoding="utf-8")
             return
-        temporary = _temporary(file)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(file.resolve())
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        with replacing(file.resolve()) as new:  # the target of a link, so that the link itself stays
+            new.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path for a new file, which takes the place of `file` when the block ends without an error.
+
+    Several processes may do so at once: each writes a file of its own, and the last rename wins.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    new = _temporary(file)
+    try:
+        yield new
+        _flush(new)
+        new.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def _flush(file: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_replaceable(file: Path) -> bool:
@@ -68,8 +96,8 @@ def _is_replaceable(file: Path) -> bool:
 
 
 def _temporary(file: Path) -> Path:
-    target = file.resolve()  # the target of a link, so that the link itself stays
-    return target.with_name(f".{target.name}.{os.getpid()}")
+    """Return a new name beside a file."""
+    return file.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{file.name}")
 
 
 @contextmanager

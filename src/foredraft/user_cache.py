@@ -9,29 +9,39 @@ Each kind of content has its own folder. A kind's documents are JSON values unde
     write("profiles", key, {"step_ms": 4.2})
     read("profiles", key)  # {"step_ms": 4.2}; None under any other key
 
-Contract: a key holds everything that the document depends on. A reader sees a whole file or none, also while
-several processes write it. The cache only saves time, so no state of the folder is an error for `read` and
-`write`.
+Other files lie beside a document that holds the digest of their content (`find_file`, `new_file`).
+
+Contract: a key holds everything that the content depends on. A reader sees a whole file or none, also while
+several processes write it. Only content that this user wrote is believed: a file whose digest differs, or
+that another user could have written (`ownership.py`), counts as missing. The cache only saves time, so no
+state of the folder is an error for `read`, `write` and `find_file`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
-import tempfile
+import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "keyed_path", "read", "replacing", "write"]
+from foredraft.files import TEMPORARY, replacing
+from foredraft.ownership import NotPrivateError, check_folder, make_folder, read_private
+
+__all__ = ["PRIVATE_CACHE", "cache_folder", "find_file", "keyed_path", "new_file", "read", "sweep", "write"]
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "FOREDRAFT_CACHE"
+PRIVATE_CACHE = f"set {VARIABLE} to a folder that only you can write"  # a remedy
 DIGITS = 32  # of a file name: half of the SHA-256 of its key, which no two keys share in practice
+ABANDONED = 3600.0  # seconds after which a temporary file has no writer: compiling takes up to four minutes
 
 
 def cache_folder(kind: str = "") -> Path | None:
@@ -63,13 +73,15 @@ def read(kind: str, key: Any) -> Any | None:
 
     The caller checks the document's own fields.
     """
-    path = keyed_path(kind, key)
-    if path is None:
+    content = _read_bytes(keyed_path(kind, key))
+    if content is None:
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content["document"] if content["key"] == _as_json(key) else None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        found = json.loads(content)
+        document = found["document"]
+        sound = found["key"] == _as_json(key) and found["digest"] == _digest_of(document)
+        return document if sound else None
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -78,30 +90,107 @@ def write(kind: str, key: Any, document: Any) -> None:
     path = keyed_path(kind, key)
     if path is None:
         return
-    text = json.dumps({"key": key, "document": document}) + "\n"
+    digest = _digest_of(_as_json(document))
+    text = json.dumps({"key": key, "document": document, "digest": digest}) + "\n"
     try:
-        with replacing(path) as new:
+        with _replacing(path) as new:
             new.write_text(text, encoding="utf-8")
     except OSError as error:
         logger.debug("the cache cannot hold %s (%s)", path, error)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file, which takes the place of `path` when the block ends without an error.
+def find_file(kind: str, key: Any, suffix: str) -> Path | None:
+    """Return the file under a key that `new_file` stored; None where it is missing, broken or foreign.
 
-    Several processes may do so at once: each writes a file of its own, and the last rename wins.
+    Until it is used, no other user can replace it.
+    """
+    path, digest = keyed_path(kind, key, suffix), read(kind, key)
+    content = None if digest is None else _read_bytes(path)
+    if path is None or content is None or hashlib.sha256(content).hexdigest() != digest:
+        return None
+    return Path(os.path.realpath(path))
+
+
+@contextmanager
+def new_file(kind: str, key: Any, suffix: str) -> Iterator[Path | None]:
+    """Yield a path for a new file under a key, which is kept when the block ends without an error.
+
+    None is yielded where the cache is off. Files that the block writes beside it and leaves there, under
+    names that begin with its own, are removed some time later.
 
     Raises:
-        OSError: the folder or the file cannot be written.
+        OSError: The folder or the file cannot be written, or other users can write the folder.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        new = Path(folder) / path.name
+    path = keyed_path(kind, key, suffix)
+    if path is None:
+        yield None
+        return
+    with _replacing(path) as new:
         yield new
-        os.replace(new, path)
+        digest = hashlib.sha256(new.read_bytes()).hexdigest()
+    write(kind, key, digest)
 
 
-def _as_json(key: Any) -> Any:
-    """Return a key as a file gives it back: tuples become lists."""
-    return json.loads(json.dumps(key))
+def sweep(folder: Path, *prefixes: str) -> None:
+    """Remove what writers that were killed left in a folder: this user's entries with one of these prefixes.
+
+    Entries younger than ABANDONED may still have a writer, and stay.
+    """
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.name.startswith(prefixes):
+                with suppress(OSError):
+                    _remove_if_abandoned(entry)
+
+
+def _remove_if_abandoned(entry: Path) -> None:
+    status = entry.lstat()
+    if time.time() - status.st_mtime < ABANDONED or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
+        return
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a path for a new file of the cache, as `files.replacing` does, in a folder of this user alone."""
+    make_folder(path.parent)
+    try:
+        folder = check_folder(path.parent)
+    except NotPrivateError as error:
+        _warn_once(str(error.filename), str(error.strerror))
+        raise
+    sweep(folder, TEMPORARY)
+    with replacing(folder / path.name) as new:
+        yield new
+        new.chmod(0o600)  # a permissive umask would make the file one that `read_private` refuses
+
+
+def _read_bytes(path: Path | None) -> bytes | None:
+    """Return the content of a file of the cache; None where it cannot be read or is not this user's alone."""
+    if path is None:
+        return None
+    try:
+        return read_private(check_folder(path.parent) / path.name)
+    except NotPrivateError as error:
+        _warn_once(str(error.filename), str(error.strerror))
+    except (OSError, MemoryError):
+        pass
+    return None
+
+
+@functools.cache
+def _warn_once(path: str, reason: str) -> None:
+    logger.warning("the cache does without %s, which %s; %s", path, reason, PRIVATE_CACHE)
+
+
+def _digest_of(document: Any) -> str:
+    """Return the digest of a document as a file gives it back."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as a file gives it back: tuples become lists."""
+    return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""`foredraft bench` on tiny random checkpoints: its JSON line, tables, files and errors."""
+"""`foredraft bench` on tiny random checkpoints: its document, tables, files and errors."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def words(models: Path, workload: Path, monkeypatch: pytest.MonkeyPatch) -> Word
     return Words(pair | {"--workload": str(workload)} | QUICK)
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The file of --out."""
+    return tmp_path / "report.json"
+
+
 def document(text: str) -> dict[str, Any]:
     def refuse(name: str) -> None:
         raise AssertionError(name)
@@ -62,7 +68,7 @@ def document(text: str) -> dict[str, Any]:
 
 def test_stdout_is_one_json_document(words: Words, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    assert main(words.command(batch="1,2", json=str(file))) == 0
+    assert main([*words.command(batch="1,2", out=str(file)), "--json"]) == 0
     stdout, stderr = capfd.readouterr()
     assert len(stdout.splitlines()) == 1 and stderr == ""
     report = Report.from_dict(document(stdout))
@@ -77,13 +83,11 @@ def test_stdout_is_one_json_document(words: Words, tmp_path: Path, capfd: pytest
     assert report.options["methods"] == ["lookup", "draft-model"] and report.options["batch"] == [1, 2]
 
 
-def test_a_terminal_shows_a_table_before_the_json_line(
-    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(words.command(prompts="2", repeats="2")) == 0
-    *captured, last = capsys.readouterr().out.splitlines()
-    report = Report.from_dict(document(last))
+def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.command(prompts="2", repeats="2", out=str(out))) == 0
+    captured = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith("{") for line in captured)
+    report = Report.from_dict(document(out.read_text()))
     assert "temperature 0, 4 tokens, 2 repeats" in captured[0] and "a bare step takes" in captured[0]
     assert captured[2].split()[:3] == ["workload", "batch", "method"]
     for line, row in zip(captured[3:6], report.rows, strict=True):
@@ -99,13 +103,12 @@ def test_a_terminal_shows_a_table_before_the_json_line(
 
 
 def test_a_table_by_policy_follows_the_table_by_method(
-    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: Words, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(words.command(prompts="2", policy="fixed", policies="all")) == 0
+    assert main(words.command(prompts="2", policy="fixed", policies="all", out=str(out))) == 0
     captured = capsys.readouterr()
-    *lines, last = captured.out.splitlines()
-    report = Report.from_dict(document(last))
+    lines = captured.out.splitlines()
+    report = Report.from_dict(document(out.read_text()))
     assert [line.split()[2] for line in lines[3:6]] == ["plain", "lookup", "draft-model"]
     assert lines[6] == "" and lines[7].split()[:4] == ["workload", "batch", "method", "policy"]
     assert {row.policy for row in report.policies} == set(POLICIES)
@@ -120,9 +123,8 @@ def test_a_table_by_policy_follows_the_table_by_method(
 
 
 def test_a_table_by_policy_is_shown_for_a_single_policy(
-    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: Words, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(words.command(prompts="1", policies="auto")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines[7:10]] == [
@@ -133,21 +135,20 @@ def test_a_table_by_policy_is_shown_for_a_single_policy(
 
 
 def test_a_lossy_method_is_labelled(
-    words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: Words, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     html = tmp_path / "x.html"
     options = {"methods": "draft-model,bild", "prompts": "1", "policy": "fixed", "max-draft": "2"}
-    assert main(words.command(html=str(html), **options)) == 0
+    assert main(words.command(html=str(html), out=str(out), **options)) == 0
     captured = capsys.readouterr()
-    *lines, last = captured.out.splitlines()
+    lines = captured.out.splitlines()
     assert ["lossy" in line for line in lines[3:6]] == [False, False, True]
     assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
     assert (
         "bild is lossy: its output does not have the model&#39;s own distribution. It reaches"
         in html.read_text()
     )
-    row = Report.from_dict(document(last)).rows[2]
+    row = Report.from_dict(document(out.read_text())).rows[2]
     assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
     assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
     assert captured.err == "foredraft: bild keeps to policy fallback\n"
@@ -157,10 +158,10 @@ def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.C
     command = words.command(methods="bild", prompts="1", policy="fallback")
     lengths = []
     for threshold in ("0", "1"):
-        assert main([*command, "--policy-option", f"threshold={threshold}"]) == 0
+        assert main([*command, "--json", "--policy-option", f"threshold={threshold}"]) == 0
         captured = capsys.readouterr()
         assert captured.err == ""
-        drafting = Report.from_dict(document(captured.out.splitlines()[-1])).rows[1].drafting
+        drafting = Report.from_dict(document(captured.out)).rows[1].drafting
         assert drafting is not None
         lengths.append(drafting.mean_draft_length)
     assert lengths[0] > lengths[1] == 0
@@ -185,7 +186,6 @@ def test_differing_tokens_are_reported_and_fail(
         return replace(timing, tokens=other) if self.name == "lookup" else timing
 
     monkeypatch.setattr(ForedraftContender, "run", altering)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(words.command()) == 1
     out = capsys.readouterr().out
     assert "lookup on words, batch 1: the tokens DIFFER from plain decoding's" in out
@@ -238,11 +238,12 @@ def test_differing_tokens_are_reported_and_fail(
         ({"new-tokens": "1"}, "--new-tokens is 1; give 2 or more"),
         ({"temperature": "-1"}, "--temperature is -1.0; give 0 or more"),
         ({"batch": "4", "max-batch": "2"}, "--max-batch is 2, but --batch asks for 4; leave it out"),
-        ({"json": "nowhere/x.json"}, "--json is 'nowhere/x.json'; give a file in a folder that exists"),
+        ({"out": "nowhere/x.json"}, "--out is 'nowhere/x.json'; give a file in a folder that exists"),
         ({"html": "."}, "--html is '.'; give a file in a folder that exists"),
-        ({"json": "same", "html": "same"}, "--html is 'same', and so is --json; give each a file of its own"),
-        ({"json": "x" * 254}, "which cannot be written (File name too long)"),
-        ({"json": "-"}, "--json is '-', but the last line of stdout is the document; give a file"),
+        ({"out": "same", "html": "same"}, "--html is 'same', and so is --out; give each a file of its own"),
+        ({"out": "x" * 254}, "which cannot be written (File name too long)"),
+        ({"out": "-"}, "--out is '-', which is stdout, not a file; give --json instead"),
+        ({"html": "-"}, "--html is '-', which is stdout, not a file; give a file"),
         ({"methods": "retokenize"}, "retokenize needs a draft model with another tokenizer; give --draft"),
         ({"drafter": "lookup"}, "Unknown option: --drafter"),
         ({"max-draft": "0"}, "--max-draft is 0; give a whole number, 1 or more"),
@@ -281,7 +282,7 @@ def test_notes_are_written_to_stderr(
 ) -> None:
     made = Report({"deterministic": True}, {}, (), None, (), (), ("left out: lookup",))
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
-    assert main(words.command()) == 0
+    assert main([*words.command(), "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == "foredraft: left out: lookup\n"
     assert Report.from_dict(document(captured.out)) == made
@@ -292,7 +293,7 @@ def test_an_interrupt_shows_the_finished_rows(
 ) -> None:
     made = Report({"deterministic": True}, {}, (), None, (), (), finished=False)
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
-    assert main(words.command(json=str(tmp_path / "part.json"))) == 130
+    assert main([*words.command(out=str(tmp_path / "part.json")), "--json"]) == 130
     captured = capsys.readouterr()
     assert captured.err == "foredraft: interrupted; the rows above were done\n"
     assert (
@@ -307,7 +308,7 @@ def test_files_are_written_if_stdout_fails(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = words.command(
-        json=str(tmp_path / "a.json"), html=str(tmp_path / "a.html"), prompts="1", methods="lookup"
+        out=str(tmp_path / "a.json"), html=str(tmp_path / "a.html"), prompts="1", methods="lookup"
     )
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
@@ -337,7 +338,7 @@ def test_an_interrupt_before_the_first_row_writes_nothing(
         signal.SIGINT, signal.default_int_handler
     )  # a background process would ignore the signal
     try:
-        assert main(words.command(json=str(tmp_path / "x.json"))) == 130
+        assert main(words.command(out=str(tmp_path / "x.json"))) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()

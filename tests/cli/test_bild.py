@@ -32,9 +32,9 @@ def document(pair: list[str], capsys: pytest.CaptureFixture[str], *words: str) -
 
 
 def test_help_marks_the_lossy_rule() -> None:
-    text = " ".join(foredraft("generate", "--help").stdout.replace("│", " ").split())
+    text = " ".join(foredraft("generate", "--help-all").stdout.replace("│", " ").split())
     assert f"bild: {RULES['bild'].summary} (not lossless)" in text
-    assert f"coupled: {RULES['coupled'].summary};" in text
+    assert f"coupled: {RULES['coupled'].summary} •" in text
 
 
 def test_the_document_says_that_the_rule_is_lossy(

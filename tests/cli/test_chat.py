@@ -280,7 +280,9 @@ def test_a_wrong_command_prints_one_line_and_exits_with_code_2(
     assert message.replace("MUTE", places["MUTE"]) in printed.err
 
 
-@pytest.mark.parametrize(("options", "name"), [(["--json"], "json"), (["--n", "2"], "n")], ids=str)
+@pytest.mark.parametrize(
+    ("options", "name"), [(["--json"], "json"), (["--out", "o.json"], "out"), (["--n", "2"], "n")], ids=str
+)
 def test_options_of_a_single_text_are_refused_in_a_conversation(
     chatty: list[str],
     monkeypatch: pytest.MonkeyPatch,

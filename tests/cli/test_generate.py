@@ -251,7 +251,7 @@ def test_a_wrong_option_prints_one_line_and_exits_with_code_2(
         (["--model", "big", ""], "the prompt is empty"),
         (["--model", "mute", "x"], "no tokenizer.json"),
         (["--model", "big", "x", "y"], "y"),
-        (["--model", "big", "x", "-"], "['-']"),
+        (["--model", "big", "x", "-"], "no place for '-'"),
         (["--model", "-", "x"], "'-' is neither a folder"),
         (["--model", "big", "--draft", "-", "x"], "'-' is neither a folder"),
         (["--model", "big", "a\udcff"], "the prompt is not UTF-8 text (character 1)"),
@@ -465,7 +465,7 @@ def test_control_characters_are_made_visible(pair: list[str]) -> None:
 
 
 def test_help_lists_every_option() -> None:
-    text = foredraft("generate", "--help").stdout
+    text = foredraft("generate", "--help-all").stdout
     options = """--model --draft --drafter --policy --max-draft --draft-sampling --policy-option --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --n --acceptance --rollback --ignore-eos --dtype --device
         --max-batch --max-length --truncate --no-deterministic --compile --compare --json --no-color --revision
@@ -505,9 +505,8 @@ from foredraft.cli import main
 sys.exit(main())
 """
     command = [sys.executable, "-c", script]
-    text = " ".join(foredraft("generate", "--help", command=command).stdout.replace("│", " ").split())
+    text = " ".join(foredraft("generate", "--help-all", command=command).stdout.replace("│", " ").split())
     assert "oracle: the future drafts (not lossless)" in text
-    assert "[choices: none, lookup, draft-model, retokenize, layer-skip, auto, oracle]" in text
     assert "bold: as long as can be" in text
     assert ", 3 with bold;" in text
     options = ["--drafter", "oracle", "--policy", "bold", "--json", *GREEDY]

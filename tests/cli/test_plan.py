@@ -119,7 +119,7 @@ def test_bench_has_a_row_for_the_plan(
     (tmp_path / "words.jsonl").write_text('{"prompt": "def accept(draft, p):"}\n')
     command = [
         "bench", "--model", str(models / "big"), "--workload", str(tmp_path / "words.jsonl"), "--device", "cpu",
-        "--new-tokens", "8", "--repeats", "1", "--methods", "layer-skip",
+        "--new-tokens", "8", "--repeats", "1", "--methods", "layer-skip", "--json",
     ]  # fmt: skip
     assert main([*command, "--plan", "skip:attn=1"]) == 0
     found = document(capsys)

@@ -42,7 +42,7 @@ def command(big: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def accept{word}(draft, p, q)\n" for word in "abcdefgh"))
-    return ["tune", "--model", big, "--no-kernels", "--prompts", str(prompts), *QUICK]
+    return ["tune", "--model", big, "--no-kernels", "--json", "--prompts", str(prompts), *QUICK]
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,9 @@ def wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_options(command: list[str], *arguments: str) -> list[str]:
     """The command with these options; they replace its own."""
-    own = dict(zip(command[4::2], command[5::2], strict=True))  # after `tune --model DIR --no-kernels`
+    own = dict(zip(command[5::2], command[6::2], strict=True))  # after `tune --model DIR --no-kernels --json`
     return [
-        *command[:4],
+        *command[:5],
         *(
             word
             for pair in (own | dict(zip(arguments[::2], arguments[1::2], strict=True))).items()
@@ -72,7 +72,7 @@ def with_options(command: list[str], *arguments: str) -> list[str]:
 
 
 def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
@@ -80,7 +80,7 @@ def test_the_winning_plan_is_saved_where_generate_finds_it(
     command: list[str], big: str, tmp_path: Path, wins: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, html = tmp_path / "plan.json", tmp_path / "report.html"
-    assert main(with_options(command, "--out", str(out), "--html", str(html))) == 0
+    assert main(with_options(command, "--plan-out", str(out), "--html", str(html))) == 0
     report = document(capsys)
     assert report["finished"] and len(report["trials"]) == 16 and len(report["finalists"]) == 3
     for finalist in report["finalists"]:
@@ -99,12 +99,35 @@ def test_the_winning_plan_is_saved_where_generate_finds_it(
     assert "The best plans in real decoding" in page and page.count("<svg") == 3
 
 
+def test_stdout_has_a_table_and_out_has_the_document(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.json"
+    command = with_options(command, "--trials", "2", "--finalists", "1", "--out", str(out))
+    assert main([word for word in command if word != "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(out.read_text())
+    assert lines[0].startswith(f"{report['model']}: 2 trials of ")
+    assert lines[2].split()[:4] == ["plan", "draft", "over", "plain"]
+    assert lines[3].split()[0] == report["finalists"][0]["skips"]
+    assert not any(line.startswith("{") for line in lines)
+
+
 def test_a_plan_file_holds_its_temperature_and_the_report_names_the_replaced_plan(
     command: list[str], tmp_path: Path, wins: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
     for temperature in (0, 1):
-        more = ("--temperature", str(temperature), "--trials", "2", "--finalists", "1", "--out", str(out))
+        more = (
+            "--temperature",
+            str(temperature),
+            "--trials",
+            "2",
+            "--finalists",
+            "1",
+            "--plan-out",
+            str(out),
+        )
         before = read_plan(out) if temperature else None
         assert main(with_options(command, *more)) == 0
         assert read_plan(out).temperature == temperature
@@ -128,7 +151,7 @@ def test_an_early_exit_that_wins_is_saved_and_used(
         lambda *given: replace(measure(*given), verifying=(9.0,) * 3, exit=cheap),
     )
     out, html = tmp_path / "plan.json", tmp_path / "report.html"
-    assert main(with_options(command, "--out", str(out), "--html", str(html))) == 0
+    assert main(with_options(command, "--plan-out", str(out), "--html", str(html))) == 0
     report = document(capsys)
     assert {trial["origin"] for trial in report["trials"]} >= {"exit 1", "exit 2"}
     won = report["finalists"][0]
@@ -160,7 +183,7 @@ def test_no_plan_is_written_if_none_wins(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_module, "_winner", lambda finalists: None)
-    assert main(with_options(command, "--out", str(tmp_path / "plan.json"))) == 0
+    assert main(with_options(command, "--plan-out", str(tmp_path / "plan.json"))) == 0
     report = document(capsys)
     assert report["winner"] is None and report["plan_files"] == []
     assert not (tmp_path / "plan.json").exists() and not (tmp_path / "cache" / "plans").exists()
@@ -239,9 +262,9 @@ def test_an_interrupted_search_keeps_its_trials(
         return rounds(self, plan, **options)
 
     monkeypatch.setattr(run_module.TeacherForced, "rounds", interrupted)
-    assert main(with_options(command, "--out", str(tmp_path / "plan.json"))) == 130
+    assert main(with_options(command, "--plan-out", str(tmp_path / "plan.json"))) == 130
     captured = capsys.readouterr()
-    report = json.loads(captured.out.splitlines()[-1])
+    report = json.loads(captured.out)
     assert report["finished"] is False and len(report["trials"]) == 5 and report["finalists"] == []
     assert captured.err.endswith("\nforedraft: interrupted; the same command goes on with the study\n")
     assert not (tmp_path / "plan.json").exists()
@@ -282,7 +305,7 @@ STAGE_LINES = tuple(STAGES.values())
         (["--trials", "many"], "'many' is not a whole number"),
         (["--storage", ""], "--storage is ''; give it a value, or leave it out"),
         (["--prompts", ""], "--prompts is ''; give it a value, or leave it out"),
-        (["--out", ""], "--out is '' or '.'; give a file in a folder that exists"),
+        (["--plan-out", ""], "--plan-out is '' or '.'; give a file in a folder that exists"),
         (["--html", ""], "--html is '' or '.'; give a file in a folder that exists"),
         (
             ["--max-draft", "100000"],
@@ -313,8 +336,9 @@ STAGE_LINES = tuple(STAGES.values())
         (["--storage", "what"], "--storage is 'what', which is not a URL"),
         (["--prompts", "/no/such/file"], "--prompts is '/no/such/file', which cannot be read (No such file"),
         (["--tokens", "99999"], "--tokens is 99999, but the prompts give 1024 new tokens without repetition"),
-        (["--out", "/no/such/folder/plan.json"], "--out is '/no/such/folder/plan.json'"),
-        (["--html", "-"], "--html is '-', but the last line of stdout is the document"),
+        (["--plan-out", "/no/such/folder/plan.json"], "--plan-out is '/no/such/folder/plan.json'"),
+        (["--html", "-"], "--html is '-', which is stdout, not a file; give a file"),
+        (["--out", "-"], "--out is '-', which is stdout, not a file; give --json instead"),
         (["--max-draft", "0"], "--max-draft is 0; give 1 or more"),
         (["--sampler", "grid"], "grid"),
         (["--revision", "main"], "revision"),
@@ -406,9 +430,9 @@ def test_the_report_is_printed_if_the_plan_cannot_be_written(
 
     monkeypatch.setattr(run_module, "decode_finalists", losing)
     out, html = tmp_path / "plan.json", tmp_path / "report.html"
-    assert main(with_options(command, "--trials", "3", "--out", str(out), "--html", str(html))) == 2
+    assert main(with_options(command, "--trials", "3", "--plan-out", str(out), "--html", str(html))) == 2
     captured = capsys.readouterr()
-    report = json.loads(captured.out.splitlines()[-1])
+    report = json.loads(captured.out)
     assert report["winner"] == 0 and report["plan_files"] == [str(out)] and out.is_file()
     [unwritten] = report["unwritten"]
     assert unwritten.startswith(f"the plan was not written to {plans}/") and "(Not a directory)" in unwritten
@@ -472,7 +496,7 @@ def test_a_storage_lost_during_the_trials_is_reported_in_one_line(
     monkeypatch.setattr(run_module.TeacherForced, "rounds", losing)
     out = tmp_path / "plan.json"
     storage = f"sqlite:///{folder / 'study.db'}"
-    assert main(with_options(command, "--storage", storage, "--out", str(out))) == 2
+    assert main(with_options(command, "--storage", storage, "--plan-out", str(out))) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and not out.exists()
     line = captured.err.splitlines()[-1]

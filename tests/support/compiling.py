@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.kernels import compilation
+from foredraft.kernels import building, compilation
 from foredraft.model.runner.native import check, linear, passes
 
 QUICK = "-O0"
@@ -20,22 +20,22 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> 
     They are compiled without optimisation, which takes a tenth of the time and gives the same values. The
     function fails where the sources no longer hold `old` exactly once. Adapt the defect then; do not drop it.
     """
-    for name in compilation.SOURCES:
-        shutil.copy(compilation.HERE / name, folder / name)
-    holding = [folder / name for name in compilation.SOURCES if old in (folder / name).read_text()]
+    for name in building.SOURCES:
+        shutil.copy(building.HERE / name, folder / name)
+    holding = [folder / name for name in building.SOURCES if old in (folder / name).read_text()]
     assert len(holding) == 1, f"the kernels no longer hold {old!r}"
     source = holding[0].read_text()
     assert source.count(old) == 1, f"the kernels hold {old!r} more than once"
     holding[0].write_text(source.replace(old, new))
-    monkeypatch.setattr(compilation, "HERE", folder)
+    monkeypatch.setattr(building, "HERE", folder)
     compile_anew(monkeypatch, folder, QUICK)
 
 
 def compile_anew(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> None:
     """Compile the kernels with further flags, and run them in place of the loaded ones."""
-    command = compilation.compiler()
+    command = building.compiler()
     assert command is not None
-    monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, *flags))
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
     built: ctypes.CDLL = compilation._build(command, folder / "kernels.so")
     for module in (check, linear, passes):
         monkeypatch.setattr(module, "library", lambda: built)

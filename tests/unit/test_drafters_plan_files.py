@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,12 +21,14 @@ from foredraft.drafters.plan_files import (
     keep_plan,
     model_hash,
     plan_place,
+    plans_kept,
     read_plan,
     write_plan,
 )
 from foredraft.drafters.skips import Skips
 from foredraft.tune.plan_output import replaced_plan_note
 from tests.support.checkpoints import save_checkpoint
+from tests.support.foreign import NOT_PRIVATE
 
 PLAN = PlanFile(
     model="tiny", model_hash="a" * 64, layers=8, skip_attention=(1, 3), skip_mlp=(4,), device="cpu",
@@ -147,13 +150,45 @@ def test_a_plan_is_found_by_the_hash_of_its_model(cache: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="plan is for 'tiny', which is another model than"):
         find_plan("b" * 64)
     (place.parent / ("c" * 64 + ".json")).mkdir()
-    with pytest.raises(ConfigError, match=r"c.json', which cannot be read \(Is a directory\)"):
+    with pytest.raises(ConfigError, match=r"c.json', which cannot be read \(no regular file"):
         find_plan("c" * 64)
     monkeypatch.setenv("FOREDRAFT_CACHE", "")
     assert find_plan("b" * 64) is plan_place("b" * 64) is keep_plan(PLAN) is None
     monkeypatch.setenv("FOREDRAFT_CACHE", str(other))
     with pytest.raises(ConfigError, match="plan is .*, which cannot be written"):
         keep_plan(PLAN)
+
+
+@pytest.mark.parametrize("change", NOT_PRIVATE)
+def test_a_kept_plan_that_others_could_have_written_is_refused(
+    change: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = keep_plan(PLAN)
+    assert place is not None
+    reason = NOT_PRIVATE[change](place, monkeypatch).replace(", which", "")
+    with pytest.raises(ConfigError, match=f"which is not used, because .*{reason}; set FOREDRAFT_CACHE to"):
+        find_plan(PLAN.model_hash)
+
+
+@pytest.mark.parametrize("variable", ["FOREDRAFT_CACHE", "XDG_CACHE_HOME"])
+def test_no_plan_is_kept_under_a_path_that_is_too_long(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FOREDRAFT_CACHE", raising=False)
+    monkeypatch.setenv(variable, "/" + "x" * 5000)
+    assert not plans_kept() and find_plan(PLAN.model_hash) is None
+    with pytest.raises(ConfigError, match=r"which cannot be written \(File name too long\)"):
+        keep_plan(PLAN)
+
+
+def test_what_killed_writers_left_is_no_plan_and_is_removed(cache: Path) -> None:
+    left = cache / "plans" / ".new-0badcafe-plan.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
+    os.utime(left, (0, 0))
+    assert not plans_kept()
+    keep_plan(PLAN)
+    assert plans_kept() and not left.exists()
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from foredraft import ConfigError
-from foredraft.files import check_place, write_whole
+from foredraft.files import check_place, replacing, write_whole
 
 
 def test_a_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +54,31 @@ def test_an_unwritable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     check_place(tmp_path / "file", "html")
     assert (tmp_path / "file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_interrupted_writer_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as new:
+        new.write_text("whole")
+    with suppress(KeyboardInterrupt), replacing(path) as new:
+        new.write_text("ha")
+        raise KeyboardInterrupt
+    assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]
+
+
+def test_writers_at_the_same_time_do_not_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as one, replacing(path) as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert path.read_text() == "one"  # the outer block ends last
+
+
+def test_the_content_is_on_the_disk_before_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, fsync, replace = list[str](), os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (done.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(Path, "replace", lambda *paths: (done.append("rename"), replace(*paths)))
+    write_whole(tmp_path / "file", "text", "json")
+    assert done == ["fsync", "rename"] and (tmp_path / "file").read_text() == "text"

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foredraft import ConfigError, kernels, loading
-from foredraft.kernels import compilation
+from foredraft import ConfigError, kernels, loading, user_cache
+from foredraft.kernels import building, compilation
 from foredraft.loading import load
 from foredraft.model.runner.native import check
+from tests.support.cache_files import replace_document
 from tests.support.checkpoints import save_checkpoint
 from tests.support.compiling import QUICK
+from tests.support.foreign import NOT_PRIVATE
+
+# compiles an empty library, whatever it is asked for; the object file is never read
+EMPTY_LIBRARY = """case "$*" in *-shared*) while [ "$1" != -o ]; do shift; done; echo | cc -shared -fPIC -x c - -o "$2";; esac"""
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 
 @pytest.fixture(autouse=True)
 def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Give each test an empty cache folder and kernels that are not loaded."""
+    """Give each test an empty cache folder, and an installation without kernels of which none are loaded."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, QUICK))
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, QUICK))
+    monkeypatch.setattr(building, "LIBRARIES", tmp_path / "none")
     monkeypatch.setattr(
         compilation,
         "_library_or_reason",
@@ -44,25 +54,122 @@ def program(tmp_path: Path, lines: str) -> Path:
 
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a list that gathers the paths of the libraries that are compiled."""
     built: list[Path] = []
-    real = compilation._build
-    monkeypatch.setattr(
-        compilation, "_build", lambda command, path: (built.append(path), real(command, path))[1]
-    )
+    real = building.build
+    monkeypatch.setattr(building, "build", lambda command, path: (built.append(path), real(command, path))[1])
     return built
 
 
+def start_again() -> Any:
+    """Return the library as a process that starts now gets it."""
+    compilation._library_or_reason.cache_clear()
+    return compilation.library()
+
+
+def kept_library(tmp_path: Path) -> Path:
+    [kept] = (tmp_path / "cache" / "kernels").glob("*.so")
+    return kept
+
+
 def test_the_kernels_are_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    built, command = count_compilations(monkeypatch), compilation.compiler()
-    assert command is not None
-    compilation._load(command)
-    [kept] = (tmp_path / "cache" / "kernels").iterdir()
+    built = count_compilations(monkeypatch)
+    assert start_again() is not None and start_again() is not None
+    assert len(built) == 1
+    assert {path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()} == {".so", ".json"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content + b"more",
+        lambda content: content[: len(content) // 2],  # loading it would end this process
+        lambda content: b"broken",
+        lambda content: b"",
+    ],
+    ids=["longer", "truncated", "broken", "empty"],
+)
+def test_a_kept_library_with_other_content_is_compiled_anew(
+    change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = count_compilations(monkeypatch)
+    start_again()
+    kept = kept_library(tmp_path)
+    content = kept.read_bytes()
     kept.unlink()  # the loaded library still maps this file
-    kept.write_bytes(b"broken")
+    kept.write_bytes(change(content))
     for _ in range(2):
-        assert compilation._load(command).foredraft_argmax is not None
+        assert start_again().foredraft_argmax is not None
         assert len(built) == 2
-    assert [kept] == list((tmp_path / "cache" / "kernels").iterdir())
+    assert kept_library(tmp_path) == kept
+
+
+def library_of(tmp_path: Path, source: str) -> Path:
+    """Compile a library with other content."""
+    (tmp_path / "other.c").write_text(source)
+    command = [*(building.compiler() or ()), "-shared", "-fPIC", str(tmp_path / "other.c")]
+    subprocess.run([*command, "-o", str(tmp_path / "other.so")], check=True)
+    return tmp_path / "other.so"
+
+
+def replace_kept(kept: Path, other: Path) -> None:
+    """Put another library in the place of the kept one, and its digest in the place of the kept digest."""
+    kept.unlink()
+    shutil.copy(other, kept)
+    replace_document(kept.with_suffix(".json"), hashlib.sha256(kept.read_bytes()).hexdigest())
+
+
+def test_a_kept_library_without_the_functions_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = count_compilations(monkeypatch)
+    start_again()
+    replace_kept(kept_library(tmp_path), library_of(tmp_path, "int foredraft_argmax(void) { return 0; }\n"))
+    assert start_again().foredraft_product_float32 is not None
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize("change", NOT_PRIVATE)
+def test_a_library_that_others_could_have_written_is_not_run(
+    change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    user_cache._warn_once.cache_clear()
+    start_again()
+    kept, ran = kept_library(tmp_path), tmp_path / "ran"
+    constructor = f"""#include <fcntl.h>
+    __attribute__((constructor)) static void run(void) {{ open("{ran}", O_CREAT, 0600); }}"""
+    replace_kept(kept, library_of(tmp_path, constructor))
+    built, reason = count_compilations(monkeypatch), NOT_PRIVATE[change](kept, monkeypatch)
+    with caplog.at_level("WARNING"):
+        assert start_again() is not None
+    assert len(built) == 1 and not ran.exists()
+    [told] = [record.getMessage() for record in caplog.records]
+    assert reason in told
+
+
+def test_a_compiler_that_was_killed_leaves_nothing_for_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = [
+        tmp_path / "cache" / "kernels" / ".new-0badcafe-kernels.o",
+        tmp_path / "foredraft-kernels-0badcafe",
+    ]
+    left[0].parent.mkdir(parents=True)
+    left[0].write_text("half")
+    left[1].mkdir()
+    for path in left:
+        os.utime(path, (0, 0))
+    assert start_again() is not None and not left[0].exists()
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    assert start_again() is not None and not left[1].exists()
+
+
+@pytest.mark.parametrize("variable", ["FOREDRAFT_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_path_that_is_too_long_is_no_error(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FOREDRAFT_CACHE")
+    monkeypatch.setenv(variable, "/" + "x" * 5000)
+    assert compilation.library() is not None
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -86,28 +193,46 @@ def test_a_cache_folder_that_is_a_file_is_no_error(tmp_path: Path) -> None:
         ("printf '\\377\\n'; printf '\\377 error\\n' >&2; exit 1", "\ufffd error"),
         ("echo a warning >&2; exec sleep 20", "timed out"),
         ("exit 0", "cannot be compiled"),
+        (EMPTY_LIBRARY, "has no function foredraft_"),
     ],
 )
 def test_a_failing_compiler_is_the_reason(
     script: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compilation, "TIMEOUT", 0.5)
+    monkeypatch.setattr(building, "TIMEOUT", 0.5)
     monkeypatch.setenv("CC", str(program(tmp_path, script)))
     assert compilation.library() is None
     assert reason in (compilation.unavailable_because() or "")
 
 
 def test_cc_may_hold_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = compilation.compiler()
+    found = building.compiler()
     assert found is not None
     wrapper = program(tmp_path, 'exec "$@"')
     monkeypatch.setenv("CC", f"{wrapper} {found[0]}")
     assert compilation.library() is not None
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_flags_that_a_compiler_does_not_know_are_left_out(
+    knows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refuse = "" if knows else 'case "$*" in *-mmove-max*) exit 1;; esac; '
+    log = tmp_path / "log"
+    monkeypatch.setenv("CC", str(program(tmp_path, f'{refuse}echo "$*" >> {log}; exec cc "$@"')))
+    assert compilation.library() is not None
+    [compiling] = [line for line in log.read_text().splitlines() if " -c " in line]
+    known = subprocess.run(
+        ["cc", *building.WHOLE_COPIES, "-E", "-x", "c", "/dev/null"], capture_output=True
+    )  # GCC 12 and later, on x86
+    assert ("-mmove-max" in compiling) == (knows and known.returncode == 0)
+
+
 def test_a_missing_cc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
-    assert compilation.unavailable_because() == "CC is 'no-such-compiler -m64', which is not a program"
+    assert compilation.unavailable_because() == (
+        "this installation carries no kernels, and CC is 'no-such-compiler -m64', which is not a program"
+    )
 
 
 @pytest.mark.parametrize("options", [{"kernels": False}, {"compile": True}])

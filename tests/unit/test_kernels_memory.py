@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from foredraft import kernels
-from foredraft.kernels import compilation
+from foredraft.kernels import building
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 PROGRAM = Path(__file__).parents[1] / "kernels_memory.c"
 SANITISERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-FLAGS = ("-O0", "-g", "-fopenmp", "-Wno-psabi", f"-I{compilation.HERE}")
+FLAGS = ("-O0", "-g", "-fopenmp", "-Wno-psabi", f"-I{building.HERE}")
 # the widest tiles of this CPU, and the portable code
 CPUS = ("-march=native", pytest.param("-march=x86-64", marks=pytest.mark.slow))
 
 
 def compiled(source: Path, program: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [*(compilation.compiler() or ()), *flags, str(source), "-o", str(program), "-lm"]
+    command = [*(building.compiler() or ()), *flags, str(source), "-o", str(program), "-lm"]
     return subprocess.run(command, capture_output=True, text=True)
 
 

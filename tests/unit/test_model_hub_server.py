@@ -41,6 +41,13 @@ print(json.dumps([output.token_ids, output.stats.drafted]))
 """
 
 
+INSPECT = """
+import sys
+from foredraft.cli import main
+sys.exit(main(["info", *sys.argv[1:]]))
+"""
+
+
 @dataclass
 class Client:
     """Client processes that share one cache."""
@@ -333,3 +340,31 @@ def test_progress_is_reported_and_not_printed(client: Client) -> None:
     assert done.stderr == ""
     assert {stage for stage, _, _ in reports} == {"download"}
     assert all(0 <= had <= total for _, had, total in reports) and reports[-1][2] == 1
+
+
+def test_info_downloads_no_weights(client: Client, folders: Path, tmp_path: Path) -> None:
+    out = tmp_path / "info.json"
+    done = client.run(INSPECT, "owner/big", "--draft", "owner/small@v1", "--device", "cpu", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert weights_of(client.hub) == set() and "config.json" in client.hub.fetched()
+    assert "The weights of the target are not downloaded, so its tensors were not checked." in done.stdout
+    found = json.loads(out.read_text())
+    assert [model["weights_checked"] for model in found["models"]] == [False, False]
+    assert found["pair"]["drafter"] == "draft-model"
+    client.resolve("owner/big")  # with its weights
+    assert client.run(INSPECT, "owner/big", "--device", "cpu", "--out", str(out)).returncode == 0
+    assert client.hub.fetched() == [] or weights_of(client.hub) == set()
+    assert json.loads(out.read_text())["models"][0]["weights_checked"] is True
+
+
+def test_info_refuses_what_a_download_refuses(client: Client, folders: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    shutil.copytree(folders / "small", pickled)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    client.hub.repositories["owner/pickled"] = Repository({"main": pickled})
+    client.hub.repositories["owner/gated"] = Repository({"main": folders / "small"}, gated=True)
+    for name in ("owner/pickled", "owner/gated", "owner/nought", "owner/big@none"):
+        refusal = client.refused(name)
+        done = client.run(INSPECT, name)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr == f"foredraft: error: {refusal}\n"

@@ -21,6 +21,7 @@ from foredraft.model.decoder import Decoder
 from foredraft.model.runner import ExactShapes, cached_shapes, probe_shapes, shape_cache
 from foredraft.model.runner.shapes import FALLBACK
 from foredraft.model.weights import load_decoder
+from tests.support.cache_files import replace_document
 from tests.support.checkpoints import save_checkpoint
 
 CPU = torch.device("cpu")
@@ -162,7 +163,7 @@ def test_implausible_documents_are_probed_again_and_replaced(
     whole = path.read_text()
     content = json.loads(whole)
     changed = content["document"] | document if document in CHANGES else document
-    path.write_text(json.dumps(content | {"document": changed}))
+    replace_document(path, changed)
     assert shapes_and_probes(outline)[1] == 1
     assert path.read_text() == whole
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -126,10 +125,9 @@ def change_file(change: Callable[[dict[str, Any]], Any], *, digest: bool = True)
 
     def changed(text: str) -> str:
         content = json.loads(text)
-        kept = content["document"]
-        change(kept)
+        change(content["document"])
         if digest:
-            kept["digest"] = hashlib.sha256(json.dumps(kept["texts"]).encode()).hexdigest()
+            content["digest"] = user_cache._digest_of(content["document"])
         return json.dumps(content)
 
     return changed

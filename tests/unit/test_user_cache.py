@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foredraft import user_cache
-from foredraft.user_cache import cache_folder, keyed_path, read, replacing, write
+from foredraft.user_cache import cache_folder, find_file, keyed_path, new_file, read, sweep, write
+from tests.support.foreign import NOT_PRIVATE, as_another_user
 
 KEY = {"model": "ab12", "threads": (1, 2)}
 DOCUMENT = {"milliseconds": 4.25, "name": "größer"}
@@ -71,13 +71,18 @@ def test_a_document_takes_the_place_of_the_one_before() -> None:
 
 
 def broken_files() -> dict[str, bytes]:
-    whole = {"key": {"model": "ab12", "threads": [1, 2]}, "document": DOCUMENT}
+    write("profiles", KEY, DOCUMENT)
+    path = keyed_path("profiles", KEY)
+    assert path is not None
+    whole = json.loads(path.read_text())
     contents: dict[str, Any] = {
         "a list": [1],
         "a string": "word",
-        "no key": {"document": DOCUMENT},
-        "no document": {"key": whole["key"]},
+        "no key": {name: whole[name] for name in ("document", "digest")},
+        "no document": {name: whole[name] for name in ("key", "digest")},
+        "no digest": {name: whole[name] for name in ("key", "document")},
         "another key": whole | {"key": {"model": "cd34", "threads": [1, 2]}},
+        "another document": whole | {"document": DOCUMENT | {"milliseconds": 4.5}},
     }
     files = {name: json.dumps(content).encode() for name, content in contents.items()}
     return files | {
@@ -88,7 +93,13 @@ def broken_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("name", broken_files())
+BROKEN = (
+    "a list", "a string", "no key", "no document", "no digest", "another key", "another document",
+    "empty", "cut", "not UTF-8", "nested too deep",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_or_foreign_file_counts_as_missing_and_is_replaced(name: str) -> None:
     write("profiles", KEY, DOCUMENT)
     path = keyed_path("profiles", KEY)
@@ -134,19 +145,149 @@ def test_a_cache_folder_that_is_a_file_is_no_error(folder: Path) -> None:
     assert read("profiles", KEY) is None
 
 
-def test_an_interrupted_writer_leaves_the_earlier_file(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "file"
-    with replacing(path) as new:
-        new.write_text("whole")
-    with suppress(KeyboardInterrupt), replacing(path) as new:
-        new.write_text("ha")
-        raise KeyboardInterrupt
-    assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]
+# --- content of others ----------------------------------------------------------------------------------
 
 
-def test_writers_at_the_same_time_do_not_share_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with replacing(path) as one, replacing(path) as other:
-        one.write_text("one")
-        other.write_text("other")
-    assert path.read_text() == "one"  # the outer block ends last
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    user_cache._warn_once.cache_clear()
+    caplog.set_level("WARNING", user_cache.__name__)
+    return caplog
+
+
+@pytest.mark.parametrize("change", NOT_PRIVATE)
+def test_a_document_that_others_could_have_written_counts_as_missing(
+    change: str, folder: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("profiles", KEY, DOCUMENT)
+    path = keyed_path("profiles", KEY)
+    assert path is not None
+    reason = NOT_PRIVATE[change](path, monkeypatch)
+    assert read("profiles", KEY) is read("profiles", KEY) is None
+    [record] = warnings.records
+    assert reason in record.getMessage() and "set FOREDRAFT_CACHE to a folder that" in record.getMessage()
+
+
+def test_nothing_is_written_into_a_folder_that_others_can_write(
+    folder: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    (folder / "profiles").mkdir(parents=True)
+    (folder / "profiles").chmod(0o777)
+    write("profiles", KEY, DOCUMENT)
+    assert not list((folder / "profiles").iterdir())
+    assert len(warnings.records) == 1
+
+
+def test_a_permissive_umask_does_not_open_the_cache(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        write("profiles", KEY, DOCUMENT)
+    finally:
+        os.umask(before)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.rglob("*")))
+    assert read("profiles", KEY) == DOCUMENT
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_a_document_is_not_waited_for() -> None:
+    path = keyed_path("profiles", KEY)
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    assert read("profiles", KEY) is None
+
+
+@pytest.mark.parametrize("variable", ["FOREDRAFT_CACHE", "XDG_CACHE_HOME"])
+def test_a_path_that_is_too_long_is_no_error(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FOREDRAFT_CACHE")
+    monkeypatch.setenv(variable, "/" + "x" * 5000)
+    write("profiles", KEY, DOCUMENT)
+    assert read("profiles", KEY) is None and find_file("profiles", KEY, ".so") is None
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def stored(content: bytes = b"content") -> Path:
+    with new_file("kernels", KEY, ".so") as new:
+        assert new is not None
+        new.write_bytes(content)
+    path = keyed_path("kernels", KEY, ".so")
+    assert path is not None
+    return path
+
+
+def test_a_file_is_found_under_its_key() -> None:
+    assert find_file("kernels", KEY, ".so") is None
+    path = stored()
+    found = find_file("kernels", KEY, ".so")
+    assert found is not None and found.samefile(path) and found.read_bytes() == b"content"
+    assert find_file("kernels", {}, ".so") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"conten", b"contend", None])
+def test_a_file_that_does_not_hold_what_was_written_counts_as_missing(content: bytes | None) -> None:
+    path = stored()
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert find_file("kernels", KEY, ".so") is None
+    assert find_file("kernels", KEY, ".so") is None
+    stored()
+    assert find_file("kernels", KEY, ".so") is not None
+
+
+def test_a_file_without_its_digest_counts_as_missing() -> None:
+    path = stored()
+    path.with_suffix(".json").unlink()
+    assert find_file("kernels", KEY, ".so") is None
+
+
+def test_a_file_of_another_user_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored()
+    as_another_user(monkeypatch)
+    assert find_file("kernels", KEY, ".so") is None
+
+
+def test_a_cache_that_is_off_has_no_place_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    with new_file("kernels", KEY, ".so") as new:
+        assert new is None
+    assert find_file("kernels", KEY, ".so") is None
+
+
+# --- what killed writers leave --------------------------------------------------------------------------
+
+
+def leave(path: Path, seconds: float) -> Path:
+    """Make a file, or a folder with a file where the name ends in a slash, that is this old."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == "":
+        path.mkdir()
+        (path / "kernels.o").write_text("half")
+    else:
+        path.write_text("half")
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+    return path
+
+
+def test_a_write_removes_what_killed_writers_left(folder: Path) -> None:
+    kind = folder / "profiles"
+    old = [leave(kind / ".new-0badcafe-file.so", 1e5), leave(kind / ".new-0badcafe-file.o", 1e5)]
+    young = leave(kind / ".new-1badcafe-file.so", 60)
+    other = leave(kind / "notes.txt", 1e5)
+    write("profiles", KEY, DOCUMENT)
+    assert not any(path.exists() for path in old)
+    assert young.exists() and other.exists()
+
+
+def test_old_folders_of_this_user_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, young = leave(tmp_path / "foredraft-kernels-a", 1e5), leave(tmp_path / "foredraft-kernels-b", 60)
+    with monkeypatch.context() as patch:
+        as_another_user(patch)
+        sweep(tmp_path, "foredraft-kernels-")
+        assert old.exists(), "it is another user's"
+    sweep(tmp_path, "foredraft-kernels-")
+    assert not old.exists() and young.exists()
+    sweep(tmp_path / "none", "x")

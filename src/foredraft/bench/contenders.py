@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.bench.records import PLAIN
 from foredraft.errors import ConfigError, Option
-from foredraft.kinds import DRAFTERS, POLICIES, RULES, suits
+from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
 
 if TYPE_CHECKING:
     from foredraft.bench.contender import BenchContext, Contender
@@ -105,12 +105,7 @@ PROGRAMS: dict[str, Program] = {
 def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) -> Contender:
     kind, policy = DRAFTERS[drafter], llm._engine.policy.name
     if kind.make is not None and drafter not in context.drafters:
-        if kind.needs_plan:
-            raise ConfigError(
-                f"{name} has no plan for this model",
-                remedy=("make one with `foredraft tune`, or give ", Option("plan")),
-            )
-        raise _no_draft(name, "the target's" if drafter == "draft-model" else "another")
+        raise missing_part(drafter, name)
     if kind.chooses and not suits(drafter, policy):
         raise ConfigError(
             f"{name} needs a policy that chooses among drafters", remedy=("give ", Option("policy", "auto"))
@@ -132,17 +127,11 @@ def _make_foredraft(drafter: str, name: str, llm: Any, context: BenchContext) ->
 
 def _make_bild(llm: Any, context: BenchContext) -> Contender:
     if "draft-model" not in context.drafters:
-        raise _no_draft("bild", "the target's")
+        raise missing_part("draft-model", "bild")
     made: Contender = _module("foredraft_contender").BigLittle(
         llm, context.policy_for("draft-model", BILD_POLICY), temperature=context.temperature
     )
     return made
-
-
-def _no_draft(name: str, tokenizer: str) -> ConfigError:
-    return ConfigError(
-        f"{name} needs a draft model with {tokenizer} tokenizer", remedy=("give ", Option("draft"))
-    )
 
 
 CONTENDERS: dict[str, ContenderKind] = {

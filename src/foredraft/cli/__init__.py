@@ -19,6 +19,8 @@ from foredraft.cli.bench import bench
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
 from foredraft.cli.generate import generate
+from foredraft.cli.help import HELP_ALL, HelpPages, usage
+from foredraft.cli.info import info
 from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
@@ -28,17 +30,17 @@ __all__ = ["app", "main"]
 
 app = App(
     name="foredraft",
+    usage="Usage: foredraft COMMAND [OPTIONS]",
     help="Lossless speculative decoding: the same text from the same model, sooner.",
     version=foredraft.__version__,
+    help_flags=["--help", "-h", HELP_ALL],
     result_action="return_value",
     exit_on_error=False,
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-app.command(generate, usage="Usage: foredraft generate [PROMPT | -] [OPTIONS]")
-app.command(bench, usage="Usage: foredraft bench [OPTIONS]")
-app.command(tune, usage="Usage: foredraft tune [OPTIONS]")
-app.command(verify, usage="Usage: foredraft verify [PROMPTS...] [OPTIONS]")
+for command in (generate, bench, tune, verify, info):
+    app.command(command, usage=usage(command.__name__))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler.setFormatter(OneLineFormatter())
     logging.basicConfig(handlers=[handler])
     words = sys.argv[1:] if arguments is None else arguments
+    app.help_formatter = HelpPages(everything=HELP_ALL in words)
     code = 0
     try:
         code = app(mark_stdin(words))

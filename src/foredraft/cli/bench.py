@@ -1,13 +1,11 @@
 """`foredraft bench`: time every decoding method on this model, these prompts and this machine.
 
-The last line of stdout is always one JSON document; on a terminal, tables precede it. The exit code is 0,
-or 1 if tokens differ from plain decoding's although they must not. After Ctrl-C, the finished rows are
-shown and the code is 130.
+stdout has tables, or with --json one JSON document. The exit code is 0, or 1 if tokens differ from plain
+decoding's although they must not. After Ctrl-C, the finished rows are shown and the code is 130.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,12 +15,11 @@ from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
-from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
-from foredraft.cli.output_files import check_places
+from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
+from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import table
 from foredraft.errors import ConfigError
-from foredraft.files import write_whole
 
 if TYPE_CHECKING:
     from foredraft.bench.options import Options
@@ -35,6 +32,7 @@ def bench(
     benchmark: BenchOptions = BenchOptions(),
     model: ModelOptions = ModelOptions(),
     drafting: DraftingOptions = DraftingOptions(),
+    output: DocumentOptions = DocumentOptions(),
 ) -> int:
     """Time decoding methods and other programs on the same prompts, and report which outputs are identical.
 
@@ -43,7 +41,7 @@ def bench(
     do not count.
     """
     options = options_of(benchmark, drafting)
-    check_places(json=benchmark.json, html=benchmark.html)
+    check_places(out=output.out, html=benchmark.html)
     from foredraft.bench.workload import load_workloads
 
     workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
@@ -66,36 +64,20 @@ def bench(
         bars.clear()
     for note in report.notes:
         print(f"foredraft: {one_line(note)}", file=sys.stderr)
-    write_report(report, benchmark)
+    write_report(
+        report.as_dict(), lambda: lines(report), output, html=benchmark.html, page=lambda: page(report)
+    )
     if not report.finished:
         print("foredraft: interrupted; the rows above were done", file=sys.stderr)
         return INTERRUPTED
     return FAILED if differing(report) else 0
 
 
-def write_report(report: Report, benchmark: BenchOptions) -> None:
-    """Write the report to stdout and the files; a stdout that fails does not cost the files.
+def page(report: Report) -> str:
+    """Return the --html page."""
+    from foredraft.bench.report import page
 
-    Raises:
-        ConfigError: stdout or a file cannot be written.
-    """
-    document = json.dumps(report.as_dict(), allow_nan=False)
-    try:
-        if sys.stdout.isatty():
-            print("\n".join([*lines(report), ""]))
-        print(document, flush=True)  # before the files: a full disk must not cost the document
-    except BrokenPipeError:  # the reader closed the pipe: not a failure
-        raise
-    except OSError as error:
-        problem = f"stdout cannot be written ({error.strerror})"
-        raise ConfigError(problem, remedy="redirect it to another file") from error
-    finally:
-        if benchmark.json is not None:
-            write_whole(benchmark.json, document + "\n", "json")
-        if benchmark.html is not None:
-            from foredraft.bench.report import page
-
-            write_whole(benchmark.html, page(report), "html")
+    return page(report)
 
 
 def options_of(benchmark: BenchOptions, drafting: DraftingOptions) -> Options:

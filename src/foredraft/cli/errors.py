@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 
+from cyclopts import UnusedCliTokensError
+
 from foredraft.cli.stdin import STDIN
-from foredraft.errors import NO_VALUE, ForedraftError, Option
+from foredraft.errors import NO_VALUE, ConfigError, ForedraftError, Option
 
 __all__ = ["as_flag", "one_line", "print_error"]
 
@@ -29,8 +31,24 @@ def as_flag(option: Option) -> str:
 
 def one_line(error: Exception | str) -> str:
     """Return the message on one line, with options as flags and the stdin marker as `-`."""
-    message = error.describe(as_flag) if isinstance(error, ForedraftError) else str(error)
+    message = str(error)
+    if isinstance(error, ForedraftError):
+        message = error.describe(as_flag)
+    elif isinstance(error, UnusedCliTokensError):
+        message = _too_many(error).describe(as_flag)
     return " ".join(message.split()).replace(repr(STDIN), "'-'").replace(STDIN, "-")
+
+
+def _too_many(error: UnusedCliTokensError) -> ForedraftError:
+    """Return the error of arguments beyond those that a command takes; most are a prompt without quotes."""
+    words = error.unused_tokens or []
+    command = next(iter(error.command_chain or ()), "foredraft")
+    remedies = {
+        "generate": "put a prompt of several words in quotes",
+        "info": "give one model",
+    }
+    remedy = remedies.get(command, "give options as --name value")
+    return ConfigError(f"{command} has no place for {' '.join(words)!r}", remedy=remedy)
 
 
 def print_error(error: Exception | str) -> None:

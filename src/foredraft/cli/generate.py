@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -25,11 +24,11 @@ from foredraft.cli.options import (
     load_options,
     request_options,
 )
+from foredraft.cli.output_files import check_places, print_document, write_document
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, document, last_line, notes
 from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
-from foredraft.files import check_place
 from foredraft.kinds import RULES, default_drafter, unused_options
 from foredraft.kinds.compatibility import check_effects
 
@@ -150,10 +149,9 @@ def check_request(
             remedy="generate more tokens, or leave it out",
         )
     for option in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, option) is not None and not output.json:
+        if getattr(sampling, option) is not None and not output.json and output.out is None:
             raise _needs(option, "json")
-    if output.trace is not None:
-        check_place(output.trace, "trace")
+    check_places(out=output.out, trace=output.trace)
     if chat.system is not None and not chat.chat:
         raise _needs("system", "chat")
     if chat.system is not None:
@@ -179,6 +177,7 @@ def check_conversation(sampling: SamplingOptions, output: OutputOptions) -> None
         )
     given = {
         "json": output.json,
+        "out": output.out is not None,
         "compare": output.compare,
         "n": sampling.n != 1,
         "trace": output.trace is not None,
@@ -265,8 +264,9 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str |
             except KeyboardInterrupt:  # the second Ctrl-C, raised by `interrupt`
                 pass
         bars.clear()
+        made = document(shown.outputs, stats, comparison)
         if options.json:
-            print(json.dumps(document(shown.outputs, stats, comparison), allow_nan=False))
+            print_document(made)
         else:
             if not streams:
                 show_samples(shown.outputs, painter)
@@ -274,6 +274,7 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str |
             print(", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)]))
         for error in errors:
             print_error(error)
+    write_document(made, options)
     if options.trace is not None:
         write_page(job, options.trace, shown.outputs)
     return INTERRUPTED if interrupt.received else FAILED if errors else 0

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter, Token
 
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.bench.options import Options as BenchDefaults
-from foredraft.cli.options import Flag
+from foredraft.cli.options import Flag, bullets, common
 from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
 from foredraft.verify import Options as VerifyDefaults
@@ -40,29 +40,27 @@ def parse_whole(_: type, words: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=parse_whole)]
-CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
+CONTENDER_HELP = bullets({name: kind.summary for name, kind in CONTENDERS.items()})
 
 
 @Parameter(name="*", group=VERIFYING)
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    prompts: str | None = None
+    prompts: Annotated[str | None, common(VERIFYING)] = None
     """File of prompts: one per line, or .jsonl with a "prompt" in every line. Default: the prompts that ship
     with Foredraft."""
-    tokens: int = VERIFY.tokens
+    tokens: Annotated[int, common(VERIFYING)] = VERIFY.tokens
     """Maximum number of new tokens compared per prompt at temperature 0."""
     samples: int | None = None
     """Samples per chi-square test. Default: as many as --detect needs."""
-    detect: float = VERIFY.detect
+    detect: Annotated[float, common(VERIFYING)] = VERIFY.detect
     """Total variation distance between the sampled and the target's distribution that each test must
     detect."""
     seed: int | None = None
     """Random seed, for reproducible samples. Default: a fresh one, which the report shows."""
-    self_test: Flag = False
+    self_test: Annotated[Flag, common(VERIFYING)] = False
     """Plant a defect (corrections drawn from p instead of the residual) and check that the tests find it: the
     exit code is then 1."""
-    json: Flag = False
-    """Print one JSON document instead of a table."""
 
 
 @Parameter(name="*", group=BENCHMARK)
@@ -70,43 +68,42 @@ class VerifyOptions:
 class BenchOptions:
     methods: Annotated[
         str | None,
-        Parameter(
-            help=f"Methods to time, separated by commas; plain is always timed. {CONTENDER_HELP}. Default, or"
-            " with all: every lossless method that can run."
+        common(
+            BENCHMARK,
+            help="Methods to time, separated by commas; plain is always timed.\n\n"
+            f"{CONTENDER_HELP}\nDefault, or with all: every lossless method that can run.",
         ),
     ] = None
     policies: str | None = None
     """Also time the drafters under these policies, separated by commas, or under all; the report then has a
     table by policy. --policy-option applies to --policy only."""
-    workload: str = "all"
+    workload: Annotated[str, common(BENCHMARK)] = "all"
     """Names or files, separated by commas. A file has a "prompt" in every line of JSON; all stands for the
     workloads that ship with Foredraft."""
-    prompts: int | None = 8
+    prompts: Annotated[int | None, common(BENCHMARK)] = 8
     """Maximum number of prompts per workload, evenly spaced over it."""
     new_tokens: int = BENCH.new_tokens
     """New tokens per prompt; end-of-text tokens are ignored."""
     repeats: int = BENCH.repeats
     """Runs of every method on every prompt."""
-    batch: str = ",".join(map(str, BENCH.batch))
+    batch: Annotated[str, common(BENCHMARK)] = ",".join(map(str, BENCH.batch))
     """Batch sizes, separated by commas."""
-    temperature: float = BENCH.temperature
+    temperature: Annotated[float, common(BENCHMARK)] = BENCH.temperature
     """Sampling temperature; 0 is greedy. Above 0, outputs are compared with plain decoding's only under
     --acceptance coupled."""
-    json: Path | None = None
-    """Also write the last line of the output, one JSON document, to this file."""
-    html: Path | None = None
+    html: Annotated[Path | None, common(BENCHMARK)] = None
     """Write a report with plots to this file, one self-contained page."""
 
 
 @Parameter(name="*", group=SEARCH)
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    prompts: str | None = None
+    prompts: Annotated[str | None, common(SEARCH)] = None
     """File of prompts: one per line, or .jsonl with a "prompt" in every line; a quarter of them is held out.
     Required with --model; the demo model's prompts ship with Foredraft."""
-    trials: Whole = TUNE.trials
+    trials: Annotated[Whole, common(SEARCH)] = TUNE.trials
     """Number of plans to try, including those of earlier runs of the same search."""
-    timeout: float | None = None
+    timeout: Annotated[float | None, common(SEARCH)] = None
     """Start no trial after this many seconds of trials. Preparation and final timing are not included."""
     storage: str | None = None
     """Database of the trials: sqlite:///FILE, postgresql://USER@HOST/NAME or a MySQL URL, which several
@@ -114,7 +111,7 @@ class TuneOptions:
     sampler: SamplerName = TUNE.sampler
     """Proposes plans after the seed plans: hill climbing (flips one sub-layer of the best plan at a time), a
     Gaussian process, TPE, or random choice."""
-    temperature: float = TUNE.temperature
+    temperature: Annotated[float, common(SEARCH)] = TUNE.temperature
     """Temperature of the calibration texts and of the target distribution; 0 is greedy."""
     max_draft: Whole = TUNE.max_draft
     """Maximum draft length to consider, in tokens."""
@@ -128,7 +125,7 @@ class TuneOptions:
     """Runs of every finalist and of plain decoding on every held-out prompt."""
     seed: Whole = TUNE.seed
     """Random seed of the sampler."""
-    out: Path | None = None
+    plan_out: Path | None = None
     """Also write the plan to this file if it wins; generate, bench and verify find it in the cache folder."""
-    html: Path | None = None
+    html: Annotated[Path | None, common(SEARCH)] = None
     """Write a report with plots to this file, one self-contained page."""

@@ -26,19 +26,27 @@ else:
     RuleName = Literal[tuple(RULES)]
 
 __all__ = [
+    "COMMON",
     "ChatOptions",
+    "DocumentOptions",
+    "DraftModelOptions",
     "DraftOptions",
     "DraftingOptions",
     "Flag",
     "ModelOptions",
     "OutputOptions",
     "SamplingOptions",
+    "TargetOptions",
+    "bullets",
+    "common",
     "load_options",
     "request_options",
 ]
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]  # off by default, without a --no- form
 Repeatable = Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=False, show_default=False)]
+# The options that most people need: all that `--help` shows. `--help-all` shows every option in its section.
+COMMON = Group("Options", help="All options: --help-all.", sort_key=0)
 MODEL = Group("Model", sort_key=1)
 DRAFTING = Group("Drafting", sort_key=2)
 SAMPLING = Group("Sampling", sort_key=3)
@@ -46,33 +54,54 @@ CHAT = Group("Chat", sort_key=4)
 OUTPUT = Group("Output", sort_key=5)
 
 
+def common(section: Group, **more: Any) -> Parameter:
+    """Return the marker of an option that `--help` shows, too; `more` are other arguments of `Parameter`."""
+    return Parameter(group=(COMMON, section), **more)
+
+
+def bullets(lines: Mapping[str, str]) -> str:
+    """Return one bullet per name, for the help of an option."""
+    return "".join(f"- {name}: {line}\n" for name, line in lines.items())
+
+
 def _summaries(kinds: Mapping[str, DrafterKind] | Mapping[str, RuleKind]) -> str:
-    return "; ".join(
-        f"{name}: {kind.summary}{'' if kind.lossless else ' (not lossless)'}" for name, kind in kinds.items()
+    return bullets(
+        {name: kind.summary + ("" if kind.lossless else " (not lossless)") for name, kind in kinds.items()}
     )
 
 
 DRAFTER_HELP, RULE_HELP = _summaries(DRAFTERS), _summaries(RULES)
-POLICY_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in POLICIES.items())
-SETTINGS_HELP = "; ".join(
-    f"{name}: {', '.join(f'{key}={value.default}' for key, value in kind.settings.items())}"
-    for name, kind in POLICIES.items()
-    if kind.settings
+POLICY_HELP = bullets({name: kind.summary for name, kind in POLICIES.items()})
+SETTINGS_HELP = bullets(
+    {
+        name: ", ".join(f"{key}={value.default}" for key, value in kind.settings.items())
+        for name, kind in POLICIES.items()
+        if kind.settings
+    }
 )
 MAX_DRAFT_HELP = ", ".join(f"{kind.max_draft} with {name}" for name, kind in POLICIES.items())
 
 
 @Parameter(name="*", group=MODEL)
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
-    model: str | None = None
+class TargetOptions:
+    """The options of the model that need no weights."""
+
+    model: Annotated[str | None, common(MODEL)] = None
     """Target model: a folder or a Hugging Face id. Default: the demo models that ship with Foredraft."""
     revision: str | None = None
     """Branch, tag or commit of --model on the Hugging Face Hub; same as --model owner/name@REVISION."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of the models. Default: the checkpoint's."""
-    device: str | None = None
+    device: Annotated[str | None, common(MODEL)] = None
     """cpu, cuda or cuda:N. Default: cuda if there is one."""
+
+
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True, slots=True)
+class ModelOptions(TargetOptions):
+    """All options of the model."""
+
     max_batch: int | None = None
     """Maximum number of sequences in a batch. Default: as many as the command uses and memory allows."""
     max_length: int | None = None
@@ -87,19 +116,26 @@ class ModelOptions:
     """Fuse the operations between matrix products with torch.compile. Needs a compiler, and seconds at the
     start. Meant for GPUs; on CPUs it replaces Foredraft's own kernels."""
     kernels: bool | None = None
-    """Run layers with Foredraft's CPU kernels, which a C compiler builds once on this machine. Default: on
-    where there is a compiler and the kernels support the model."""
+    """Run layers with Foredraft's CPU kernels, which the wheel carries for most CPUs; elsewhere a C
+    compiler builds them once. Default: on where the kernels are there and support the model."""
 
 
 @Parameter(name="*", group=DRAFTING)
 @dataclass(frozen=True, slots=True)
-class DraftingOptions:
-    """All drafting options but --drafter, for commands that compare drafters."""
+class DraftModelOptions:
+    """The options of the draft model that need no weights."""
 
-    draft: str | None = None
+    draft: Annotated[str | None, common(DRAFTING)] = None
     """Draft model: a folder or a Hugging Face id."""
     draft_revision: str | None = None
     """Branch, tag or commit of --draft on the Hugging Face Hub."""
+
+
+@Parameter(name="*", group=DRAFTING)
+@dataclass(frozen=True, slots=True)
+class DraftingOptions(DraftModelOptions):
+    """All drafting options but --drafter, for commands that compare drafters."""
+
     plan: str | None = None
     """Layers that drafter layer-skip leaves out: a file of `foredraft tune`, exit:LAYER, or
     skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Default: the plan that `foredraft tune` kept for this
@@ -107,13 +143,14 @@ class DraftingOptions:
     policy: Annotated[
         PolicyName | None,
         Parameter(
-            help=f"Decides the draft length. {POLICY_HELP}. Default: {next(iter(POLICIES))};"
-            " of verify, fixed."
+            help=f"Decides the draft length.\n\n{POLICY_HELP}\nDefault: {next(iter(POLICIES))};"
+            " of verify, fixed.",
+            show_choices=False,
         ),
     ] = None
     policy_option: Annotated[
         Repeatable,
-        Parameter(help=f"NAME=VALUE sets a parameter of the policy; repeatable. {SETTINGS_HELP}."),
+        Parameter(help=f"NAME=VALUE sets a parameter of the policy; repeatable.\n\n{SETTINGS_HELP}"),
     ] = ()
     max_draft: Annotated[
         int | None,
@@ -127,8 +164,9 @@ class DraftingOptions:
     acceptance: Annotated[
         RuleName | None,
         Parameter(
-            help=f"Acceptance rule. {RULE_HELP}. Default: coupled with --seed, else speculative; both are"
-            " lossless."
+            help=f"Acceptance rule.\n\n{RULE_HELP}\nDefault: coupled with --seed, else speculative; both are"
+            " lossless.",
+            show_choices=False,
         ),
     ] = None
     rollback: float | None = None
@@ -144,14 +182,16 @@ class DraftOptions(DraftingOptions):
 
     drafter: Annotated[
         DrafterName | None,
-        Parameter(
-            help=f"Proposes tokens. {DRAFTER_HELP}. Default: {default_drafter('auto', True)}; under a policy"
-            " that decides about one drafter,"
+        common(
+            DRAFTING,
+            show_choices=False,
+            help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto', True)}; under a"
+            " policy that decides about one drafter,"
             f" {default_drafter('fixed', False, plan_given=True)} with --plan, else"
             f" {default_drafter('fixed', True)} if there is a draft model"
             f" ({default_drafter('fixed', True, True)} if its tokenizer differs), else"
             f" {default_drafter('fixed', False)} ({default_drafter('confidence', False)} if the policy needs"
-            " draft probabilities)."
+            " draft probabilities).",
         ),
     ] = None
 
@@ -161,9 +201,9 @@ class DraftOptions(DraftingOptions):
 class SamplingOptions:
     """Options of a request. None: the model's generation_config.json applies, else the value in brackets."""
 
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, common(SAMPLING)] = None
     """Maximum number of new tokens (128); 0 only runs prefill, for --prompt-logprobs."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, common(SAMPLING)] = None
     """Sampling temperature (1; with --compare 0). 0 is greedy decoding: truncation and --seed then have no
     effect."""
     top_k: int | None = None
@@ -192,20 +232,20 @@ class SamplingOptions:
     """Stop string: the text ends before it; repeatable."""
     include_stop: Flag = False
     """Keep the stop string in the text."""
-    seed: int | None = None
-    """Random seed, for reproducible text. Default: a fresh one, which --json reports."""
+    seed: Annotated[int | None, common(SAMPLING)] = None
+    """Random seed, for reproducible text. Default: a fresh one, which the JSON document has."""
     n: int = 1
     """Number of samples of the prompt."""
     logprobs: int | None = None
-    """With --json: log-probabilities of the new tokens and of this many most likely tokens."""
+    """With --json or --out: log-probabilities of the new tokens and of this many most likely tokens."""
     prompt_logprobs: int | None = None
-    """With --json: the same for the prompt's tokens."""
+    """With --json or --out: the same for the prompt's tokens."""
 
 
 @Parameter(name="*", group=CHAT)
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    chat: Flag = False
+    chat: Annotated[Flag, common(CHAT)] = False
     """Send PROMPT as a user message in the model's chat template. Without PROMPT, on a terminal, hold a
     conversation: /reset clears it, /exit or Ctrl-D ends it, Ctrl-C ends a reply."""
     system: str | None = None
@@ -214,12 +254,23 @@ class ChatOptions:
 
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    compare: Flag = False
+class DocumentOptions:
+    """The options of every command for its JSON document; `output_files` honours them."""
+
+    json: Annotated[Flag, common(OUTPUT)] = False
+    """Print one JSON document instead of text, and nothing else on stdout."""
+    out: Path | None = None
+    """Write the JSON document to this file."""
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True, slots=True)
+class OutputOptions(DocumentOptions):
+    """The output options of `generate`. In the JSON document, seconds cover the whole request, prefill
+    included; with --compare, they are those of a warm run."""
+
+    compare: Annotated[Flag, common(OUTPUT)] = False
     """Also time plain decoding, in alternating runs, and report whether the outputs are identical."""
-    json: Flag = False
-    """Print one JSON document instead of text. Its seconds cover the whole request, prefill included; with
-    --compare, they are those of a warm run."""
     trace: Path | None = None
     """Write an HTML page that shows for every token whether the drafter or the target wrote it, and every
     round."""

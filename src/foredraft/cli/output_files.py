@@ -1,15 +1,23 @@
-"""Checks of the files that a command writes at its end, made before the long work starts."""
+"""What a command writes at its end: one document as JSON or as text on stdout, and files.
+
+Every command spells it alike: `--json` prints the JSON document and nothing else, `--out` writes it to a
+file, and without `--json` stdout has the text for people. Files are checked before the long work starts.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
+from foredraft.cli.options import DocumentOptions
 from foredraft.cli.stdin import STDIN
-from foredraft.errors import ConfigError, Option
-from foredraft.files import check_place
+from foredraft.errors import ConfigError, Option, Text
+from foredraft.files import check_place, write_whole
 
-__all__ = ["check_places"]
+__all__ = ["check_places", "print_document", "write_document", "write_report"]
 
 
 def check_places(**files: Path | None) -> None:
@@ -22,13 +30,9 @@ def check_places(**files: Path | None) -> None:
         ConfigError: A file cannot be written, is stdout, or is given twice.
     """
     for option, file in files.items():
-        if str(file) == STDIN:
-            raise ConfigError(
-                "but the last line of stdout is the document",
-                option=option,
-                value="-",
-                remedy="give a file",
-            )
+        if str(file) in ("-", STDIN):
+            remedy: Text = ("give ", Option("json"), " instead") if option == "out" else "give a file"
+            raise ConfigError("which is stdout, not a file", option=option, value="-", remedy=remedy)
         if file is not None:
             check_place(file, option)
     for (one, first), (other, second) in combinations(files.items(), 2):
@@ -39,3 +43,67 @@ def check_places(**files: Path | None) -> None:
                 value=str(second),
                 remedy="give each a file of its own",
             )
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print the JSON document on one line."""
+    _print(_as_json(document))
+
+
+def write_document(document: Mapping[str, Any], given: DocumentOptions) -> None:
+    """Write the JSON document to the file of `--out`, if it is given.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if given.out is not None:
+        write_whole(given.out, _as_json(document) + "\n", "out")
+
+
+def write_report(
+    document: Mapping[str, Any],
+    text: Callable[[], list[str]],
+    given: DocumentOptions,
+    *,
+    html: Path | None = None,
+    page: Callable[[], str] | None = None,
+) -> None:
+    """Write a document to stdout and the files; a stdout that fails does not cost the files.
+
+    Args:
+        document: The document.
+        text: Returns its lines for people.
+        given: The options that say where it goes.
+        html: The file of `--html`.
+        page: Returns the page for it.
+
+    Raises:
+        ConfigError: stdout or a file cannot be written.
+    """
+    try:
+        # before the files: a full disk must not cost the document
+        _print(_as_json(document) if given.json else "\n".join(text()))
+    finally:
+        write_document(document, given)
+        if html is not None and page is not None:
+            write_whole(html, page(), "html")
+
+
+def _print(text: str) -> None:
+    """Print text and flush it.
+
+    Raises:
+        BrokenPipeError: The reader closed the pipe, which is not a failure.
+        ConfigError: stdout cannot be written.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        problem = f"stdout cannot be written ({error.strerror})"
+        raise ConfigError(problem, remedy="redirect it to another file") from error
+
+
+def _as_json(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, allow_nan=False)

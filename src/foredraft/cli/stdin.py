@@ -16,12 +16,11 @@ __all__ = ["STDIN", "mark_stdin"]
 
 STDIN = "\0"  # stands for the argument `-`: no argument of a process can contain a NUL byte
 
-# Option groups of the commands that take a prompt: `bench` and `tune` take none, and their --json has a
-# value.
-PROMPT_GROUPS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
+# Option groups of the commands that take a prompt or a model as an argument.
+GROUPS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
 FLAGS_WITH_VALUE = {
     f"--{field.name.replace('_', '-')}"
-    for group in PROMPT_GROUPS
+    for group in GROUPS
     for field in fields(group)
     if not isinstance(field.default, bool)
 }

@@ -1,14 +1,13 @@
 """`foredraft tune`: search the sub-layers that a model leaves out while it drafts for itself.
 
-The last line of stdout is always one JSON document; on a terminal, tables precede it. The exit code is 0,
-whether or not a plan won, and 1 if a plan's tokens differ from plain decoding's. After Ctrl-C, the study
-keeps its trials, the document reports them, and the code is 130. If the winning plan cannot be written, the
-document is still printed and the code is 2.
+stdout has a table, or with --json one JSON document. The exit code is 0, whether or not a plan won, and 1 if
+a plan's tokens differ from plain decoding's. After Ctrl-C, the study keeps its trials, the document reports
+them, and the code is 130. If the winning plan cannot be written, the document is still printed and the code
+is 2.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.measuring import TuneOptions
-from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
-from foredraft.cli.output_files import check_places
+from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
+from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import ProgressBars, ProgressLines
 from foredraft.cli.render import table
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
-from foredraft.files import write_whole
 from foredraft.tune.options import Options
 
 if TYPE_CHECKING:
@@ -31,7 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 
-def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOptions()) -> int:
+def tune(
+    *,
+    tuning: TuneOptions = TuneOptions(),
+    model: ModelOptions = ModelOptions(),
+    output: DocumentOptions = DocumentOptions(),
+) -> int:
     """Search the layers that this model can leave out while it drafts for itself, and keep the best plan.
 
     A trial needs no decoding: it is one forward of the draft over texts that the model wrote itself, and
@@ -40,10 +43,11 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
     stopped.
     """
     given = asdict(tuning)
-    options = Options(**{name: given[name] for name in given if name not in ("prompts", "out", "html")})
+    options = Options(**{name: given[name] for name in given if name not in ("prompts", "plan_out", "html")})
     refuse_empty(prompts=tuning.prompts, storage=tuning.storage, path=model.model)
-    refuse_empty(out=tuning.out, html=tuning.html)
-    check_places(out=tuning.out, html=tuning.html)
+    files = {"plan_out": tuning.plan_out, "out": output.out, "html": tuning.html}
+    refuse_empty(**files)
+    check_places(**files)
     prompts = prompts_of(tuning.prompts, model.model)
     if tuning.html is not None:
         import foredraft.tune.report  # noqa: F401  refuses now if the plotting library is missing
@@ -55,37 +59,27 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
             prompts,
             options,
             model=model.model,
-            out=tuning.out,
+            plan_out=tuning.plan_out,
             truncate=model.truncate,
             progress=bars.show,
             **load_options(model, DraftingOptions()),
         )
     finally:
         bars.clear()
-    write_report(report, tuning.html)
+    write_report(report.as_dict(), lambda: lines(report), output, html=tuning.html, page=lambda: page(report))
+    if report.unwritten:
+        raise ConfigError("; ".join(report.unwritten))
     if not report.finished:
         print("foredraft: interrupted; the same command goes on with the study", file=sys.stderr)
         return INTERRUPTED
     return FAILED if model.deterministic and any(one.identical is False for one in report.finalists) else 0
 
 
-def write_report(report: Report, html: Path | None) -> None:
-    """Write the report to stdout and the --html file; a stdout that fails does not cost the file.
+def page(report: Report) -> str:
+    """Return the --html page."""
+    from foredraft.tune.report import page
 
-    Raises:
-        ConfigError: The winning plan or the file could not be written.
-    """
-    try:
-        if sys.stdout.isatty():
-            print("\n".join([*lines(report), ""]))
-        print(json.dumps(report.as_dict(), allow_nan=False), flush=True)
-    finally:
-        if html is not None:
-            from foredraft.tune.report import page
-
-            write_whole(html, page(report), "html")
-    if report.unwritten:
-        raise ConfigError("; ".join(report.unwritten))
+    return page(report)
 
 
 def refuse_empty(**values: str | Path | None) -> None:

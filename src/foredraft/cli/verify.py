@@ -6,7 +6,6 @@ The exit code is 0 if every check passed, 1 if one failed, and 3 if none failed 
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,8 @@ from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
 from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
 from foredraft.cli.measuring import VerifyOptions
-from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, load_options
+from foredraft.cli.options import DocumentOptions, DraftOptions, ModelOptions, OutputOptions, load_options
+from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import table
 from foredraft.errors import ConfigError, Option
@@ -40,6 +40,7 @@ def verify(
     verifying: VerifyOptions = VerifyOptions(),
     model: ModelOptions = ModelOptions(),
     drafting: DraftOptions = DraftOptions(),
+    output: DocumentOptions = DocumentOptions(),
 ) -> int:
     """Verify that the drafter does not change the output.
 
@@ -54,6 +55,7 @@ def verify(
     """
     check_drafting_options(model, drafting, OutputOptions())
     refuse_lossy(drafting)
+    check_places(out=output.out)
     if drafter_name(drafting, model) == "none":
         raise no_drafter()
     prompts = read_prompts(texts, verifying.prompts, model.model)
@@ -62,14 +64,10 @@ def verify(
         "model": model.model or "demo",
         "draft": drafting.draft or ("demo" if not model.model else None),
     }
-    if verifying.json:
-        document = report.as_dict()
-        document["about"] = names | document["about"]
-        text = json.dumps(document, allow_nan=False)
-    else:
-        text = "\n".join(lines(report, names))
+    document = report.as_dict()
+    document["about"] = names | document["about"]
     with suppress(BrokenPipeError):  # the exit code is the verdict, even if the reader closed the pipe
-        print(text)
+        write_report(document, lambda: lines(report, names), output)
     if report.planted is not None and not report.found_planted:
         print_error(f"the planted defect ({report.planted}) was NOT found")
     return EXIT_CODES[report.verdict]

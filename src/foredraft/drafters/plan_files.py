@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -18,10 +19,11 @@ from typing import Any
 
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
-from foredraft.files import write_whole
+from foredraft.files import TEMPORARY, write_whole
 from foredraft.model.config import read_json, shortened
 from foredraft.model.weights import weight_headers
-from foredraft.user_cache import cache_folder
+from foredraft.ownership import NotPrivateError, check_folder, make_folder, read_private
+from foredraft.user_cache import PRIVATE_CACHE, cache_folder, sweep
 
 __all__ = [
     "PlanFile",
@@ -111,14 +113,21 @@ class PlanFile:
             )
 
 
-def read_plan(file: Path) -> PlanFile:
+def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> PlanFile:
     """Read a plan file.
+
+    Args:
+        file: The file.
+        read: Returns the content of a file.
 
     Raises:
         ConfigError: The file cannot be read, or is not a valid plan.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read(file).decode())
+    except NotPrivateError as error:
+        problem = f"which is not used, because {error.filename} {error.strerror}"
+        raise _refused(file, problem, PRIVATE_CACHE) from error
     except OSError as error:
         raise _refused(file, f"which cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -186,7 +195,8 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
     place = plan_place(plan.model_hash)
     if place is not None:
         with suppress(OSError):  # the write below reports the error
-            place.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(place.parent)
+            sweep(place.parent, TEMPORARY)
         write_plan(plan, place, option)
     return place
 
@@ -194,19 +204,22 @@ def keep_plan(plan: PlanFile, option: str = "plan") -> Path | None:
 def plans_kept() -> bool:
     """Return whether the cache folder holds a plan of any model."""
     folder = cache_folder("plans")
-    return folder is not None and folder.is_dir() and any(folder.iterdir())
+    try:
+        return folder is not None and any(folder.glob("[!.]*.json"))
+    except OSError:  # no folder, or one that cannot be read
+        return False
 
 
 def find_plan(hash: str) -> PlanFile | None:
     """Return the plan in the cache folder for the model with this hash, or None if there is none.
 
     Raises:
-        ConfigError: The plan cannot be used.
+        ConfigError: The plan cannot be used, or another user could have written it.
     """
     place = plan_place(hash)
-    if place is None or not (place.exists() or place.is_symlink()):
+    if place is None or not os.path.lexists(place):
         return None
-    plan = read_plan(place)
+    plan = read_plan(place, read=lambda file: read_private(check_folder(file.parent) / file.name))
     plan.check(hash, f"the one of {place}")
     return plan
 

@@ -1,47 +1,43 @@
-"""Compile the C kernels once for this CPU, and keep the result in the user's cache.
+"""The kernels: the library that the wheel carries for this CPU, else one compiled here and kept in the cache.
 
 Contract: `library` returns the loaded kernels or None, and `unavailable_because` returns the reason for None.
-The cache key holds everything that the compiled file depends on: sources, compiler, flags and CPU.
+A library is loaded only if its content has the digest that was noted when it was made, and if it has every
+function that the sources define. A library of the cache is also of this user alone (`user_cache`). The cache
+key holds everything that a compiled file depends on: sources, compiler, flags and CPU.
+
+The wheel's library comes first. On every level it was as fast as one compiled for the CPU itself, since the
+sources distinguish no more than the levels do, and it needs neither seconds at the first start nor a cache.
+And its bits are the same before and after a compiler is installed or renewed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from foredraft import user_cache
+from foredraft.kernels import building
 from foredraft.kernels.machine import describe_cpu
-from foredraft.user_cache import keyed_path, replacing
+from foredraft.kernels.shipped import find_shipped, no_shipped_because
+from foredraft.ownership import NotPrivateError
 
-__all__ = ["compiler", "declare", "library", "unavailable_because"]
+__all__ = ["declare", "library", "unavailable_because"]
 
 logger = logging.getLogger(__name__)
 
-HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "passes.inc", "attention.inc", "fused.inc", "vocab.inc")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
-COMPILERS = (["cc"], ["gcc"])
-TIMEOUT = 120  # seconds for one command of the compiler; compiling takes a few
-
-
-def compiler() -> list[str] | None:
-    """Return the C compiler as the start of a command: $CC, else cc or gcc; None: there is none."""
-    named = os.environ.get("CC", "").split()
-    for program, *arguments in [named] if named else COMPILERS:
-        if (found := shutil.which(program)) is not None:
-            return [found, *arguments]
-    return None
+KIND = "kernels"  # of the user's cache
+SUFFIX = ".so"
+ELSEWHERE = "foredraft-kernels-"  # first characters of the names of folders for kernels that are not kept
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the kernels; None where they cannot be compiled or loaded."""
+    """Return the kernels; None where there are none for this CPU and none can be compiled."""
     found = _library_or_reason()
     return None if isinstance(found, str) else found
 
@@ -74,67 +70,77 @@ def _check_memory(failed: int, *_: Any) -> None:
 
 @functools.cache
 def _library_or_reason() -> ctypes.CDLL | str:
-    command = compiler()
+    if (path := find_shipped()) is not None:
+        try:
+            return open_library(path)
+        except OSError as error:  # built for another C library, for instance
+            logger.warning("the kernels of this installation cannot be loaded (%s)", error)
+    command = building.compiler()
     if command is None:
-        named = os.environ.get("CC")
-        return (
-            f"CC is {named!r}, which is not a program"
-            if named
-            else "no C compiler was found (CC may name one)"
-        )
+        return f"{no_shipped_because()}, and {_no_compiler_because()}"
     try:
-        return _load(command)
+        return _compiled(command)
     except (OSError, subprocess.SubprocessError) as error:
         output = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
         return f"the kernels cannot be compiled ({_first_error(output or str(error))})"
 
 
-def _load(command: list[str]) -> ctypes.CDLL:
-    """Load the kernels, from the cache where it holds them or can hold them."""
-    try:
-        if (path := keyed_path("kernels", _cache_key(command), ".so")) is not None:
-            return _load_cached(command, path)
-    except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or mounted noexec
-        logger.debug("the cache cannot hold the kernels (%s)", error)
-    with tempfile.TemporaryDirectory() as folder:  # a loaded library outlives its file
-        return _build(command, Path(folder) / "kernels.so")
+def _no_compiler_because() -> str:
+    """Return why there is no C compiler, as a clause."""
+    named = os.environ.get("CC")
+    return (
+        f"CC is {named!r}, which is not a program" if named else "no C compiler was found (CC may name one)"
+    )
 
 
-def _load_cached(command: list[str], path: Path) -> ctypes.CDLL:
-    if path.is_file():
+def _compiled(command: list[str]) -> ctypes.CDLL:
+    """Return kernels compiled here: from the cache, else for the cache, else for this process alone."""
+    key = {
+        "compiler": building.describe_compiler(command),
+        "cpu": describe_cpu(),
+        "sources": building.sources_digest(),
+    }
+    if (kept := user_cache.find_file(KIND, key, SUFFIX)) is not None:
         try:
-            return ctypes.CDLL(str(path))
-        except OSError:
-            logger.debug("%s cannot be loaded and is compiled again", path)
-    with replacing(path) as new:
-        return _build(command, new)
+            return open_library(kept)
+        except OSError as error:
+            logger.debug("%s cannot be loaded and is compiled again (%s)", kept, error)
+    failed: Exception | None = None
+    try:
+        with user_cache.new_file(KIND, key, SUFFIX) as new:
+            if new is not None:
+                return _build(command, new)
+    except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, foreign, or mounted noexec
+        failed = error
+    built = _built_elsewhere(command)
+    if failed is not None:
+        told = logging.INFO if isinstance(failed, NotPrivateError) else logging.WARNING  # the cache told it
+        logger.log(told, "the kernels are compiled at every start: the cache cannot hold them (%s)", failed)
+    return built
+
+
+def _built_elsewhere(command: list[str]) -> ctypes.CDLL:
+    """Return kernels compiled in a temporary folder, for this process alone."""
+    user_cache.sweep(Path(tempfile.gettempdir()), ELSEWHERE)
+    with tempfile.TemporaryDirectory(prefix=ELSEWHERE) as folder:  # a loaded library outlives its file
+        return _build(command, Path(folder) / f"kernels{SUFFIX}")
 
 
 def _build(command: list[str], path: Path) -> ctypes.CDLL:
-    """Compile the kernels to `path` and load them.
+    building.build(command, path)
+    return open_library(path)
 
-    The linker gets no -fopenmp: the OpenMP functions resolve to those that PyTorch loaded, so that both use
-    one team of threads.
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library of kernels, after its content was checked: loading runs code of it.
+
+    Raises:
+        OSError: It cannot be loaded, or it lacks a function.
     """
-    objects = path.with_suffix(".o")
-    _run(*command, *FLAGS, "-c", str(HERE / SOURCES[0]), "-o", str(objects))
-    _run(*command, "-shared", str(objects), "-o", str(path), "-lm")
-    return ctypes.CDLL(str(path))
-
-
-def _cache_key(command: list[str]) -> dict[str, list[str]]:
-    return {
-        "compiler": [_run(*command, "--version"), *command[1:], *FLAGS],
-        "cpu": describe_cpu(),
-        "sources": [hashlib.sha256((HERE / name).read_bytes()).hexdigest() for name in SOURCES],
-    }
-
-
-def _run(*command: str) -> str:
-    """Run a command and return its output."""
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
-    ).stdout
+    opened = ctypes.CDLL(str(path))
+    if missing := [name for name in building.functions() if not hasattr(opened, name)]:
+        raise OSError(f"{path.name} has no function {missing[0]}")
+    return opened
 
 
 def _first_error(text: str) -> str:

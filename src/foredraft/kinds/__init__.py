@@ -4,7 +4,7 @@
 Importing this package does not import PyTorch, so `--help` stays fast.
 """
 
-from foredraft.kinds.compatibility import default_drafter, suits, unused_options
+from foredraft.kinds.compatibility import default_drafter, missing_part, suits, unused_options
 from foredraft.kinds.tables import (
     DRAFTERS,
     POLICIES,
@@ -26,6 +26,7 @@ __all__ = [
     "PolicyOption",
     "RuleKind",
     "default_drafter",
+    "missing_part",
     "suits",
     "unused_options",
 ]

@@ -22,6 +22,7 @@ __all__ = [
     "check_named_drafter",
     "default_drafter",
     "is_lossless",
+    "missing_part",
     "rule_suits",
     "select_drafters",
     "suits",
@@ -122,6 +123,25 @@ def available_drafters(given: ModelsGiven) -> dict[str, DrafterKind]:
         if (not kind.needs_draft or (given.draft is not None and kind.retokenizes == given.other_tokenizer))
         and (not kind.needs_plan or given.plan)
     }
+
+
+def missing_part(drafter: str, name: str | None = None) -> ConfigError:
+    """Return the error of a drafter that is not among `available_drafters`: the part that it lacks.
+
+    Args:
+        drafter: The drafter.
+        name: What the message calls it; by default its own name.
+    """
+    kind, shown = DRAFTERS[drafter], name or drafter
+    if kind.needs_plan:
+        return ConfigError(
+            f"{shown} has no plan for this model",
+            remedy=("make one with `foredraft tune`, or give ", Option("plan")),
+        )
+    tokenizer = "another" if kind.retokenizes else "the target's"
+    return ConfigError(
+        f"{shown} needs a draft model with {tokenizer} tokenizer", remedy=("give ", Option("draft"))
+    )
 
 
 def unused_options(drafter: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
 from foredraft.profiling.profile import use_profile
 
-__all__ = ["load", "load_for"]
+__all__ = ["load", "load_for", "options_for"]
 
 
 def load(
@@ -77,9 +77,9 @@ def load(
         compile: Fuse the operators between the products of each layer with `torch.compile`. It needs a
             compiler, and seconds at loading and at the first text. It is meant for GPUs; on CPUs it replaces
             the kernels.
-        kernels: Run layers and vocabulary operations with Foredraft's own kernels, which a C compiler builds
-            for this CPU once, in two seconds. None uses them where a compiler is found and they support the
-            model.
+        kernels: Run layers and vocabulary operations with Foredraft's own kernels, which the wheel
+            carries for most CPUs; elsewhere a C compiler builds them once, in seconds. None uses them where
+            they are there and support the model.
         progress: Called as (stage, done, total) while loading and during prefill.
 
     Returns:
@@ -115,8 +115,17 @@ def load_for(needs: Needs, path: str | Path | None = None, **options: Any) -> LL
         path: As `load` takes it.
         **options: The other arguments of `load`.
     """
+    return _assemble(options_for(path, needs, **options))
+
+
+def options_for(path: str | Path | None = None, needs: Needs | None = None, **options: Any) -> LoadOptions:
+    """Return the checked options of `load`, with its defaults for those that are not given.
+
+    Raises:
+        ConfigError: An option has a value that cannot be honoured.
+    """
     defaults = {name: parameter.default for name, parameter in signature(load).parameters.items()}
-    return _assemble(checked(LoadOptions(**defaults | options | {"path": path, "needs": needs})))
+    return checked(LoadOptions(**defaults | options | {"path": path, "needs": needs}))
 
 
 def _assemble(options: LoadOptions) -> LLM:

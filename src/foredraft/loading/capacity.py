@@ -5,20 +5,22 @@ Contract: decided before a weight is read, from the models' specs and from the f
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.checkpoints import Checkpoint
-from foredraft.loading.memory import free_memory
+from foredraft.loading.memory import as_gib, free_memory
 from foredraft.model.cache import KVCache
 from foredraft.model.device import dtype_name
 from foredraft.model.runner.native import unserved_because
 from foredraft.model.weights import weight_bytes
 
-__all__ = ["DEVICES", "CacheLimits", "CacheSize", "cache_size"]
+__all__ = ["DEVICES", "CacheLimits", "CacheSize", "cache_size", "longest_sequence", "weight_memory"]
 
 # Share of the memory beside the weights that the caches may take. The rest is for activations and
 # other programs.
@@ -85,15 +87,8 @@ def cache_size(
             f"but the model has {most} positions", option="max_length", value=limits.max_length,
             remedy=f"give {most} or less",
         )  # fmt: skip
-    budget = int(_free_beside_weights(models, device, kernels) * _SHARE[device.type])
-
-    def row_bytes(positions: int) -> int:
-        lengths = (positions, stretch * positions)
-        return sum(
-            KVCache.bytes_per_row(model.spec, min(length, model.spec.max_positions), model.dtype)
-            for model, length in zip(models, lengths, strict=False)
-        )
-
+    budget = _cache_budget(models, device, kernels)
+    row_bytes = partial(_row_bytes, models, stretch)
     positions = limits.max_length or _positions(limits, most, budget, row_bytes)
     most_rows = (
         _ROWS[device.type] if limits.rows_needed is None else min(_ROWS[device.type], limits.rows_needed)
@@ -107,6 +102,36 @@ def cache_size(
             remedy=("lower ", Option("max_batch"), " or ", Option("max_length")),
         )
     return CacheSize(rows, positions)
+
+
+def longest_sequence(
+    models: Sequence[Checkpoint], device: torch.device, *, stretch: int = 1, kernels: bool = True
+) -> int:
+    """Return the positions of the longest single sequence whose caches fit into free memory.
+
+    It has no more than the target's own limit; 0 means that none fits. The arguments are those of
+    `cache_size`.
+
+    Raises:
+        ConfigError: The weights do not fit.
+    """
+    budget = _cache_budget(models, device, kernels)
+    fits = range(1, models[0].spec.max_positions + 1)
+    return bisect_right(fits, budget, key=partial(_row_bytes, models, stretch))
+
+
+def _cache_budget(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
+    """Return the bytes that all caches together may take; raise ConfigError where the weights do not fit."""
+    return int(_free_beside_weights(models, device, kernels) * _SHARE[device.type])
+
+
+def _row_bytes(models: Sequence[Checkpoint], stretch: int, positions: int) -> int:
+    """Return the bytes of one row of all caches, of which the target's has so many positions."""
+    lengths = (positions, stretch * positions)
+    return sum(
+        KVCache.bytes_per_row(model.spec, min(length, model.spec.max_positions), model.dtype)
+        for model, length in zip(models, lengths, strict=False)
+    )
 
 
 def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[[int], int]) -> int:
@@ -127,12 +152,14 @@ def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[
 def _free_beside_weights(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
     """Return the free bytes that the weights leave; raise ConfigError where the weights do not fit."""
     free = free_memory(device)
-    needs = [_weight_bytes(model, device, kernels) for model in models]
+    needs = [weight_memory(model, device, kernels) for model in models]
     if sum(needs) <= free:
         return free - sum(needs)
-    sizes = [f"{_gib(need)} in {dtype_name(model.dtype)}" for need, model in zip(needs, models, strict=True)]
+    sizes = [
+        f"{as_gib(need)} in {dtype_name(model.dtype)}" for need, model in zip(needs, models, strict=True)
+    ]
     raise ConfigError(
-        f"the weights need {', those of the draft model '.join(sizes)}, but {_gib(free)} are free on"
+        f"the weights need {', those of the draft model '.join(sizes)}, but {as_gib(free)} are free on"
         f" {device}",
         remedy=_remedy(models, device, free, kernels),
     )
@@ -144,7 +171,7 @@ def _remedy(
     """Return what the user can change so that the weights fit."""
 
     def fit(models: Sequence[Checkpoint], device: torch.device, free: int) -> bool:
-        return sum(_weight_bytes(model, device, kernels) for model in models) <= free
+        return sum(weight_memory(model, device, kernels) for model in models) <= free
 
     remedies: list[tuple[str | Option, ...]] = []
     halves = [replace(model, dtype=torch.bfloat16) for model in models]
@@ -162,11 +189,7 @@ def _remedy(
     return (*first, *(part for remedy in others for part in (", or ", *remedy)))
 
 
-def _weight_bytes(model: Checkpoint, device: torch.device, kernels: bool) -> int:
+def weight_memory(model: Checkpoint, device: torch.device, kernels: bool = True) -> int:
     """Return the bytes of a model's weights in the layout that they get on the device."""
     native = kernels and unserved_because(model.spec, device, model.dtype) is None
     return weight_bytes(model.spec, device, model.dtype, native=native)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.{1 if size >= 2**30 else 3}f} GiB"

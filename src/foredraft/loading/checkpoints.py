@@ -63,16 +63,20 @@ class Checkpoints:
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
 
-def find_checkpoints(options: LoadOptions) -> Checkpoints:
+def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoints:
     """Resolve the folders, fetching hub ids, and read specs and tokenizers.
+
+    Args:
+        options: The options of `load`.
+        weights: Fetch the weights of hub ids too.
 
     Raises:
         CheckpointError: A folder is not a checkpoint, or its tokenizer is another model's.
         ConfigError: A revision does not apply, or the two vocabularies cannot be matched.
     """
-    folders = [resolve(str(options.path), options.revision, options.report)]
+    folders = [resolve(str(options.path), options.revision, options.report, weights=weights)]
     if options.draft is not None:
-        folders.append(resolve(str(options.draft), options.draft_revision, options.report))
+        folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
     target, *rest = (_read(folder, options.dtype) for folder in folders)
     draft = rest[0] if rest else None
     return Checkpoints(target, draft, draft is not None and not _same_vocabulary(target, draft))

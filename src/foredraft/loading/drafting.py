@@ -13,7 +13,7 @@ from foredraft.loading.checkpoints import Checkpoints
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan, choose_plan
 
-__all__ = ["ChosenDrafting", "choose_drafting"]
+__all__ = ["ChosenDrafting", "choose_drafting", "models_given"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,22 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     Raises:
         ConfigError: They do not fit, or the plan cannot be used.
     """
-    target, draft, other = checkpoints.target, checkpoints.draft, checkpoints.other_tokenizer
+    draft_given, other = checkpoints.draft is not None, checkpoints.other_tokenizer
     drafter = options.drafter or default_drafter(
-        options.policy, draft is not None, other, plan_given=options.plan is not None
+        options.policy, draft_given, other, plan_given=options.plan is not None
     )
-    plan = choose_plan(options.plan, target, device, needed=DRAFTERS[drafter].needs_plan)
-    given = ModelsGiven(
-        target=str(target.folder),
-        draft=None if draft is None else str(draft.folder),
-        other_tokenizer=other,
-        plan=plan is not None,
-    )
+    plan = choose_plan(options.plan, checkpoints.target, device, needed=DRAFTERS[drafter].needs_plan)
+    given = models_given(checkpoints, plan)
     check_fits_models(drafter, options.policy, options.draft_sampling, given)
     return ChosenDrafting(drafter, available_drafters(given), plan)
+
+
+def models_given(checkpoints: Checkpoints, plan: ChosenPlan | None) -> ModelsGiven:
+    """Return what drafters can be built from."""
+    draft = checkpoints.draft
+    return ModelsGiven(
+        target=str(checkpoints.target.folder),
+        draft=None if draft is None else str(draft.folder),
+        other_tokenizer=checkpoints.other_tokenizer,
+        plan=plan is not None,
+    )

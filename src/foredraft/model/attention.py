@@ -6,8 +6,9 @@ so keys are read once and never expanded. The query at position i sees the keys 
 layer with window w, only the last w of them.
 
 Soft-capped scores (Gemma 2, arXiv:2408.00118) are computed step by step; all others use PyTorch's
-`scaled_dot_product_attention`. On CPUs the weighted sum of soft-capped attention is taken in pieces of a fixed
-number of positions: BLAS cuts a sum over L positions into blocks that depend on L, and with them its last bits.
+`scaled_dot_product_attention`. On CPUs the weighted sum of soft-capped attention is taken in pieces of a
+fixed number of positions: BLAS cuts a sum over L positions into blocks that depend on L, and so do its last
+bits.
 """
 
 from __future__ import annotations
@@ -178,11 +179,14 @@ def _batch_attention(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 def _weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
-    """Return weights [N, T, L] times v [N, L, D]. On CPUs its bits do not depend on L past the last weight."""
-    if v.device.type != "cpu" or v.shape[1] <= PIECE:
+    """Return weights [N, T, L] times v [N, L, D].
+
+    On CPUs its bits do not depend on how far L reaches past the last weight.
+    """
+    length = v.shape[1]
+    if v.device.type != "cpu" or length <= PIECE:
         return torch.bmm(weights, v)
-    pieces = zip(weights.split(PIECE, 2), v.split(PIECE, 1), strict=True)
-    total = torch.bmm(*next(pieces)).float()
-    for piece in pieces:
-        total += torch.bmm(*piece)
+    total = torch.bmm(weights[:, :, :PIECE], v[:, :PIECE]).float()
+    for start in range(PIECE, length, PIECE):
+        total += torch.bmm(weights[:, :, start : start + PIECE], v[:, start : start + PIECE])
     return total.to(v.dtype)

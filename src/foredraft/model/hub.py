@@ -19,7 +19,7 @@ from typing import Any
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.config import read_json, shortened
 
-__all__ = ["resolve"]
+__all__ = ["resolve", "weights_to_come"]
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SMALL = (  # the files besides the weights
@@ -38,13 +38,20 @@ MEGABYTE = 10**6
 Report = Callable[[str, int, int], None]  # called with a stage, and how much of it is done and in total
 
 
-def resolve(name_or_path: str | Path, revision: str | None = None, report: Report | None = None) -> Path:
+def resolve(
+    name_or_path: str | Path,
+    revision: str | None = None,
+    report: Report | None = None,
+    *,
+    weights: bool = True,
+) -> Path:
     """Return the local folder of a model, downloading it if necessary.
 
     Args:
         name_or_path: A folder, `owner/name`, or `owner/name@revision`.
         revision: A branch, a tag or a commit of the hub repository; None is its main branch.
         report: Progress callback, called as ("download", done, total) in megabytes.
+        weights: Download the weights too. Otherwise the hub is only asked whether it has them.
 
     Raises:
         ConfigError: A local folder is given with a revision, or two different revisions are given.
@@ -70,7 +77,14 @@ def resolve(name_or_path: str | Path, revision: str | None = None, report: Repor
     repository, named = match.groups()
     if named is not None and revision not in (None, named):
         raise ConfigError(f"{name} names another revision than {revision!r}", remedy="give one of them")
-    return _Download(repository, named or revision, report or _silent).run()
+    return _Download(repository, named or revision, report or _silent).run(weights)
+
+
+def weights_to_come(folder: Path) -> bool:
+    """Return whether a folder of the hub's cache lacks weights, as after `resolve` with weights=False."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return folder.is_relative_to(HF_HUB_CACHE) and any(file != CONFIG for file in _missing(folder))
 
 
 def _existing(name: str | Path) -> Path | None:
@@ -93,8 +107,8 @@ class _Download:
         self.repository, self.revision, self.report = repository, revision, report
         self.name = repository if revision is None else f"{repository}@{revision}"  # in error messages
 
-    def run(self) -> Path:
-        """Download the files that a model is loaded from, and return their folder."""
+    def run(self, weights: bool) -> Path:
+        """Download the files of a model, with or without its weights, and return their folder."""
         folder = self._fetch(self.revision, SMALL)
         commit = folder.name  # the weights come from the same commit, even if the branch moves meanwhile
         if missing := _missing(folder):
@@ -104,9 +118,12 @@ class _Download:
             for file in missing:
                 if file not in present:
                     raise self._file_error(file)
-            self._fetch(commit, map(glob.escape, missing))
+            wanted = missing if weights else [*({CONFIG} & {*missing})]
+            if wanted:
+                self._fetch(commit, map(glob.escape, wanted))
         for file in _missing(folder):
-            raise self._incomplete_error(file)
+            if weights or file == CONFIG:
+                raise self._incomplete_error(file)
         return folder
 
     def _fetch(self, revision: str | None, patterns: Iterable[str]) -> Path:

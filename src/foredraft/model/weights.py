@@ -33,7 +33,15 @@ from foredraft.model.runner.native import pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
-__all__ = ["Shapes", "Source", "build_decoder", "load_decoder", "weight_bytes", "weight_headers"]
+__all__ = [
+    "Shapes",
+    "Source",
+    "build_decoder",
+    "load_decoder",
+    "parameter_count",
+    "weight_bytes",
+    "weight_headers",
+]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -97,6 +105,13 @@ def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, n
     counter = _SizeCounter(device, dtype)
     build_decoder(spec, counter, native)
     return counter.values * dtype.itemsize
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Return the number of a model's weights; a tied head counts once."""
+    counter = _SizeCounter(torch.device("meta"), torch.float32)  # a device on which nothing is packed
+    build_decoder(spec, counter)
+    return counter.values
 
 
 def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

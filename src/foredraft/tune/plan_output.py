@@ -16,9 +16,13 @@ import foredraft
 from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
+from foredraft.files import TEMPORARY
 from foredraft.llm import LLM
+from foredraft.model.config import shortened
 from foredraft.model.device import dtype_name
+from foredraft.ownership import NotPrivateError, check_folder, make_folder
 from foredraft.tune.records import Finalist
+from foredraft.user_cache import PRIVATE_CACHE
 
 __all__ = [
     "check_writable",
@@ -31,16 +35,25 @@ __all__ = [
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ConfigError if a subfolder of the cache folder cannot be written, without creating it."""
+    """Raise ConfigError unless this user, and no other, can write a subfolder of the cache folder.
+
+    The subfolder is not created.
+    """
     cache = folder.parent
+    refused = f"no {folder.name} can be written to the cache folder {shortened(str(cache))}"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        probe = (folder if folder.exists() else cache) / f".{os.getpid()}"
+        make_folder(cache)
+        existing = check_folder(folder if folder.exists() else cache)
+        probe = existing / f"{TEMPORARY}{os.getpid()}"
         probe.touch()
         probe.unlink()
+    except NotPrivateError as error:
+        raise ConfigError(
+            f"{refused}, because {error.filename} {error.strerror}", remedy=PRIVATE_CACHE
+        ) from error
     except OSError as error:
         raise ConfigError(
-            f"no {folder.name} can be written to the cache folder {str(cache)!r} ({error.strerror})",
+            f"{refused} ({error.strerror})",
             remedy="set FOREDRAFT_CACHE to a writable folder, or to an empty value to store nothing",
         ) from error
 
@@ -82,19 +95,19 @@ def make_plan_file(winner: Finalist, model: str, hash: str, llm: LLM, temperatur
     )
 
 
-def save_plan(plan: PlanFile, out: Path | None) -> tuple[list[str], list[str]]:
-    """Write a plan to `out`, if given, and to the cache folder.
+def save_plan(plan: PlanFile, plan_out: Path | None) -> tuple[list[str], list[str]]:
+    """Write a plan to `plan_out`, if given, and to the cache folder.
 
     Returns:
         The files that were written, and a message for each file that was not.
     """
     files, unwritten = [], []
     try:
-        if out is not None:
-            write_plan(plan, out, "out")
-            files.append(str(out))
+        if plan_out is not None:
+            write_plan(plan, plan_out, "plan_out")
+            files.append(str(plan_out))
     except ConfigError as error:
-        unwritten.append(f"the plan was not written to {out} ({_reason(error)})")
+        unwritten.append(f"the plan was not written to {plan_out} ({_reason(error)})")
     try:
         if (cached := keep_plan(plan)) is not None:
             files.append(str(cached))

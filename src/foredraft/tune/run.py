@@ -56,7 +56,7 @@ def tune(
     options: Options,
     *,
     model: str | None = None,
-    out: Path | None = None,
+    plan_out: Path | None = None,
     truncate: Literal["left"] | None = None,
     progress: Progress = silent,
     **loading: Any,
@@ -70,7 +70,7 @@ def tune(
         prompts: Prompts of the kind that the model will see; some of them are held out.
         options: Options of the search.
         model: Folder or hub id, as `foredraft.load` takes it. None: the demo target.
-        out: A file for the plan, beside the one in the cache folder.
+        plan_out: A file for the plan, beside the one in the cache folder.
         truncate: "left" drops the oldest tokens of a prompt that is too long.
         progress: Receives the progress of each stage.
         loading: Further arguments of `foredraft.load`.
@@ -100,7 +100,7 @@ def tune(
         teacher_forced = TeacherForced(target.runner, calibration, max_draft, deadline.check, progress)
     result = run.search(calibration, teacher_forced, deadline)
     finalists, finished = run.decode(result, held_out)
-    return run.report(result, finalists, finished, out)
+    return run.report(result, finalists, finished, plan_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class _Run:
             return (), False
 
     def report(
-        self, result: _SearchResult, finalists: tuple[Finalist, ...], finished: bool, out: Path | None
+        self, result: _SearchResult, finalists: tuple[Finalist, ...], finished: bool, plan_out: Path | None
     ) -> Report:
         """Save the winner's plan, if a finalist wins, and return the report."""
         target, options = self.target, self.options
@@ -234,7 +234,7 @@ class _Run:
             plan = make_plan_file(
                 finalists[winner], target.name, target.hash, target.llm, options.temperature
             )
-            files, unwritten = save_plan(plan, out)
+            files, unwritten = save_plan(plan, plan_out)
         else:
             notes.append(remaining_plan_note(target.hash, finalists))
         shown = {"storage": self.storage.shown, "dtype": dtype_of(target.llm)}

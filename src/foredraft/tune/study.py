@@ -7,16 +7,18 @@ once more.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError
+from foredraft.ownership import NotPrivateError, check_file, make_folder
 from foredraft.tune.hill_climbing import HillClimbingSampler
 from foredraft.tune.options import SamplerName
 from foredraft.tune.plan_output import check_writable
@@ -35,6 +37,9 @@ __all__ = ["StudyStorage", "make_sampler", "optuna"]
 
 FIRST_HEARTBEAT_SECONDS = 1.0  # a live trial has recorded its first heartbeat within this time
 SQLITE = "sqlite:///"
+SQLITE_PARTS = ("", "-wal", "-shm")  # endings of the files of a database with a write-ahead log
+
+logger = logging.getLogger(__name__)
 
 
 class StudyStorage:
@@ -165,8 +170,32 @@ def _cached_database() -> Path | None:
     if folder is None:
         return None
     check_writable(folder)
-    folder.mkdir(exist_ok=True)
-    return folder / "studies.db"
+    make_folder(folder)
+    database = folder / "studies.db"
+    if database.exists() and (reason := _unusable_because(database)) is not None:
+        logger.warning("the cached studies are set aside as %s.broken, because %s", database, reason)
+        for part in SQLITE_PARTS:  # a new database must not meet the journal of the old one
+            with suppress(FileNotFoundError):
+                Path(f"{database}{part}").replace(f"{database}.broken{part}")
+    return database
+
+
+def _unusable_because(database: Path) -> str | None:
+    """Return why a database file of the cache cannot be used, as a clause; None where it can be.
+
+    A database that is only locked can be used.
+    """
+    try:
+        check_file(database)
+        with closing(sqlite3.connect(database)) as connection:
+            [found, *_] = connection.execute("PRAGMA quick_check(1)").fetchone()
+        return None if found == "ok" else f"it is damaged ({found})"
+    except NotPrivateError as error:
+        return f"the file {error.strerror}"
+    except sqlite3.OperationalError:
+        return None
+    except sqlite3.DatabaseError as error:
+        return f"it is damaged ({error})"
 
 
 def _relax_durability(storage: Any) -> None:

@@ -66,7 +66,7 @@ def unserved_because(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     exact = all(_product_is_exact(width, like, random) for width in widths)
     if exact and _attention_is_exact(spec, like, random):
         return None
-    logger.warning("the kernels compiled for this CPU fail their self-check; PyTorch operators run instead")
+    logger.warning("the kernels fail their self-check on this CPU; PyTorch's operators run instead")
     return "the kernels fail their self-check on this CPU"
 
 

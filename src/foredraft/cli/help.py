@@ -1,0 +1,96 @@
+"""`--help` and `--help-all`: examples first, then the options that most people need, or all of them.
+
+Every option is declared once, in `options` or `measuring`; an option that is marked `common` there is in
+`--help`, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from foredraft.cli.options import COMMON
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+__all__ = ["EXAMPLES", "HELP_ALL", "HelpPages", "usage"]
+
+HELP_ALL = "--help-all"
+ALWAYS = {"Arguments", "Commands"}  # panels that are no section of options
+# Command -> its arguments in the line of usage, and examples with their meaning.
+EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "generate": (
+        "[PROMPT | -] [OPTIONS]",
+        (
+            ('foredraft generate "def fibonacci(n):"', "the demo models"),
+            ('foredraft generate --model ./big --draft ./small "Once"', "your models"),
+            ("foredraft generate --compare", "the speed-up"),
+        ),
+    ),
+    "bench": (
+        "[OPTIONS]",
+        (
+            ("foredraft bench --html report.html", "the demo models"),
+            ("foredraft bench --model ./big --draft ./small", "your models"),
+            ("foredraft bench --model ./big --workload my.jsonl", "your prompts"),
+        ),
+    ),
+    "tune": (
+        "[OPTIONS]",
+        (
+            ("foredraft tune", "the demo model"),
+            ("foredraft tune --model ./big --prompts my.txt", "your model"),
+            ("foredraft tune --model ./big --prompts my.txt --timeout 600", "ten minutes"),
+        ),
+    ),
+    "info": (
+        "[MODEL] [OPTIONS]",
+        (
+            ("foredraft info", "the demo models"),
+            ("foredraft info ./big --draft ./small", "whether the draft model fits"),
+            ("foredraft info owner/name --json", "on the hub: no weights are downloaded"),
+        ),
+    ),
+    "verify": (
+        "[PROMPTS...] [OPTIONS]",
+        (
+            ("foredraft verify", "the demo models"),
+            ('foredraft verify --model ./big --draft ./small "Once"', "your models"),
+            ("foredraft verify --self-test", "with a planted defect"),
+        ),
+    ),
+}
+
+
+def usage(command: str) -> str:
+    """Return the head of a command's help: its usage and its examples."""
+    arguments, examples = EXAMPLES[command]
+    width = max(len(line) for line, _ in examples)
+    lines = [f"  {line:{width}}  # {meaning}" for line, meaning in examples]
+    return "\n".join([f"Usage: foredraft {command} {arguments}", "", *lines])
+
+
+class HelpPages:
+    """Renders the panels of the help: under `--help` the common options, under `--help-all` every section.
+
+    Args:
+        everything: Show every section.
+    """
+
+    show_metavar = True
+
+    def __init__(self, *, everything: bool) -> None:
+        self.everything = everything
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
+        """Print the usage and the examples as they stand: they may be copied from a narrow terminal."""
+        if usage:
+            console.print(usage, markup=False, highlight=False, soft_wrap=True)
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print a panel where it belongs on the page."""
+        from cyclopts.help import DefaultFormatter
+
+        if panel.title in ALWAYS or (panel.title != COMMON.name) == self.everything:
+            DefaultFormatter()(console, options, panel)

@@ -1,0 +1,142 @@
+"""`foredraft info`: what a model is, what it needs and which drafters it has, without loading its weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from foredraft.cli.errors import as_flag
+from foredraft.cli.options import DocumentOptions, DraftModelOptions, TargetOptions
+from foredraft.cli.output_files import check_places, write_report
+from foredraft.cli.progress import ProgressBars
+from foredraft.cli.render import table
+from foredraft.errors import ConfigError, Option
+
+if TYPE_CHECKING:
+    from foredraft.loading.inspection import Context, Inspection, ModelInfo, PairInfo
+
+__all__ = ["info"]
+
+
+def info(
+    name: Annotated[str | None, Parameter(name="MODEL")] = None,
+    /,
+    *,
+    target: TargetOptions = TargetOptions(),
+    drafting: DraftModelOptions = DraftModelOptions(),
+    output: DocumentOptions = DocumentOptions(),
+) -> int:
+    """Show what a model is, which memory it needs, which drafters it has, and whether a draft model fits it.
+
+    No weights are loaded. Of a model on the Hugging Face Hub only the small files are downloaded. A model
+    that Foredraft cannot run is refused with the reason.
+
+    Parameters
+    ----------
+    name
+        The model: a folder or a Hugging Face id, as --model takes it. Default: the demo models.
+    """
+    if name is not None and target.model is not None:
+        raise ConfigError(
+            ("the model is given as an argument and by ", Option("path")), remedy="leave one out"
+        )
+    check_places(out=output.out)
+    from foredraft.loading.inspection import inspect_models
+
+    options = asdict(target) | asdict(drafting)
+    given = options.pop("model")
+    bars = ProgressBars()
+    try:
+        found = inspect_models(
+            given if name is None else name, **options, progress=bars.show, spelling=as_flag
+        )
+    finally:
+        bars.clear()
+    write_report(found.as_dict(), lambda: lines(found), output)
+    return 0
+
+
+def lines(found: Inspection) -> list[str]:
+    """Return the inspection as tables and sentences."""
+    shown = [about(model) for model in found.models]
+    shown += ["", *memory(found), "", room(found.context, found)]
+    shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)])]
+    return shown + [
+        f"The weights of the {model.role} are not downloaded, so its tensors were not checked."
+        for model in found.models
+        if not model.weights_checked
+    ]
+
+
+def about(model: ModelInfo) -> str:
+    """Return one line on a model."""
+    return (
+        f"{model.role}: {model.name or 'demo'}, {model.architecture}, {model.parameters / 1e6:,.1f} M"
+        f" parameters, {model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary"
+        f" {model.vocab_size:,}"
+        f"{'' if model.tokenizer else ', no tokenizer'}; up to {model.max_positions:,} tokens"
+    )
+
+
+def memory(found: Inspection) -> list[str]:
+    """Return the table of memory."""
+    from foredraft.loading.inspection import CACHED_TOKENS, FEWER_BITS
+
+    models = found.models
+    rows = [
+        (
+            f"weights of {bits} bits{' *' if bits in FEWER_BITS else ''}",
+            *(in_gib(model.weight_bytes[bits]) for model in models),
+        )
+        for bits in models[0].weight_bytes
+    ]
+    cache = (f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models))
+    return [
+        *table([("GiB", *(model.role for model in models)), *rows, cache]),
+        "* counted for comparison, without scales; this version loads 16 and 32 bits",
+    ]
+
+
+def in_gib(size: int) -> str:
+    """Return a number of bytes in GiB, to three digits."""
+    return f"{size / 2**30:.3g}"
+
+
+def room(context: Context, found: Inspection) -> str:
+    """Return one line on the length of sequences that fit into memory."""
+    from foredraft.loading.memory import as_gib
+
+    free = f"{as_gib(found.free_bytes)} are free on {found.device}"
+    if context.longest is None or context.refusal is not None:
+        return f"{free}: {context.refusal}"
+    limit = found.models[0].max_positions
+    most = "the model's limit" if context.longest == limit else f"the model's limit is {limit:,}"
+    return (
+        f"{free}: room for one sequence of {context.longest:,} tokens ({most}), or by default {context.rows}"
+        f" sequences of {context.positions:,}"
+    )
+
+
+def drafter_rows(found: Inspection) -> list[tuple[str, ...]]:
+    """Return the rows of the table of drafters."""
+    rows: list[tuple[str, ...]] = []
+    for drafter in found.drafters:
+        note = drafter.note or ""
+        if found.pair is not None and drafter.name == found.pair.drafter:
+            note = fit(found.pair, found.models)
+        rows.append((drafter.name, "yes" if drafter.at_hand else "no", note))
+    return rows
+
+
+def fit(pair: PairInfo, models: tuple[ModelInfo, ...]) -> str:
+    """Return a clause on how the draft model fits."""
+    target, draft = models
+    compared = target.tokenizer and draft.tokenizer
+    same = "the target's tokenizer" if compared else "the target's vocabulary size, no tokenizers to compare"
+    sizes = f"{draft.vocab_size:,} of {target.vocab_size:,} ids"
+    return (
+        f"{same if pair.same_tokenizer else 'another tokenizer'}, {sizes}; the target has"
+        f" {pair.parameter_ratio:.1f} x its parameters"
+    )

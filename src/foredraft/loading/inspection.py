@@ -1,0 +1,272 @@
+"""Inspection: what `load` would make of a model here, found out without loading its weights.
+
+Contract: a model that `load` refuses is refused here by the same code, so with the same error. Of a hub id
+only the small files are downloaded; its tensors' names, shapes and dtypes are checked where the weights are
+in the cache already. Those of a local folder are always checked. Too little memory is no refusal but part of
+the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft.errors import ConfigError, Option, python_spelling
+from foredraft.kinds.compatibility import available_drafters, missing_part
+from foredraft.kinds.tables import DRAFTERS
+from foredraft.loading import options_for
+from foredraft.loading.capacity import CacheLimits, cache_size, longest_sequence, weight_memory
+from foredraft.loading.checkpoints import Checkpoint, Checkpoints, find_checkpoints
+from foredraft.loading.device import check_dtype, find_device
+from foredraft.loading.drafting import ChosenDrafting, models_given
+from foredraft.loading.memory import free_memory
+from foredraft.loading.options import LoadOptions, Progress
+from foredraft.loading.planning import choose_plan
+from foredraft.model.cache import KVCache
+from foredraft.model.device import dtype_name
+from foredraft.model.hub import weights_to_come
+from foredraft.model.weights import load_decoder, parameter_count
+
+__all__ = ["CACHED_TOKENS", "Context", "DrafterInfo", "Inspection", "ModelInfo", "PairInfo", "inspect_models"]
+
+CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
+# Bits of a weight below those of the dtypes. This version loads no such weights, so the figure is the plain
+# count: the scales of a quantised format come on top, and most formats keep the embedding in 16 bits.
+FEWER_BITS = (8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One model.
+
+    Attributes:
+        role: "target" or "draft".
+        name: The folder or hub id as given; None for a demo model.
+        folder: Its local folder.
+        architecture: Its architecture, as config.json names it.
+        parameters: Number of weights; a tied head counts once.
+        layers: Number of layers.
+        hidden_size: Size of a hidden state.
+        vocab_size: Number of token ids.
+        max_positions: The model's own limit on the tokens of a sequence.
+        dtype: The dtype that it would run in.
+        tokenizer: It has a tokenizer.
+        weights_checked: Names, shapes and dtypes of its tensors were checked; False for a hub id whose
+            weights are not downloaded.
+        weight_bytes: Bits of a weight -> bytes of all weights. Those of 32 and 16 bits are of this device,
+            with the copies that the products need; those of fewer bits are counted only.
+        cache_bytes: Bytes of the keys and values of `CACHED_TOKENS` tokens.
+    """
+
+    role: str
+    name: str | None
+    folder: str
+    architecture: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    tokenizer: bool
+    weights_checked: bool
+    weight_bytes: Mapping[int, int]
+    cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairInfo:
+    """How a draft model fits its target.
+
+    Attributes:
+        drafter: The drafter that uses it.
+        same_tokenizer: Both models have one tokenizer; vocabularies may still differ in size.
+        parameter_ratio: Parameters of the target ÷ those of the draft model.
+    """
+
+    drafter: str
+    same_tokenizer: bool
+    parameter_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """A drafter, and whether it is at hand.
+
+    Attributes:
+        name: Its name.
+        at_hand: `load` would make it.
+        note: The plan that it uses, or what it lacks; None where neither applies.
+    """
+
+    name: str
+    at_hand: bool
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How long sequences may be in the memory that is free now.
+
+    Attributes:
+        longest: Positions of the longest single sequence; None where the weights do not fit.
+        rows: Sequences of a batch that `load` makes room for by default; None where it would refuse.
+        positions: Positions of each of them.
+        refusal: Why `load` would refuse; None where it would not.
+    """
+
+    longest: int | None
+    rows: int | None = None
+    positions: int | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What `load` would make of the models.
+
+    Attributes:
+        device: The device that they would run on.
+        free_bytes: Its free memory.
+        models: The target and, where there is one, the draft model.
+        pair: How they fit together; None without a draft model.
+        drafters: Every drafter.
+        context: How long sequences may be.
+    """
+
+    device: str
+    free_bytes: int
+    models: tuple[ModelInfo, ...]
+    pair: PairInfo | None
+    drafters: tuple[DrafterInfo, ...]
+    context: Context
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return asdict(self)
+
+
+def inspect_models(
+    path: str | Path | None = None,
+    *,
+    progress: Progress | None = None,
+    spelling: Callable[[Option], str] = python_spelling,
+    **options: Any,
+) -> Inspection:
+    """Return what `load` would make of a model, without loading its weights.
+
+    Args:
+        path: As `load` takes it.
+        progress: As `load` takes it.
+        spelling: How a note spells an option; by default as the Python API does.
+        **options: Of the other arguments of `load`: draft, revision, draft_revision, dtype, device.
+
+    Raises:
+        ConfigError: As of `load`, except where memory is too small.
+        CheckpointError: As of `load`.
+    """
+    given = options_for(path, **options, progress=progress)
+    device = find_device(given.device)
+    checkpoints = find_checkpoints(given, weights=False)
+    names = (path, options.get("draft"))
+    checked = [_check(checkpoint, device) for checkpoint in checkpoints.all]
+    models = tuple(
+        _model_info(role, name, checkpoint, device, is_checked)
+        for role, name, checkpoint, is_checked in zip(
+            ("target", "draft"), names, checkpoints.all, checked, strict=False
+        )
+    )
+    plan = choose_plan(None, checkpoints.target, device, needed=False) if checked[0] else None
+    drafting = ChosenDrafting("auto", available_drafters(models_given(checkpoints, plan)), plan)
+    return Inspection(
+        device=str(device),
+        free_bytes=free_memory(device),
+        models=models,
+        pair=None if checkpoints.draft is None else _pair_info(checkpoints, drafting, *models),
+        drafters=tuple(
+            DrafterInfo(name, name in drafting.available, _note(name, drafting, checked[0], spelling))
+            for name, kind in DRAFTERS.items()
+            if kind.make is not None
+        ),
+        context=_context(given, checkpoints, drafting.stretch, device, spelling),
+    )
+
+
+def _check(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Check dtype, and the names and shapes of the tensors where they are there; return whether they are."""
+    check_dtype(device, checkpoint.dtype)
+    if weights_to_come(checkpoint.folder):
+        return False
+    load_decoder(checkpoint.folder, "meta", checkpoint.dtype)
+    return True
+
+
+def _model_info(
+    role: str, name: str | Path | None, checkpoint: Checkpoint, device: torch.device, checked: bool
+) -> ModelInfo:
+    spec, parameters = checkpoint.spec, parameter_count(checkpoint.spec)
+    half = torch.float16 if checkpoint.dtype == torch.float16 else torch.bfloat16
+    sizes = {
+        8 * dtype.itemsize: weight_memory(replace(checkpoint, dtype=dtype), device)
+        for dtype in (torch.float32, half)
+    }
+    return ModelInfo(
+        role=role,
+        name=None if name is None else str(name),
+        folder=str(checkpoint.folder),
+        architecture=spec.architecture,
+        parameters=parameters,
+        layers=spec.layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        dtype=dtype_name(checkpoint.dtype),
+        tokenizer=checkpoint.tokenizer is not None,
+        weights_checked=checked,
+        weight_bytes=sizes | {bits: parameters * bits // 8 for bits in FEWER_BITS},
+        cache_bytes=KVCache.bytes_of(spec, CACHED_TOKENS, checkpoint.dtype),
+    )
+
+
+def _pair_info(
+    checkpoints: Checkpoints, drafting: ChosenDrafting, target: ModelInfo, draft: ModelInfo
+) -> PairInfo:
+    return PairInfo(
+        drafter=next(name for name, kind in drafting.available.items() if kind.needs_draft),
+        same_tokenizer=not checkpoints.other_tokenizer,
+        parameter_ratio=target.parameters / draft.parameters,
+    )
+
+
+def _note(
+    name: str, drafting: ChosenDrafting, checked: bool, spelling: Callable[[Option], str]
+) -> str | None:
+    """Return the note on a drafter; `checked` as in `ModelInfo.weights_checked` of the target."""
+    if DRAFTERS[name].needs_plan and drafting.plan is not None:
+        return f"the kept plan {drafting.plan.skips}"
+    if DRAFTERS[name].needs_plan and not checked:
+        return f"{name} has a kept plan or none: the weights that tell are not downloaded"
+    return None if name in drafting.available else missing_part(name).describe(spelling)
+
+
+def _context(
+    options: LoadOptions,
+    checkpoints: Checkpoints,
+    stretch: int,
+    device: torch.device,
+    spelling: Callable[[Option], str],
+) -> Context:
+    arguments: dict[str, Any] = {"stretch": stretch, "kernels": options.allows_kernels}
+    try:
+        longest = longest_sequence(checkpoints.all, device, **arguments)
+    except ConfigError as error:
+        return Context(None, refusal=error.describe(spelling))
+    try:
+        size = cache_size(checkpoints.all, device, CacheLimits(), **arguments)
+    except ConfigError as error:
+        return Context(longest, refusal=error.describe(spelling))
+    return Context(longest, size.rows, size.positions)

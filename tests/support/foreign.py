@@ -1,0 +1,42 @@
+"""Make a file one that another user could have written, in each way that there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Change = Callable[[Path, pytest.MonkeyPatch], str]
+
+
+def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process take itself for another user, to whom none of this user's files belong."""
+    user = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: user)
+
+
+def _foreign(file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    as_another_user(monkeypatch)
+    return "belongs to another user"
+
+
+def _opened(depth: int, mode: int) -> Change:
+    """Open the file, or a folder above it, to others."""
+
+    def change(file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        path = (file, *file.parents)[depth]
+        path.chmod(mode)
+        return f"{path}, which can be written by other users"
+
+    return change
+
+
+NOT_PRIVATE: dict[str, Change] = {
+    "another user's": _foreign,
+    "an open file": _opened(0, 0o646),
+    "an open folder": _opened(1, 0o777),
+    "an open, sticky folder": _opened(1, 0o1777),
+    "an open folder above": _opened(2, 0o777),
+}

@@ -1,0 +1,212 @@
+"""`inspect_models`: what `load` would make of a model, without loading its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foredraft
+from foredraft.bench.weights import model_record
+from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash
+from foredraft.errors import ForedraftError
+from foredraft.loading import capacity, inspection
+from foredraft.loading.inspection import Inspection, inspect_models
+from foredraft.model import weights
+from foredraft.model.cache import KVCache
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import weight_headers
+from tests.support.checkpoints import save_checkpoint, save_pair, save_variant
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`big` and `small` share a tokenizer, `other` has another one, `mute` has none."""
+    folder = save_pair(tmp_path_factory.mktemp("models"))
+    save_checkpoint(folder / "other", tokenizer=True, seed=3, eos_token_id=None, vocab_size=320)
+    save_checkpoint(folder / "mute", seed=1)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+
+
+def drafters(found: Inspection) -> dict[str, bool]:
+    return {drafter.name: drafter.at_hand for drafter in found.drafters}
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-gqa-tied", "llama-biases", "qwen3-tied", "gemma3"])
+def test_parameters_are_those_of_the_file_and_of_the_loaded_model(tmp_path: Path, variant: str) -> None:
+    folder = save_variant(tmp_path, variant)
+    [model] = inspect_models(folder, device="cpu").models
+    stored = sum(torch.Size(shape).numel() for _, shape in weight_headers(folder).values())
+    llm = foredraft.load(folder, device="cpu", drafter="none", kernels=False, max_length=32, max_batch=1)
+    assert model.parameters == stored == model_record("target", "x", llm._engine.target).parameters
+
+
+def test_no_weight_is_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers are, so the checkpoint is opened; its tensors are only views of a mapped file."""
+    copies = []
+    monkeypatch.setattr(weights, "pack_native", lambda *given: copies.append(given))
+    monkeypatch.setattr(inspection, "load_decoder", checked := Recorder(inspection.load_decoder))
+    inspect_models(models / "big", draft=models / "small", device="cpu")
+    assert [(given[0].name, given[1]) for given in checked.calls] == [("big", "meta"), ("small", "meta")]
+    assert copies == []
+
+
+class Recorder:
+    """A function that remembers its arguments."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, list[tuple[Any, ...]]()
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls.append(given)
+        return self.function(*given, **named)
+
+
+def test_figures_of_memory(models: Path) -> None:
+    [model] = inspect_models(models / "big", device="cpu", dtype="bfloat16").models
+    spec = ModelSpec.from_folder(models / "big")
+    assert list(model.weight_bytes) == [32, 16, 8, 4]
+    assert model.weight_bytes[8] == model.parameters == 2 * model.weight_bytes[4]
+    assert model.weight_bytes[32] == 2 * model.weight_bytes[16] >= 4 * model.parameters
+    per_token = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2  # keys and values of two bytes
+    assert model.cache_bytes == 1000 * per_token
+    assert model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("draft", [None, "small", "other"])
+def test_the_longest_sequence_is_the_longest_that_load_accepts(
+    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    given = {} if draft is None else {"draft": models / draft}
+    needed = sum(
+        model.weight_bytes[32] for model in inspect_models(models / "big", device="cpu", **given).models
+    )
+    row = KVCache.bytes_per_row(ModelSpec.from_folder(models / "big"), 1200, torch.float32)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: needed + 2 * row)  # half of it is for caches
+    longest = inspect_models(models / "big", device="cpu", **given).context.longest
+    assert longest is not None and 100 < longest < ModelSpec.from_folder(models / "big").max_positions
+    options = {"device": "cpu", "max_batch": 1, "policy": "fixed"} | given
+    assert foredraft.load(models / "big", max_length=longest, **options).max_length == longest
+    with pytest.raises(foredraft.ConfigError, match="1 sequences of"):
+        foredraft.load(models / "big", max_length=longest + 1, **options)
+
+
+def test_the_models_own_limit_bounds_a_sequence(models: Path) -> None:
+    context = inspect_models(models / "big", device="cpu").context
+    assert context.longest == ModelSpec.from_folder(models / "big").max_positions
+    llm = foredraft.load(models / "big", device="cpu", policy="fixed")
+    assert (context.rows, context.positions) == (llm._engine.rows.caches[0].rows, llm.max_length)
+
+
+def test_too_little_memory_is_part_of_the_answer(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "free_memory", lambda device: 1000)
+    context = inspect_models(models / "big", device="cpu").context
+    assert context.longest is None and context.rows is None
+    with pytest.raises(foredraft.ConfigError) as refusal:
+        foredraft.load(models / "big", device="cpu")
+    assert context.refusal == str(refusal.value)
+
+
+def test_a_draft_model_with_the_targets_tokenizer_fits(models: Path) -> None:
+    found = inspect_models(models / "big", draft=models / "small", device="cpu")
+    target, draft = found.models
+    assert found.pair is not None and found.pair.same_tokenizer and found.pair.drafter == "draft-model"
+    assert found.pair.parameter_ratio == target.parameters / draft.parameters > 1
+    assert drafters(found) == {"lookup": True, "draft-model": True, "retokenize": False, "layer-skip": False}
+
+
+def test_a_draft_model_with_another_tokenizer_is_retokenized(models: Path) -> None:
+    found = inspect_models(models / "big", draft=models / "other", device="cpu")
+    assert found.pair is not None and not found.pair.same_tokenizer and found.pair.drafter == "retokenize"
+    assert drafters(found) == {"lookup": True, "draft-model": False, "retokenize": True, "layer-skip": False}
+
+
+def test_drafters_are_those_that_load_makes(models: Path) -> None:
+    for draft in ({}, {"draft": models / "small"}, {"draft": models / "other"}):
+        found = inspect_models(models / "big", device="cpu", **draft)
+        llm = foredraft.load(
+            models / "big", device="cpu", policy="fixed", max_length=64, max_batch=1, **draft
+        )
+        assert {name for name, at_hand in drafters(found).items() if at_hand} == llm._engine.drafters.keys()
+
+
+def test_a_kept_plan_is_found(models: Path) -> None:
+    spec = ModelSpec.from_folder(models / "big")
+    plan = PlanFile(
+        model="big", model_hash=model_hash(models / "big"), layers=spec.layers, skip_attention=(1,), device="cpu",
+        dtype="float32", max_draft=3, alpha=0.8, c=0.5, tau=2.5, speedup=1.25, predicted=1.3,
+        date="2026-01-01", foredraft="0.1.0",
+    )  # fmt: skip
+    keep_plan(plan)
+    found = inspect_models(models / "big", device="cpu")
+    assert drafters(found)["layer-skip"]
+    assert found.drafters[-1].note == f"the kept plan {plan.skips}"
+
+
+def test_a_drafter_that_is_not_at_hand_says_what_it_lacks(models: Path) -> None:
+    found = inspect_models(models / "big", device="cpu", spelling=lambda option: f"--{option.name}")
+    notes = {drafter.name: drafter.note for drafter in found.drafters}
+    assert notes["lookup"] is None
+    assert notes["draft-model"] == "draft-model needs a draft model with the target's tokenizer; give --draft"
+    assert notes["layer-skip"] is not None and notes["layer-skip"].endswith("or give --plan")
+
+
+def broken(folder: Path, name: str) -> Path:
+    """Save a checkpoint that `load` refuses."""
+    save_checkpoint(folder, tokenizer=True, seed=1)
+    config = json.loads((folder / "config.json").read_text())
+    match name:
+        case "architecture":
+            config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+        case "quantised":
+            config |= {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        case "unknown key":
+            config |= {"spam": 1}
+        case "shape":
+            config |= {"intermediate_size": config["intermediate_size"] * 2}
+        case "no weights":
+            (folder / "model.safetensors").unlink()
+        case "broken weights":
+            (folder / "model.safetensors").write_bytes(b"x" * 64)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["architecture", "quantised", "unknown key", "shape", "no weights", "broken weights", "no folder"]
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_load_refuses_is_refused_alike(
+    models: Path, tmp_path: Path, name: str, role: str
+) -> None:
+    folder = tmp_path / "none" if name == "no folder" else broken(tmp_path / "broken", name)
+    path, draft = (folder, models / "small") if role == "target" else (models / "big", folder)
+    with pytest.raises(ForedraftError) as load_error:
+        foredraft.load(path, draft=draft, device="cpu")
+    with pytest.raises(ForedraftError) as info_error:
+        inspect_models(path, draft=draft, device="cpu")
+    assert str(info_error.value) == str(load_error.value)
+    assert type(info_error.value) is type(load_error.value)
+
+
+def test_vocabularies_that_cannot_be_matched_are_refused_alike(models: Path, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "mute", seed=1, vocab_size=300)
+    with pytest.raises(foredraft.ConfigError) as error:
+        foredraft.load(models / "big", draft=tmp_path / "mute", device="cpu")
+    with pytest.raises(foredraft.ConfigError) as found:
+        inspect_models(models / "big", draft=tmp_path / "mute", device="cpu")
+    assert str(found.value) == str(error.value)
+
+
+def test_the_document_is_json(models: Path) -> None:
+    found = inspect_models(models / "mute", device="cpu").as_dict()
+    document = json.loads(json.dumps(found, allow_nan=False))
+    assert document["models"][0]["tokenizer"] is False and document["pair"] is None
