@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
-from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.translation import Translation
+from foredraft.model.byte_codec import ByteCodec, characters
 from tests.support import alphabets, checkpoints
 from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.prophet import TRUTH, Prophet

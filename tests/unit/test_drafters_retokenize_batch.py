@@ -15,8 +15,8 @@ from hypothesis import given, settings
 import foredraft
 from foredraft import SamplingParams
 from foredraft.decode.sequence import Sequence
-from foredraft.model.byte_codec import ByteCodec
 from foredraft.drafters.retokenize import Retokenize
+from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.runner import Forward
 from tests.support import alphabets, checkpoints
 from tests.support.caches import poison

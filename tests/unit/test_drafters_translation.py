@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.model.byte_codec import ByteCodec
 from foredraft.drafters.translation import LONG, SHORT, Translation, _cut
+from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
 from tests.support import alphabets
 from tests.support.checkpoints import TEXT

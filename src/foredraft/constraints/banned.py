@@ -1,4 +1,4 @@
-"""Banned text, in two modes. The distribution of the output differs between them (docs/guides/constraints.md).
+"""Banned text, in two modes whose outputs have different distributions (docs/guides/constraints.md).
 
 `mask`: a token that would complete a banned phrase has probability 0, and each step is renormalised over the
 others. `rollback`: tokens are drawn freely; when a phrase is complete, the text is cut before the token with

@@ -141,7 +141,7 @@ class TokenMasks:
         return bisect_left(self._sorted, text), bisect_right(self._sorted, text)
 
     def _patterns_below(self, node: int) -> tuple[int, int, int]:
-        """Return the range of the sorted patterns that begin as `node` does, and how many symbols those are."""
+        """Return the range of the sorted patterns that begin as `node` does, and the symbols of `node`."""
         return (*self._spans[node], self.automaton.depth[node])
 
     def _look_up_large_nodes(self) -> None:

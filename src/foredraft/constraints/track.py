@@ -44,8 +44,8 @@ class PhraseTrack:
         """Read a token.
 
         Returns:
-            The index of the new token with the first byte of the phrase that is complete now, -1 where it lies
-            in the prompt; None where no phrase is. Of several phrases that one which began last counts.
+            The index of the new token with the first byte of the phrase that is complete now, -1 where it
+            lies in the prompt; None where no phrase is. Of several phrases, the one that began last counts.
         """
         automaton, state, index = self.automaton, self.state, len(self.tokens)
         symbols, pending = automaton.decoded(state.pending, self.table.texts[token])

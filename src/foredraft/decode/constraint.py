@@ -98,7 +98,7 @@ class _Walk:
         self.base = constraint.length
 
     def advance(self, token: int) -> bool:
-        """Return False where the draft must end after the token: it would be taken back, or nothing follows."""
+        """Return False where the draft must end after the token: it is taken back, or nothing may follow."""
         expected = self.constraint.length + 1
         return self.constraint.advance(token) == expected and not self.constraint.at_dead_end
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Guesser
 from foredraft.decode.sequence import Sequence
-from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.drafters.translation import Translation
+from foredraft.model.byte_codec import ByteCodec, characters
 from foredraft.model.device import upload
 from foredraft.model.runner import Runner, next_chunk
 from foredraft.model.tokenizer import Tokenizer

@@ -25,8 +25,8 @@ class Output:
         prompt_tokens: Tokens of the prompt as it was read.
         stats: Times and counts.
         pieces: The text that each token completed; joined they are `text`.
-        stopped_by: The stop string, where `finish_reason` is "stop"; the constraint and why it ended the text,
-            where it is "constraint".
+        stopped_by: The stop string, where `finish_reason` is "stop"; the constraint, and why it ended the
+            text, where it is "constraint".
         logprobs: Scores of each new token, if the request asks for them.
         prompt_logprobs: Scores of the prompt's tokens, if the request asks for them; None for the first one.
         trace: One record for each round, if the request asks for them.
