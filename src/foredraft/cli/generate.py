@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.cli.compare import Comparison, alternate
+from foredraft.cli.constraint_options import ConstraintOptions, constraint_options
 from foredraft.cli.conversation import CONVERSATION, Conversation, converse
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
@@ -46,6 +47,7 @@ def generate(
     model: ModelOptions = ModelOptions(),
     drafting: DraftOptions = DraftOptions(),
     sampling: SamplingOptions = SamplingOptions(),
+    constraints: ConstraintOptions = ConstraintOptions(),
     chat: ChatOptions = ChatOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> int:
@@ -64,7 +66,7 @@ def generate(
     import foredraft
     from foredraft.loading import load_for
 
-    options = request_options(sampling, drafting)
+    options = request_options(sampling, drafting) | constraint_options(constraints)
     if output.compare:
         options = {"temperature": 0.0} | options
     foredraft.SamplingParams().replace(**options)  # report a wrong option before the model is loaded

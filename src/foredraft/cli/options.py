@@ -50,8 +50,8 @@ COMMON = Group("Options", help="All options: --help-all.", sort_key=0)
 MODEL = Group("Model", sort_key=1)
 DRAFTING = Group("Drafting", sort_key=2)
 SAMPLING = Group("Sampling", sort_key=3)
-CHAT = Group("Chat", sort_key=4)
-OUTPUT = Group("Output", sort_key=5)
+CHAT = Group("Chat", sort_key=5)
+OUTPUT = Group("Output", sort_key=6)
 
 
 def common(section: Group, **more: Any) -> Parameter:

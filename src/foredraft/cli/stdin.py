@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from foredraft.cli.constraint_options import ConstraintOptions
 from foredraft.cli.measuring import VerifyOptions
 from foredraft.cli.options import ChatOptions, DraftOptions, ModelOptions, OutputOptions, SamplingOptions
 
@@ -17,7 +18,15 @@ __all__ = ["STDIN", "mark_stdin"]
 STDIN = "\0"  # stands for the argument `-`: no argument of a process can contain a NUL byte
 
 # Option groups of the commands that take a prompt or a model as an argument.
-GROUPS = (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions, VerifyOptions)
+GROUPS = (
+    ModelOptions,
+    DraftOptions,
+    SamplingOptions,
+    ConstraintOptions,
+    ChatOptions,
+    OutputOptions,
+    VerifyOptions,
+)
 FLAGS_WITH_VALUE = {
     f"--{field.name.replace('_', '-')}"
     for group in GROUPS

@@ -17,7 +17,7 @@ from foredraft.model.byte_codec import ByteCodec
 __all__ = ["compile_grammar", "grammar_tokenizer"]
 
 # White space between the parts of a JSON text: as people and models write it, but never without an end.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 # how the library's messages point at a place in a regular expression
 POINTED = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<before> *)\^+\nerror: (?P<error>.*)")
 SILENT = b"\xff"  # begins the name of a token that adds no text; no text contains this byte

@@ -82,6 +82,7 @@ def _sample(output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
             "accepted": trace.accepted,
             "next": named(trace.next_token),
             "next_p": trace.next_p,
+            "legal": trace.legal,
             "emitted": trace.emitted,
             "discarded": trace.discarded,
             "least": None if trace.rollback is None else math.exp(-trace.rollback),

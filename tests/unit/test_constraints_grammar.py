@@ -1,0 +1,149 @@
+"""Regular expressions, JSON schemas and grammars under speculation, on the demo models."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import LLM, RequestError, SamplingParams
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "\u00e9\u4f60", "\U0001f642"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "regex": {"regex": r"[a-z]{3,8} = \d{1,3}\n"},
+    "json_schema": {"json_schema": PERSON},
+    "grammar": {"grammar": 'start: "def " NAME "(" NAME ")"\nNAME: /[a-z]{1,6}/'},
+    "regex and ban": {"regex": r"[a-z]{3,8} = \d{1,3}\n", "ban": ["a", "1"]},
+    "json_schema and rollback": {"json_schema": PERSON, "ban": ["a\"", "12"], "ban_mode": "rollback"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return foredraft.load(policy="fixed")
+
+
+def fits(text: str, options: dict[str, Any]) -> bool:
+    if any(phrase in text for phrase in options.get("ban", ())):
+        return False
+    if "regex" in options:
+        return re.fullmatch(options["regex"], text) is not None
+    if "grammar" in options:
+        return re.fullmatch(r"def [a-z]{1,6}\([a-z]{1,6}\)", text) is not None
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "tags"] and len(found["name"]) <= 8 and 0 <= found["age"] <= 150
+        and all(tag in PERSON["properties"]["tags"]["items"]["enum"] for tag in found["tags"])
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", GRAMMARS.values(), ids=GRAMMARS)
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 3}], ids=["greedy", "coupled"])
+def test_the_text_fits_and_is_that_of_plain_decoding(
+    llm: LLM, options: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_new_tokens=120, **options, **sampling)
+    prompts = ["x ="]
+    plain = llm.generate(prompts, params.replace(drafter="none"), n=1 if params.greedy else 2)
+    for drafter in ("draft-model", "lookup"):
+        drafted = llm.generate(prompts, params.replace(drafter=drafter), n=1 if params.greedy else 2)
+        assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    for output in plain:
+        assert output.finish_reason in ("eos", "length", "constraint")
+        assert output.finish_reason != "eos" or fits(output.text or "", options), output.text
+
+
+def test_samples_of_a_schema_are_valid(llm: LLM) -> None:
+    params = SamplingParams(json_schema=PERSON, max_new_tokens=300, drafter="draft-model")
+    outputs = llm.generate("{", params, n=20)
+    ended = [output for output in outputs if output.finish_reason == "eos"]
+    assert len(ended) >= 19
+    assert all(fits(output.text or "", {"json_schema": PERSON}) for output in ended)
+
+
+def test_forced_tokens_are_drafted_without_a_drafter(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, regex="return the quick brown fox[a-z]", drafter="none")
+    [output] = llm.generate("x", params, trace=True)
+    assert output.text.startswith("return the quick brown fox")
+    assert output.stats.mean_accepted_length > 2
+    assert {each.drafter for each in output.trace or []} == {"jump-forward", None}
+
+
+def test_a_trace_counts_the_tokens_allowed(llm: LLM) -> None:
+    [output] = llm.generate("x", SamplingParams(temperature=0, regex="[0-3]", drafter="none"), trace=True)
+    assert [each.legal for each in output.trace or []] == [[4], [1]]
+    [free] = llm.generate("x", SamplingParams(temperature=0, max_new_tokens=2, drafter="none"), trace=True)
+    assert [each.legal for each in free.trace or []] == [None, None]
+
+
+def test_a_text_without_a_continuation_ends_with_its_constraint(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, regex="ab|cd", ban=["b", "d"], max_new_tokens=8)
+    [output] = llm.generate("x", params)
+    assert output.finish_reason == "constraint"
+    assert output.stopped_by == "ban and regex allow no token together"
+    rolled = SamplingParams(temperature=0, regex="ab|ac", ban=["a"], ban_mode="rollback", max_new_tokens=8)
+    [output] = llm.generate("x", rolled)
+    assert (output.finish_reason, output.text) == ("constraint", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"regex": "[a-"}, "unclosed character class, at character 1 of '[a-'"),
+        ({"json_schema": {"type": "object", "not": {}}}, '"not"'),
+        ({"json_schema": {"type": "string", "format": "wibble"}}, "wibble"),
+        ({"grammar": 'start: "a" foo'}, "foo"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_the_library_refuses_is_named(llm: LLM, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate("x", SamplingParams(**options))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ban": [""]}, {"ban": ["a\ud800"]}, {"ban": 3}, {"ban_mode": "no"}, {"regex": 3}, {"json_schema": "{"},
+        {"json_schema": 3}, {"regex": "a", "json_object": True}, {"regex": "a", "ignore_eos": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_malformed_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        SamplingParams(**options)
+
+
+def test_a_ban_that_forbids_everything_is_refused(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    every = sorted({llm.tokenizer.text([id], False)[:1] for id in range(4096)} - {"", "\ufffd"})
+    params = SamplingParams(ban=every, min_new_tokens=1, max_new_tokens=3)
+    [output] = llm.generate("x", params)
+    assert not set(output.text or "") & set(every)
+
+
+def test_a_banned_text_never_streams(llm: LLM) -> None:
+    phrases = ["return", "the ", "fib"]
+    for mode in ("mask", "rollback"):
+        for seed in range(3):
+            params = SamplingParams(ban=phrases, ban_mode=mode, seed=seed, max_new_tokens=60, ban_ignore_case=True)
+            pieces = list(llm.stream("def fibonacci(n):\n", params))
+            text = "".join(piece.text or "" for piece in pieces)
+            last = pieces[-1].output
+            assert last is not None
+            assert text == last.text
+            assert not any(phrase in text.lower() for phrase in phrases)
