@@ -156,7 +156,7 @@ def test_contenders_draft_as_far_as_generate_would(pair: dict[str, Any], tmp_pat
         ),
         plan,
     )  # fmt: skip
-    given: dict[str, Any] = {"path": str(model), "device": "cpu", "policy": "fixed"}
+    given: dict[str, Any] = {"model": str(model), "device": "cpu", "policy": "fixed"}
     params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
     expected = {}
     for drafter, more in (("lookup", {}), ("layer-skip", {"plan": str(plan)})):

@@ -65,7 +65,7 @@ def bench(
         KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
     """
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
-    llm, loaded_bytes = _load(workloads, options, {"path": model} | loading, progress)
+    llm, loaded_bytes = _load(workloads, options, {"model": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, loading)
     context = _context(llm, folders, prompts, options, loading)

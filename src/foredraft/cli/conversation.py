@@ -57,7 +57,7 @@ class Conversation:
             raise ConfigError(
                 "needs a chat template, but the model has none",
                 option="chat",
-                remedy=("leave it out, or give ", Option("path"), " a model trained for chat"),
+                remedy=("leave it out, or give ", Option("model"), " a model trained for chat"),
             )
         return tokenizer.encode_chat([*self._system, *self.turns, _message("user", text)])
 

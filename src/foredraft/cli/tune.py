@@ -41,7 +41,7 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
     """
     given = asdict(tuning)
     options = Options(**{name: given[name] for name in given if name not in ("prompts", "out", "html")})
-    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, path=model.model)
+    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, model=model.model)
     refuse_empty(out=tuning.out, html=tuning.html)
     check_places(out=tuning.out, html=tuning.html)
     prompts = prompts_of(tuning.prompts, model.model)

@@ -70,7 +70,7 @@ def find_checkpoints(options: LoadOptions) -> Checkpoints:
         CheckpointError: A folder is not a checkpoint, or its tokenizer is another model's.
         ConfigError: A revision does not apply, or the two vocabularies cannot be matched.
     """
-    folders = [resolve(str(options.path), options.revision, options.report)]
+    folders = [resolve(str(options.model), options.revision, options.report)]
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report))
     target, *rest = (_read(folder, options.dtype) for folder in folders)
