@@ -26,7 +26,10 @@ __all__ = ["CONVERSATION", "Conversation", "converse"]
 # Tokens of a conversation unless --max-length is given or the model has fewer: some dozens of turns, for a
 # moderate KV cache.
 CONVERSATION = 8192
-RESET, EXIT = "/reset", "/exit"
+RESET, EXIT, HELP = "/reset", "/exit", "/help"
+COMMANDS = (
+    f"{RESET} clears the conversation, {EXIT} or Ctrl-D ends it, Ctrl-C ends a reply, {HELP} shows this again"
+)
 
 
 class Conversation:
@@ -88,7 +91,7 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
     """
     with suppress(ImportError):  # not every system has it
         import readline  # noqa: F401  gives `input` a history and line editing
-    print(f"{RESET} clears the conversation, {EXIT} or Ctrl-D ends it, Ctrl-C ends a reply", file=sys.stderr)
+    print(COMMANDS, file=sys.stderr)
     while True:
         try:
             text = input("> ").strip()
@@ -96,6 +99,8 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
                 return 0
             if text == RESET:
                 conversation.reset()
+            elif text == HELP:
+                print(COMMANDS, file=sys.stderr)
             elif text:
                 reply(job, conversation, text, painter, bars)
         except EOFError:

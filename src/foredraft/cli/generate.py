@@ -88,7 +88,8 @@ def generate(
         job = Job(llm, full_prompt, params, sampling.n, model.truncate, output.show_special, trace)
         if interactive:
             return converse(job, conversation, Painter(sys.stdout, color=output.color), bars)
-        return run(job, output, bars, text if prompt is None else None)
+        shown = prompt is None or (sys.stdout.isatty() and not chat.chat)
+        return run(job, output, bars, text if shown else None)
     finally:
         bars.clear()
 
@@ -234,14 +235,15 @@ def drafter_name(drafting: DraftOptions, model: ModelOptions) -> str:
     )
 
 
-def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str | None) -> int:
+def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None) -> int:
     """Run the job, print its text or document, and return the exit code.
 
     Args:
         job: The request.
         options: The output options.
         bars: Progress bars.
-        demo_prompt: The demo's prompt, printed before the text; None if the user gave a prompt.
+        prompt: Printed before the text, unless that is JSON: the demo's prompt, and on a terminal any that is
+            continued. None prints none.
     """
     painter = Painter(sys.stdout, color=options.color)
     streams = job.n == 1 and not options.json
@@ -249,8 +251,8 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str |
     # Printing happens inside: otherwise Ctrl-C at this point would discard the finished output.
     with Interrupt(job.llm) as interrupt:
         interrupt.check()
-        if demo_prompt is not None and not options.json:
-            painter.write(demo_prompt if streams else f"{demo_prompt}\n")
+        if prompt is not None and not options.json:
+            painter.write_prompt(prompt if streams else f"{prompt}\n")
         shown = Run.timed(
             partial(stream, job, painter, bars, interrupt)
             if streams

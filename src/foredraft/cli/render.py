@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
+from foredraft.pages.origins import ORIGINS
+
 if TYPE_CHECKING:
     from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
 
 __all__ = ["Painter", "document", "last_line", "table"]
 
-# Origin of a token -> (ANSI colour code, the colour's name, its meaning in the legend).
-ORIGINS = {
-    "drafter": ("32", "green", "drafted, and accepted by the target"),
-    "target": ("33", "yellow", "the target's own token"),
-    "bonus": ("36", "cyan", "the target's bonus token after a fully accepted draft"),
-}
+DIM = 2  # ANSI code of the prompt
+# Characters of a long prompt's end that a terminal shows before the text: about a screen of 25 lines.
+TAIL = 2000
 
 
 class Painter:
@@ -65,9 +64,23 @@ class Painter:
         if self.terminal:
             text = "".join(map(visible, text))
         if self.color and origin in ORIGINS:
-            text = f"\x1b[{ORIGINS[origin][0]}m{text}\x1b[0m"
+            text = painted(text, ORIGINS[origin].ansi)
         self.stream.write(text)
         self.stream.flush()
+
+    def write_prompt(self, prompt: str) -> None:
+        """Write the prompt before its text: on a terminal its end, dimmed, below the legend."""
+        self.print_legend()
+        if self.terminal:
+            prompt = "".join(map(visible, prompt if len(prompt) <= TAIL else f"…{prompt[-TAIL:]}"))
+        self.stream.write(painted(prompt, DIM) if self.color else prompt)
+        self.stream.flush()
+        self._at_line_start = False
+
+
+def painted(text: str, code: int) -> str:
+    """Return the text with an ANSI code around it."""
+    return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def visible(character: str) -> str:
@@ -81,8 +94,8 @@ def visible(character: str) -> str:
 def legend(*, color: bool) -> str:
     """Return the meaning of the colours, itself in colour if `color`."""
     return "; ".join(
-        f"\x1b[{code}m{name}\x1b[0m: {what}" if color else f"{name}: {what}"
-        for code, name, what in ORIGINS.values()
+        f"{painted(origin.color, origin.ansi) if color else origin.color}: {origin.meaning}"
+        for origin in ORIGINS.values()
     )
 
 
