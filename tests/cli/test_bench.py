@@ -23,7 +23,9 @@ from foredraft.cli import main
 from foredraft.cli.bench import listed, options_of
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions
+from foredraft.cli.progress import STAGES
 from foredraft.kinds import POLICIES
+from tests.support.command import without_progress
 
 QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
 
@@ -64,7 +66,13 @@ def test_stdout_is_one_json_document(words: Words, tmp_path: Path, capfd: pytest
     file = tmp_path / "report.json"
     assert main(words.command(batch="1,2", json=str(file))) == 0
     stdout, stderr = capfd.readouterr()
-    assert len(stdout.splitlines()) == 1 and stderr == ""
+    assert len(stdout.splitlines()) == 1 and without_progress(stderr) == []
+    begun = [STAGES[stage] for stage in ("start", "load", "methods", "bandwidth")]
+    shown = [line.removeprefix("foredraft: ") for line in stderr.splitlines()]
+    assert [line for line in shown if line not in (STAGES["kernels"], STAGES["profile"])] == [
+        *begun, "words, plain outputs",
+        *(f"words, batch {batch}{stage}" for batch in (1, 2) for stage in (", warm-up", "")),
+    ]  # fmt: skip
     report = Report.from_dict(document(stdout))
     assert document(file.read_text()) == document(stdout)
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
@@ -116,7 +124,8 @@ def test_a_table_by_policy_follows_the_table_by_method(
         assert cells[5] == f"{row.speedup.median:.2f}"
         assert f"{row.drafting.mean_draft_length:.2f}" in cells and "2 of 2" in line
     assert len(report.policies) == 4 + 7  # lookup has no draft probabilities for the other three
-    assert captured.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
+    note = "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback"
+    assert without_progress(captured.err) == [note]
 
 
 def test_a_table_by_policy_is_shown_for_a_single_policy(
@@ -150,7 +159,7 @@ def test_a_lossy_method_is_labelled(
     row = Report.from_dict(document(last)).rows[2]
     assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
     assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
-    assert captured.err == "foredraft: bild keeps to policy fallback\n"
+    assert without_progress(captured.err) == ["foredraft: bild keeps to policy fallback"]
 
 
 def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +168,7 @@ def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.C
     for threshold in ("0", "1"):
         assert main([*command, "--policy-option", f"threshold={threshold}"]) == 0
         captured = capsys.readouterr()
-        assert captured.err == ""
+        assert without_progress(captured.err) == []
         drafting = Report.from_dict(document(captured.out.splitlines()[-1])).rows[1].drafting
         assert drafting is not None
         lengths.append(drafting.mean_draft_length)
@@ -260,8 +269,8 @@ def test_a_wrong_option_is_refused_in_one_line(
     assert main(words.command(**changes)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("foredraft: error: ") and len(captured.err.splitlines()) == 1
-    assert message in captured.err
+    [line] = without_progress(captured.err)
+    assert line.startswith("foredraft: error: ") and message in line
 
 
 def test_a_broken_line_of_a_workload_is_named(
@@ -283,7 +292,7 @@ def test_notes_are_written_to_stderr(
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main(words.command()) == 0
     captured = capsys.readouterr()
-    assert captured.err == "foredraft: left out: lookup\n"
+    assert without_progress(captured.err) == ["foredraft: left out: lookup"]
     assert Report.from_dict(document(captured.out)) == made
 
 
@@ -294,7 +303,7 @@ def test_an_interrupt_shows_the_finished_rows(
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main(words.command(json=str(tmp_path / "part.json"))) == 130
     captured = capsys.readouterr()
-    assert captured.err == "foredraft: interrupted; the rows above were done\n"
+    assert without_progress(captured.err) == ["foredraft: interrupted; the rows above were done"]
     assert (
         document(captured.out)["finished"]
         is document((tmp_path / "part.json").read_text())["finished"]
@@ -314,10 +323,9 @@ def test_files_are_written_if_stdout_fails(
     assert main(command) == 2
     with suppress(OSError):  # the text that could not be written is still in the file's buffer
         full.close()
-    assert (
-        capsys.readouterr().err
-        == "foredraft: error: stdout cannot be written (No space left on device); redirect it to another file\n"
-    )
+    assert without_progress(capsys.readouterr().err) == [
+        "foredraft: error: stdout cannot be written (No space left on device); redirect it to another file"
+    ]
     assert document((tmp_path / "a.json").read_text())["finished"]
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
@@ -341,5 +349,5 @@ def test_an_interrupt_before_the_first_row_writes_nothing(
     finally:
         signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "foredraft: interrupted\n")
+    assert (captured.out, without_progress(captured.err)) == ("", ["foredraft: interrupted"])
     assert list(tmp_path.iterdir()) == []

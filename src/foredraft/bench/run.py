@@ -74,10 +74,12 @@ def bench(
     try:
         memory = Memory(context.device)
         methods = resolve_methods(options.methods)
-        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or ())
+        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or (), progress=progress)
         lineup.add_policies(context, resolve_policies(options.policies))
         lineup.notes += _fixed_policy_notes(lineup, loading.get("policy"))
+        progress("bandwidth", 0, 1)
         speed = bandwidth(context.device)
+        progress("bandwidth", 1, 1)
         measurement = Measurement(
             context=context,
             lineup=lineup,

@@ -19,7 +19,7 @@ from foredraft.cli.generate import refuse_lossy
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places
-from foredraft.cli.progress import ProgressBars
+from foredraft.cli.progress import started
 from foredraft.cli.render import table
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
@@ -49,10 +49,10 @@ def bench(
     workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
     if benchmark.html is not None:
         import foredraft.bench.report  # noqa: F401  refuses now if the plotting library is missing
-    from foredraft.bench.run import bench as run
-
-    bars = ProgressBars()
+    bars = started()
     try:
+        from foredraft.bench.run import bench as run
+
         report = run(
             workloads,
             options,

@@ -18,7 +18,7 @@ from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places
-from foredraft.cli.progress import ProgressBars, ProgressLines
+from foredraft.cli.progress import started
 from foredraft.cli.render import table
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
@@ -47,10 +47,10 @@ def tune(*, tuning: TuneOptions = TuneOptions(), model: ModelOptions = ModelOpti
     prompts = prompts_of(tuning.prompts, model.model)
     if tuning.html is not None:
         import foredraft.tune.report  # noqa: F401  refuses now if the plotting library is missing
-    from foredraft.tune.run import tune as run
-
-    bars = ProgressBars() if sys.stderr.isatty() else ProgressLines()
+    bars = started()
     try:
+        from foredraft.tune.run import tune as run
+
         report = run(
             prompts,
             options,

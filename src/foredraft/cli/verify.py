@@ -18,7 +18,7 @@ from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
 from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
 from foredraft.cli.measuring import VerifyOptions
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, load_options
-from foredraft.cli.progress import ProgressBars
+from foredraft.cli.progress import started
 from foredraft.cli.render import table
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import DRAFTERS
@@ -77,19 +77,18 @@ def verify(
 
 def run(prompts: list[str], options: Options, model: ModelOptions, drafting: DraftOptions) -> Report:
     """Load the models with room for the verification, and run it."""
+    bars = started()
     from foredraft.loading import load_for
     from foredraft.verify import verify as run_checks
     from foredraft.verify.distribution_tests import BATCH
     from foredraft.verify.run import max_new_tokens
-
-    bars = ProgressBars()
 
     def needs(tokenizer: Tokenizer | None, defaults: object) -> tuple[int, int]:
         lengths = [] if tokenizer is None else [len(tokenizer.encode(prompt)) for prompt in prompts]
         return BATCH, max(lengths, default=0) + max_new_tokens(options)
 
     def show_loading(stage: str, done: int, total: int) -> None:
-        if stage == "load":  # other stages would flicker between the checks' own
+        if stage != "prefill":  # it would flicker between the checks' own stages
             bars.show(stage, done, total)
 
     try:

@@ -20,7 +20,7 @@ from typing import Any
 from foredraft.kernels.machine import describe_cpu
 from foredraft.user_cache import keyed_path, replacing
 
-__all__ = ["compiler", "declare", "library", "unavailable_because"]
+__all__ = ["compiler", "declare", "library", "must_compile", "unavailable_because"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,18 @@ def library() -> ctypes.CDLL | None:
     """Return the kernels; None where they cannot be compiled or loaded."""
     found = _library_or_reason()
     return None if isinstance(found, str) else found
+
+
+def must_compile() -> bool:
+    """Return whether the first call of `library` in this process compiles the kernels, for seconds."""
+    command = compiler()
+    if command is None or _library_or_reason.cache_info().currsize:
+        return False
+    try:
+        path = keyed_path("kernels", _cache_key(command), ".so")
+    except (OSError, subprocess.SubprocessError):
+        return True
+    return path is None or not path.is_file()
 
 
 def unavailable_because() -> str | None:
