@@ -18,9 +18,9 @@ from foredraft.bench import forward_costs, machine, run
 from foredraft.bench.contender import Timing
 from foredraft.bench.contenders import resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.records import Report
+from foredraft.bench.records import Bandwidth, Cost, Costs, Model, Report, Spread
 from foredraft.cli import main
-from foredraft.cli.bench import listed, options_of
+from foredraft.cli.bench import lines, listed, options_of
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions
 from foredraft.cli.progress import STAGES
@@ -89,9 +89,11 @@ def test_a_terminal_shows_a_table_before_the_json_line(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(words.command(prompts="2", repeats="2")) == 0
     *captured, last = capsys.readouterr().out.splitlines()
     report = Report.from_dict(document(last))
+    captured = [line for line in captured if not line.startswith("WARNING: ")]
     assert "temperature 0, 4 tokens, 2 repeats" in captured[0] and "a bare step takes" in captured[0]
     assert captured[2].split()[:3] == ["workload", "batch", "method"]
     for line, row in zip(captured[3:6], report.rows, strict=True):
@@ -106,18 +108,33 @@ def test_a_terminal_shows_a_table_before_the_json_line(
     assert any("repeats under 30% of its 4-grams" in line for line in captured)
 
 
+def test_a_terminal_shows_doubts_first_and_explains_a_share_above_one() -> None:
+    costs = Costs(1, 5, (Cost(1, 1.0, Spread(0.01, 0.01, 0.01, 3)),), {}, 1.1)
+    made = Report(
+        {"temperature": 0.0, "new_tokens": 4, "repeats": 2, "model": "x", "max_repeated": 0.3, "deterministic": True},
+        {"cpu": "a CPU", "cores": 2, "threads": 2, "torch": "2", "highest_load": 3.5},
+        (Model("target", "x", 1, 1, "float32"),), Bandwidth(1e9, "read"), (costs,), (),
+    )  # fmt: skip
+    load, repeats, about, *rest = lines(made)
+    assert load.startswith("WARNING: The load rose to 3.5 on 2 cores") and "a bare step takes" in about
+    assert repeats.startswith("WARNING: Every method ran only twice")
+    assert made.bandwidth_remark is not None and made.bandwidth_remark in rest
+
+
 def test_a_table_by_policy_follows_the_table_by_method(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(words.command(prompts="2", policy="fixed", policies="all")) == 0
     captured = capsys.readouterr()
-    *lines, last = captured.out.splitlines()
+    *shown, last = captured.out.splitlines()
     report = Report.from_dict(document(last))
-    assert [line.split()[2] for line in lines[3:6]] == ["plain", "lookup", "draft-model"]
-    assert lines[6] == "" and lines[7].split()[:4] == ["workload", "batch", "method", "policy"]
+    shown = [line for line in shown if not line.startswith("WARNING: ")]
+    assert [line.split()[2] for line in shown[3:6]] == ["plain", "lookup", "draft-model"]
+    assert shown[6] == "" and shown[7].split()[:4] == ["workload", "batch", "method", "policy"]
     assert {row.policy for row in report.policies} == set(POLICIES)
-    for line, row in zip(lines[8:], report.policies, strict=False):
+    for line, row in zip(shown[8:], report.policies, strict=False):
         cells = line.split()
         assert row.speedup is not None and row.drafting is not None
         assert cells[:4] == ["words", "1", row.contender, row.policy]
@@ -132,9 +149,11 @@ def test_a_table_by_policy_is_shown_for_a_single_policy(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(words.command(prompts="1", policies="auto")) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:4] for line in lines[7:10]] == [
+    shown = capsys.readouterr().out.splitlines()
+    shown = [line for line in shown if not line.startswith("WARNING: ")]
+    assert [line.split()[:4] for line in shown[7:10]] == [
         ["workload", "batch", "method", "policy"],
         ["words", "1", "lookup", "auto"],
         ["words", "1", "draft-model", "auto"],
@@ -145,12 +164,14 @@ def test_a_lossy_method_is_labelled(
     words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
     html = tmp_path / "x.html"
     options = {"methods": "draft-model,bild", "prompts": "1", "policy": "fixed", "max-draft": "2"}
     assert main(words.command(html=str(html), **options)) == 0
     captured = capsys.readouterr()
-    *lines, last = captured.out.splitlines()
-    assert ["lossy" in line for line in lines[3:6]] == [False, False, True]
+    *shown, last = captured.out.splitlines()
+    shown = [line for line in shown if not line.startswith("WARNING: ")]
+    assert ["lossy" in line for line in shown[3:6]] == [False, False, True]
     assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
     assert (
         "bild is lossy: its output does not have the model&#39;s own distribution. It reaches"
@@ -195,6 +216,7 @@ def test_differing_tokens_are_reported_and_fail(
 
     monkeypatch.setattr(ForedraftContender, "run", altering)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(words.command()) == 1
     out = capsys.readouterr().out
     assert "lookup on words, batch 1: the tokens DIFFER from plain decoding's" in out

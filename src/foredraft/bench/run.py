@@ -14,7 +14,7 @@ from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.lineup import LineUp
-from foredraft.bench.machine import Memory, bandwidth, machine
+from foredraft.bench.machine import LoadWatch, Memory, bandwidth, machine
 from foredraft.bench.measurement import Measurement, Progress
 from foredraft.bench.options import MAX_REPEATED, Options
 from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
@@ -80,6 +80,7 @@ def bench(
         progress("bandwidth", 0, 1)
         speed = bandwidth(context.device)
         progress("bandwidth", 1, 1)
+        watch = LoadWatch(progress)
         measurement = Measurement(
             context=context,
             lineup=lineup,
@@ -87,12 +88,12 @@ def bench(
             memory=memory,
             longest_draft=_longest_draft(llm._engine.policy, lineup),
             weight_read_seconds=_weight_read_seconds(models[0], speed),
-            progress=progress,
+            progress=watch,
         )
         costs, rows, finished = _measure(measurement, prompts)
         return Report(
             options=_effective_options(llm, prompts, options, model, loading),
-            machine=machine(context.device) | _versions(lineup),
+            machine=machine(context.device) | {"highest_load": watch.highest} | _versions(lineup),
             models=models,
             bandwidth=speed,
             costs=tuple(costs),

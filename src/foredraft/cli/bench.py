@@ -16,11 +16,11 @@ from foredraft.bench.records import Exactness, Report, Row, Spread
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
+from foredraft.cli.layout import fitted, table, terminal_width
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import started
-from foredraft.cli.render import table
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
 
@@ -81,8 +81,8 @@ def write_report(report: Report, benchmark: BenchOptions) -> None:
     """
     document = json.dumps(report.as_dict(), allow_nan=False)
     try:
-        if sys.stdout.isatty():
-            print("\n".join([*lines(report), ""]))
+        if (width := terminal_width(sys.stdout)) is not None:
+            print("\n".join([*fitted(lines(report, width), width), ""]))
         print(document, flush=True)  # before the files: a full disk must not cost the document
     except BrokenPipeError:  # the reader closed the pipe: not a failure
         raise
@@ -161,18 +161,20 @@ METHODS = (
 BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:10], "drafted", "ceiling", "identical")
 
 
-def lines(report: Report) -> list[str]:
-    """Return the report as tables and sentences."""
-    shown = [about(report), ""]
-    shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)])
+def lines(report: Report, width: int | None = None) -> list[str]:
+    """Return the report as tables, at most `width` characters wide, and sentences."""
+    shown = [*(f"WARNING: {doubt}" for doubt in report.doubts), about(report), ""]
+    shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)], width, keys=3)
     if report.policies:
-        shown += ["", *table([BY_POLICY, *(cells(row, BY_POLICY) for row in report.policies)])]
+        shown += ["", *table([BY_POLICY, *(cells(row, BY_POLICY) for row in report.policies)], width, keys=4)]
     shown += ["", *(over_peers(row) for row in report.methods if row.over_peers and not row.peer)]
     shown.append(
         f"A prompt counts where plain decoding repeats under {report.options['max_repeated']:.0%} of its"
         " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
         + ("" if not report.lossy else " lossy: the text is not the model's own.")
     )
+    if report.bandwidth_remark is not None:
+        shown.append(report.bandwidth_remark)
     shown += [
         f"{report.name(row)} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
         for row in differing(report)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from foredraft.cli.errors import print_error
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, stream
+from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, last_line
 from foredraft.errors import ConfigError, Option, RequestError
@@ -91,7 +92,7 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
     """
     with suppress(ImportError):  # not every system has it
         import readline  # noqa: F401  gives `input` a history and line editing
-    print(COMMANDS, file=sys.stderr)
+    print_commands()
     while True:
         try:
             text = input("> ").strip()
@@ -100,7 +101,7 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
             if text == RESET:
                 conversation.reset()
             elif text == HELP:
-                print(COMMANDS, file=sys.stderr)
+                print_commands()
             elif text:
                 reply(job, conversation, text, painter, bars)
         except EOFError:
@@ -112,6 +113,11 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
             print_error(error)
 
 
+def print_commands() -> None:
+    """Print the commands of a conversation to stderr."""
+    print("\n".join(fitted([COMMANDS], terminal_width(sys.stderr))), file=sys.stderr)
+
+
 def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bars: ProgressBars) -> None:
     """Print the model's reply to a message, and add both to the conversation."""
     prompt = conversation.encode(job.llm.tokenizer, text)
@@ -119,7 +125,8 @@ def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bar
     with Interrupt(job.llm) as interrupt:
         shown = Run.timed(partial(stream, job, painter, bars, interrupt))
         bars.clear()
-        print(last_line(shown.stats, None, compared=False, lossless=shown.lossless))
+        line = last_line(shown.stats, None, compared=False, lossless=shown.lossless)
+        print("\n".join(fitted([line], terminal_width(sys.stdout))))
     for error in shown.errors:
         print_error(error)
     if not shown.errors:

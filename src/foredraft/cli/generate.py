@@ -15,6 +15,7 @@ from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, show_samples, stream
+from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.options import (
     ChatOptions,
     DraftingOptions,
@@ -273,7 +274,8 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None
             if not streams:
                 show_samples(shown.outputs, painter)
             line = last_line(stats, comparison, compared=options.compare, lossless=shown.lossless)
-            print(", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)]))
+            line = ", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)])
+            print("\n".join(fitted([line], terminal_width(sys.stdout))))
         for error in errors:
             print_error(error)
     if options.trace is not None:

@@ -1,4 +1,4 @@
-"""Output of `generate`: coloured text, the line of figures and the JSON document; tables for all commands.
+"""Output of `generate`: coloured text, the line of figures and the JSON document.
 
 Text for a terminal contains no control characters of the model's making. Text for any other stream is the
 model's, byte for byte. The JSON document contains no NaN.
@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
+from foredraft.cli.layout import terminal_width
 from foredraft.pages.origins import ORIGINS
 
 if TYPE_CHECKING:
     from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
 
-__all__ = ["Painter", "document", "last_line", "table"]
+__all__ = ["Painter", "document", "last_line"]
 
 DIM = 2  # ANSI code of the prompt
 # Characters of a long prompt's end that a terminal shows before the text: about a screen of 25 lines.
@@ -45,7 +46,9 @@ class Painter:
     def print_legend(self) -> None:
         """Print the meaning of the colours to stderr, once."""
         if self.color and not self._legend_printed:
-            print(legend(color=sys.stderr.isatty()), file=sys.stderr)
+            width = terminal_width(sys.stderr)
+            separator = "; " if width is None or len(legend(color=False)) <= width else "\n"
+            print(legend(color=width is not None, separator=separator), file=sys.stderr)
             self._legend_printed = True
 
     def end_line(self) -> None:
@@ -91,9 +94,9 @@ def visible(character: str) -> str:
     return chr(0x2400 + code) if code < 32 else "\N{REPLACEMENT CHARACTER}"
 
 
-def legend(*, color: bool) -> str:
-    """Return the meaning of the colours, itself in colour if `color`."""
-    return "; ".join(
+def legend(*, color: bool, separator: str = "; ") -> str:
+    """Return the meaning of the colours, themselves in colour if `color`."""
+    return separator.join(
         f"{painted(origin.color, origin.ansi) if color else origin.color}: {origin.meaning}"
         for origin in ORIGINS.values()
     )
@@ -193,11 +196,3 @@ def _score_dict(score: Score) -> dict[str, Any]:
     """
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return one line per row, with the cells aligned in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

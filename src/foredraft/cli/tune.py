@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
+from foredraft.cli.layout import fitted, table, terminal_width
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places
 from foredraft.cli.progress import started
-from foredraft.cli.render import table
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
 from foredraft.files import write_whole
@@ -76,8 +76,8 @@ def write_report(report: Report, html: Path | None) -> None:
         ConfigError: The winning plan or the file could not be written.
     """
     try:
-        if sys.stdout.isatty():
-            print("\n".join([*lines(report), ""]))
+        if (width := terminal_width(sys.stdout)) is not None:
+            print("\n".join([*fitted(lines(report, width), width), ""]))
         print(json.dumps(report.as_dict(), allow_nan=False), flush=True)
     finally:
         if html is not None:
@@ -132,8 +132,8 @@ COLUMNS = (
 )
 
 
-def lines(report: Report) -> list[str]:
-    """Return the report as a table and sentences."""
+def lines(report: Report, width: int | None = None) -> list[str]:
+    """Return the report as a table, at most `width` characters wide, and sentences."""
     best = report.best
     shown = [
         f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers on {report.tokens}"
@@ -157,7 +157,7 @@ def lines(report: Report) -> list[str]:
         for one in report.finalists
     ]
     if rows:
-        shown += [*table([COLUMNS, *rows]), ""]
+        shown += [*table([COLUMNS, *rows], width, keys=2), ""]
     return [*shown, verdict(report), *report.notes]
 
 

@@ -16,10 +16,10 @@ from foredraft.bench.workload import prompt_of
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
 from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
+from foredraft.cli.layout import fitted, table, terminal_width
 from foredraft.cli.measuring import VerifyOptions
 from foredraft.cli.options import DraftOptions, ModelOptions, OutputOptions, load_options
 from foredraft.cli.progress import started
-from foredraft.cli.render import table
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import DRAFTERS
 from foredraft.verify import Options
@@ -67,7 +67,8 @@ def verify(
         document["about"] = names | document["about"]
         text = json.dumps(document, allow_nan=False)
     else:
-        text = "\n".join(lines(report, names))
+        width = terminal_width(sys.stdout)
+        text = "\n".join(fitted(lines(report, names, width), width))
     with suppress(BrokenPipeError):  # the exit code is the verdict, even if the reader closed the pipe
         print(text)
     if report.planted is not None and not report.found_planted:
@@ -173,14 +174,14 @@ COLUMNS = (
 )
 
 
-def lines(report: Report, names: Names) -> list[str]:
-    """Return the report as sentences and a table."""
+def lines(report: Report, names: Names, width: int | None = None) -> list[str]:
+    """Return the report as sentences and a table, at most `width` characters wide."""
     return [
         header(report, names),
         "",
         *identity_lines(report),
         "",
-        *test_lines(report),
+        *test_lines(report, width),
         "",
         power(report),
         "Not covered: differences within a cell, other prompts and sampling settings, and longer samples.",
@@ -236,14 +237,15 @@ def divergence_line(found: Divergence) -> str:
     )
 
 
-def test_lines(report: Report) -> list[str]:
-    """Return the chi-square tests as a table."""
+def test_lines(report: Report, width: int | None) -> list[str]:
+    """Return the chi-square tests as a table, at most `width` characters wide."""
     first = report.tests[0]
+    room = None if width is None else width - 2
     return [
         f"Chi-square tests of the joint distribution of {first.positions} sampled tokens against the target's"
         f" exact one: {len(report.tests)} tests, each at level {first.level:.2g} ({report.family_level:g}"
         f" together), seed {report.seed}",
-        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)])],
+        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)], room, keys=4)],
         *[f"  failed: {error}" for test in report.tests for error in test.errors],
     ]
 
