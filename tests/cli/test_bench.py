@@ -20,7 +20,8 @@ from foredraft.bench.contenders import resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.records import Bandwidth, Cost, Costs, Model, Report, Spread
 from foredraft.cli import main
-from foredraft.cli.bench import lines, listed, options_of
+from foredraft.cli.bench import lines as report_lines
+from foredraft.cli.bench import listed, options_of
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions
 from foredraft.cli.progress import STAGES
@@ -115,7 +116,7 @@ def test_a_terminal_shows_doubts_first_and_explains_a_share_above_one() -> None:
         {"cpu": "a CPU", "cores": 2, "threads": 2, "torch": "2", "highest_load": 3.5},
         (Model("target", "x", 1, 1, "float32"),), Bandwidth(1e9, "read"), (costs,), (),
     )  # fmt: skip
-    load, repeats, about, *rest = lines(made)
+    load, repeats, about, *rest = report_lines(made)
     assert load.startswith("WARNING: The load rose to 3.5 on 2 cores") and "a bare step takes" in about
     assert repeats.startswith("WARNING: Every method ran only twice")
     assert made.bandwidth_remark is not None and made.bandwidth_remark in rest
@@ -172,7 +173,7 @@ def test_a_lossy_method_is_labelled(
     *shown, last = captured.out.splitlines()
     shown = [line for line in shown if not line.startswith("WARNING: ")]
     assert ["lossy" in line for line in shown[3:6]] == [False, False, True]
-    assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
+    assert any(line.endswith("lossy: the text is not the model's own.") for line in shown)
     assert (
         "bild is lossy: its output does not have the model&#39;s own distribution. It reaches"
         in html.read_text()

@@ -7,6 +7,7 @@ The exit code is 0 if every check passed, 1 if one failed, and 3 if none failed 
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
