@@ -9,7 +9,7 @@ import pytest
 
 from foredraft.cli import main
 from foredraft.cli.progress import STAGES, ProgressBars
-from foredraft.kernels import compilation
+from foredraft.kernels import building, compilation
 from tests.support.command import without_progress
 
 
@@ -39,7 +39,7 @@ def test_compiling_the_kernels_is_a_stage_of_its_own(
 ) -> None:
     from foredraft import load
 
-    if compilation.compiler() is None:
+    if building.compiler() is None:
         pytest.skip("no C compiler")
     stages: list[tuple[str, int, int]] = []
     options: dict[str, Any] = {"max_batch": 1, "max_length": 64, "device": "cpu", "drafter": "none"}

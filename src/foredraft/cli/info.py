@@ -40,7 +40,7 @@ def info(
     """
     if name is not None and target.model is not None:
         raise ConfigError(
-            ("the model is given as an argument and by ", Option("path")), remedy="leave one out"
+            ("the model is given as an argument and by ", Option("model")), remedy="leave one out"
         )
     check_places(out=output.out)
     from foredraft.loading.inspection import inspect_models
