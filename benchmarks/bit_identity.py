@@ -59,7 +59,7 @@ def save_random(folder: Path, family: str) -> dict[str, Any]:
         for weight in model.parameters():
             weight += 0.02 * weight.std().nan_to_num() * torch.randn_like(weight)
     model.save_pretrained(folder / "draft")
-    return {"path": folder / "target", "draft": folder / "draft"}
+    return {"model": folder / "target", "draft": folder / "draft"}
 
 
 def random_prompts(count: int) -> list[list[int]]:

@@ -37,6 +37,10 @@ UNFUSED = {  # parameter of a layer -> Hugging Face name
     "mlp_norm": "post_attention_layernorm",
 }
 SPECIAL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END_OF_TEXT_ID)
+# Sampling defaults of a request, chosen by reading outputs for the default prompt. At temperature 1 the
+# target invents words. The median output repeats 34 % of its 4-grams at 0.7, and 12 % at 0.8, where it reads
+# like code.
+GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 
 
 def hugging_face_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -122,7 +126,7 @@ def write_model(folder: Path, shape: ModelShape, weights: Mapping[str, Tensor], 
     write_json(partial / "config.json", llama_config(shape))
     shutil.copyfile(tokenizer, partial / "tokenizer.json")
     write_json(partial / "tokenizer_config.json", tokenizer_config(shape))
-    write_json(partial / "generation_config.json", {"_from_model_config": True, **SPECIAL_TOKEN_IDS})
+    write_json(partial / "generation_config.json", SPECIAL_TOKEN_IDS | GENERATION)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
 

@@ -11,11 +11,20 @@ them into one line with the names of the Python API; the command line spells the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
 
-__all__ = ["NO_VALUE", "CheckpointError", "ConfigError", "ForedraftError", "Option", "RequestError", "Text"]
+__all__ = [
+    "NO_VALUE",
+    "CheckpointError",
+    "ConfigError",
+    "ForedraftError",
+    "Option",
+    "RequestError",
+    "Text",
+]
 
 
 class _NoValue:
@@ -44,6 +53,19 @@ Text: TypeAlias = str | tuple[str | Option, ...]
 def python_spelling(option: Option) -> str:
     """Return the option as the Python API spells it."""
     return option.name if option.value is NO_VALUE else f"{option.name}={option.value!r}"
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Return the end of a remedy that names the known name nearest to the given one; "" if none is near.
+
+    Examples:
+        >>> did_you_mean("draftmodel", ["lookup", "draft-model"])
+        ". Did you mean 'draft-model'?"
+        >>> did_you_mean("oracle", ["lookup", "draft-model"])
+        ''
+    """
+    nearest = get_close_matches(given, list(known), n=1) if isinstance(given, str) else []
+    return f". Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 class ForedraftError(Exception):

@@ -18,12 +18,15 @@ from foredraft.bench import forward_costs, machine, run
 from foredraft.bench.contender import Timing
 from foredraft.bench.contenders import resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
-from foredraft.bench.records import Report
+from foredraft.bench.records import Bandwidth, Cost, Costs, Model, Report, Spread
 from foredraft.cli import main
+from foredraft.cli.bench import lines as report_lines
 from foredraft.cli.bench import listed, options_of
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DraftingOptions
+from foredraft.cli.progress import STAGES
 from foredraft.kinds import POLICIES
+from tests.support.command import without_progress
 
 QUICK = {"--new-tokens": "4", "--repeats": "1", "--methods": "lookup,draft-model", "--device": "cpu"}
 
@@ -70,7 +73,13 @@ def test_stdout_is_one_json_document(words: Words, tmp_path: Path, capfd: pytest
     file = tmp_path / "report.json"
     assert main([*words.command(batch="1,2", out=str(file)), "--json"]) == 0
     stdout, stderr = capfd.readouterr()
-    assert len(stdout.splitlines()) == 1 and stderr == ""
+    assert len(stdout.splitlines()) == 1 and without_progress(stderr) == []
+    begun = [STAGES[stage] for stage in ("start", "load", "methods", "bandwidth")]
+    shown = [line.removeprefix("foredraft: ") for line in stderr.splitlines()]
+    assert [line for line in shown if line not in (STAGES["kernels"], STAGES["profile"])] == [
+        *begun, "words, plain outputs",
+        *(f"words, batch {batch}{stage}" for batch in (1, 2) for stage in (", warm-up", "")),
+    ]  # fmt: skip
     report = Report.from_dict(document(stdout))
     assert document(file.read_text()) == document(stdout)
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
@@ -88,6 +97,7 @@ def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest
     captured = capsys.readouterr().out.splitlines()
     assert not any(line.startswith("{") for line in captured)
     report = Report.from_dict(document(out.read_text()))
+    captured = [line for line in captured if not line.startswith("WARNING: ")]
     assert "temperature 0, 4 tokens, 2 repeats" in captured[0] and "a bare step takes" in captured[0]
     assert captured[2].split()[:3] == ["workload", "batch", "method"]
     for line, row in zip(captured[3:6], report.rows, strict=True):
@@ -102,32 +112,48 @@ def test_stdout_has_a_table_without_json(words: Words, out: Path, capsys: pytest
     assert any("repeats under 30% of its 4-grams" in line for line in captured)
 
 
+def test_a_terminal_shows_doubts_first_and_explains_a_share_above_one() -> None:
+    costs = Costs(1, 5, (Cost(1, 1.0, Spread(0.01, 0.01, 0.01, 3)),), {}, 1.1)
+    made = Report(
+        {"temperature": 0.0, "new_tokens": 4, "repeats": 2, "model": "x", "max_repeated": 0.3, "deterministic": True},
+        {"cpu": "a CPU", "cores": 2, "threads": 2, "torch": "2", "highest_load": 3.5},
+        (Model("target", "x", 1, 1, "float32"),), Bandwidth(1e9, "read"), (costs,), (),
+    )  # fmt: skip
+    load, repeats, about, *rest = report_lines(made)
+    assert load.startswith("WARNING: The load rose to 3.5 on 2 cores") and "a bare step takes" in about
+    assert repeats.startswith("WARNING: Every method ran only twice")
+    assert made.bandwidth_remark is not None and made.bandwidth_remark in rest
+
+
 def test_a_table_by_policy_follows_the_table_by_method(
     words: Words, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.command(prompts="2", policy="fixed", policies="all", out=str(out))) == 0
     captured = capsys.readouterr()
-    lines = captured.out.splitlines()
+    shown = captured.out.splitlines()
     report = Report.from_dict(document(out.read_text()))
-    assert [line.split()[2] for line in lines[3:6]] == ["plain", "lookup", "draft-model"]
-    assert lines[6] == "" and lines[7].split()[:4] == ["workload", "batch", "method", "policy"]
+    shown = [line for line in shown if not line.startswith("WARNING: ")]
+    assert [line.split()[2] for line in shown[3:6]] == ["plain", "lookup", "draft-model"]
+    assert shown[6] == "" and shown[7].split()[:4] == ["workload", "batch", "method", "policy"]
     assert {row.policy for row in report.policies} == set(POLICIES)
-    for line, row in zip(lines[8:], report.policies, strict=False):
+    for line, row in zip(shown[8:], report.policies, strict=False):
         cells = line.split()
         assert row.speedup is not None and row.drafting is not None
         assert cells[:4] == ["words", "1", row.contender, row.policy]
         assert cells[5] == f"{row.speedup.median:.2f}"
         assert f"{row.drafting.mean_draft_length:.2f}" in cells and "2 of 2" in line
     assert len(report.policies) == 4 + 7  # lookup has no draft probabilities for the other three
-    assert captured.err == "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback\n"
+    note = "foredraft: left out: lookup cannot follow confidence, adaptive-exit, fallback"
+    assert without_progress(captured.err) == [note]
 
 
 def test_a_table_by_policy_is_shown_for_a_single_policy(
     words: Words, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.command(prompts="1", policies="auto")) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:4] for line in lines[7:10]] == [
+    shown = capsys.readouterr().out.splitlines()
+    shown = [line for line in shown if not line.startswith("WARNING: ")]
+    assert [line.split()[:4] for line in shown[7:10]] == [
         ["workload", "batch", "method", "policy"],
         ["words", "1", "lookup", "auto"],
         ["words", "1", "draft-model", "auto"],
@@ -141,9 +167,10 @@ def test_a_lossy_method_is_labelled(
     options = {"methods": "draft-model,bild", "prompts": "1", "policy": "fixed", "max-draft": "2"}
     assert main(words.command(html=str(html), out=str(out), **options)) == 0
     captured = capsys.readouterr()
-    lines = captured.out.splitlines()
-    assert ["lossy" in line for line in lines[3:6]] == [False, False, True]
-    assert any(line.endswith("lossy: the text is not the model's own.") for line in lines)
+    shown = captured.out.splitlines()
+    shown = [line for line in shown if not line.startswith("WARNING: ")]
+    assert ["lossy" in line for line in shown[3:6]] == [False, False, True]
+    assert any(line.endswith("lossy: the text is not the model's own.") for line in shown)
     assert (
         "bild is lossy: its output does not have the model&#39;s own distribution. It reaches"
         in html.read_text()
@@ -151,7 +178,7 @@ def test_a_lossy_method_is_labelled(
     row = Report.from_dict(document(out.read_text())).rows[2]
     assert (row.contender, row.lossless, row.policy) == ("bild", False, "fallback")
     assert row.drafting is not None and len(row.drafting.acceptance_by_position) <= 2
-    assert captured.err == "foredraft: bild keeps to policy fallback\n"
+    assert without_progress(captured.err) == ["foredraft: bild keeps to policy fallback"]
 
 
 def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +187,7 @@ def test_policy_options_of_fallback_apply_to_bild(words: Words, capsys: pytest.C
     for threshold in ("0", "1"):
         assert main([*command, "--json", "--policy-option", f"threshold={threshold}"]) == 0
         captured = capsys.readouterr()
-        assert captured.err == ""
+        assert without_progress(captured.err) == []
         drafting = Report.from_dict(document(captured.out)).rows[1].drafting
         assert drafting is not None
         lengths.append(drafting.mean_draft_length)
@@ -261,8 +288,8 @@ def test_a_wrong_option_is_refused_in_one_line(
     assert main(words.command(**changes)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("foredraft: error: ") and len(captured.err.splitlines()) == 1
-    assert message in captured.err
+    [line] = without_progress(captured.err)
+    assert line.startswith("foredraft: error: ") and message in line
 
 
 def test_a_broken_line_of_a_workload_is_named(
@@ -284,7 +311,7 @@ def test_notes_are_written_to_stderr(
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main([*words.command(), "--json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "foredraft: left out: lookup\n"
+    assert without_progress(captured.err) == ["foredraft: left out: lookup"]
     assert Report.from_dict(document(captured.out)) == made
 
 
@@ -295,7 +322,7 @@ def test_an_interrupt_shows_the_finished_rows(
     monkeypatch.setattr(run, "bench", lambda *given, **named: made)
     assert main([*words.command(out=str(tmp_path / "part.json")), "--json"]) == 130
     captured = capsys.readouterr()
-    assert captured.err == "foredraft: interrupted; the rows above were done\n"
+    assert without_progress(captured.err) == ["foredraft: interrupted; the rows above were done"]
     assert (
         document(captured.out)["finished"]
         is document((tmp_path / "part.json").read_text())["finished"]
@@ -315,10 +342,9 @@ def test_files_are_written_if_stdout_fails(
     assert main(command) == 2
     with suppress(OSError):  # the text that could not be written is still in the file's buffer
         full.close()
-    assert (
-        capsys.readouterr().err
-        == "foredraft: error: stdout cannot be written (No space left on device); redirect it to another file\n"
-    )
+    assert without_progress(capsys.readouterr().err) == [
+        "foredraft: error: stdout cannot be written (No space left on device); redirect it to another file"
+    ]
     assert document((tmp_path / "a.json").read_text())["finished"]
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
@@ -342,5 +368,5 @@ def test_an_interrupt_before_the_first_row_writes_nothing(
     finally:
         signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "foredraft: interrupted\n")
+    assert (captured.out, without_progress(captured.err)) == ("", ["foredraft: interrupted"])
     assert list(tmp_path.iterdir()) == []

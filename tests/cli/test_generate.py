@@ -440,11 +440,31 @@ def test_a_terminal_shows_origins_in_colours(pair: list[str], models: Path) -> N
     same_model = [*pair[:3], "--draft", str(models / "big")]
     seen = TerminalOutput(*same_model, "x", *GREEDY)
     assert seen.returncode == 0
+    assert "\x1b[94m" in seen.stdout
     assert "\x1b[32m" in seen.stdout
-    assert "\x1b[36m" in seen.stdout
     [legend] = stderr_lines(seen.stderr)
     assert "drafted, and accepted by the target" in legend
     assert "\x1b" not in legend  # stderr is not a terminal
+
+
+def test_a_terminal_shows_the_prompt_dimmed_before_the_text(pair: list[str]) -> None:
+    for prompt, shown in (("def accept", "def accept"), ("x" * 2001, "…" + "x" * 2000)):
+        seen = TerminalOutput(*pair, prompt, *GREEDY[:3], "2")
+        assert seen.stdout.startswith(f"\x1b[2m{shown}\x1b[0m\x1b["), seen.stdout
+    several = TerminalOutput(*pair, "def accept", *GREEDY, "--n", "2", NO_COLOR="1")
+    assert several.stdout.startswith("def accept\r\n[1/2]\r\n")
+
+
+@pytest.mark.parametrize("options", [["--json"], ["--chat", "--json"], ["--chat"]], ids=" ".join)
+def test_a_document_and_a_reply_do_not_show_the_prompt(
+    pair: list[str], models: Path, options: list[str]
+) -> None:
+    (models / "big" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    try:
+        seen = TerminalOutput(*pair, "zwölf", *GREEDY, *options)
+    finally:
+        (models / "big" / "chat_template.jinja").unlink()
+    assert seen.returncode == 0 and "zwölf" not in seen.stdout
 
 
 @pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])

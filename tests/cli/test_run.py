@@ -319,8 +319,8 @@ def test_the_cache_has_the_rows_and_positions_of_the_request(
         (Option("stop", "two words"), "--stop 'two words'"),
         (Option("json", True), "--json"),
         (Option("deterministic", False), "--no-deterministic"),
-        (Option("path"), "--model"),
-        (Option("path", "big"), "--model big"),
+        (Option("model"), "--model"),
+        (Option("model", "big"), "--model big"),
         (Option("policy_options"), "--policy-option"),
     ],
 )
@@ -331,7 +331,7 @@ def test_options_are_spelled_as_flags(option: Option, flag: str) -> None:
 def test_an_error_is_printed_on_one_line_with_flags() -> None:
     error = ConfigError(
         ("and the prompt is", "\ntoo long for ", Option("max_length")),
-        option="path",
+        option="model",
         value=STDIN,
         remedy=("shorten it, or give ", Option("truncate", "left")),
     )

@@ -14,8 +14,7 @@ import pytest
 import foredraft
 from foredraft.bench.forward_costs import measure_costs
 from foredraft.cli import main
-from foredraft.cli.progress import STAGES
-from foredraft.cli.tune import ProgressLines
+from foredraft.cli.progress import STAGES, ProgressLines
 from foredraft.drafters.plan_files import find_plan, model_hash, read_plan
 from foredraft.model.runner import Runner
 from foredraft.tune import finals
@@ -25,6 +24,7 @@ from foredraft.tune.exit_costs import ExitCosts
 from foredraft.tune.plan_costs import measure_plan_costs
 from foredraft.tune.records import Finalist
 from tests.support.checkpoints import save_pair
+from tests.support.command import without_progress
 
 QUICK = (
     *("--tokens", "48", "--trials", "16", "--sampler", "random", "--max-draft", "3"),
@@ -399,8 +399,8 @@ def test_without_a_terminal_stderr_has_a_line_per_stage_and_per_tenth_of_the_tri
     assert [line.split()[1].rstrip(",") for line in trials] == [f"{done}/30" for done in range(0, 31, 3)]
     assert all("best predicted speed-up " in line for line in trials[1:])
     others = [line for line in lines if line not in trials]
-    stages = ("load", "calibrate", "read", "costs", "rank", "decode")
-    assert others == [STAGES[stage] for stage in stages]
+    stages = ("start", "load", "calibrate", "read", "costs", "rank", "decode")
+    assert [line for line in others if line != STAGES["kernels"]] == [STAGES[stage] for stage in stages]
 
 
 @pytest.mark.parametrize(("file", "what"), [(None, "studies"), ("study.db", "plans")])
@@ -412,7 +412,7 @@ def test_a_read_only_cache_folder_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(run_module, "load_for", None)
     storage = () if file is None else ("--storage", f"sqlite:///{tmp_path / file}")
     assert main(with_options(command, *storage)) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = without_progress(capsys.readouterr().err)
     assert f"no {what} can be written to the cache folder '{tmp_path / 'cache'}' (File exists)" in line
     assert "set FOREDRAFT_CACHE to a writable folder" in line
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
 
+from foredraft.cli.progress import STAGES
 from tests.support.running import environment, forked
 
 COMMAND = [sys.executable, "-m", "foredraft.cli"]
@@ -31,6 +33,17 @@ def foredraft(
         [*(command or COMMAND), *arguments],
         **{"env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 120} | options,
     )
+
+
+PROGRESS = re.compile(
+    rf"foredraft: ({'|'.join(re.escape(stage) for stage in STAGES.values())}|Temperature 0|Choosing prompts"
+    r"|Chi-square test \d+ of \d+|.*, (plain outputs|batch \d+(, warm-up)?))($|[ ,].*)"
+)
+
+
+def without_progress(stderr: str) -> list[str]:
+    """Return the lines of stderr that do not report progress."""
+    return [line for line in stderr.splitlines() if not PROGRESS.fullmatch(line)]
 
 
 def _run_command(arguments: list[str]) -> None:

@@ -77,7 +77,7 @@ def drafted(workload: str, contender: str, speed: float, **more: Any) -> Row:
 def report(**more: Any) -> Report:
     verifying = tuple(Cost(rows, v, spread(0.005 * v)) for rows, v in ((1, 1.0), (2, 1.04), (8, 1.31)))
     common: dict[str, Any] = {
-        "options": {"temperature": 0.0, "repeats": 1, "coupled": False, "max_repeated": 0.3, "methods": None},
+        "options": {"temperature": 0.0, "repeats": 3, "coupled": False, "max_repeated": 0.3, "methods": None},
         "machine": {"cpu": "Some Processor", "threads": 1},
         "models": (Model("target", "big", 21_145_920, 42_291_840, "bfloat16"),),
         "bandwidth": Bandwidth(23.4e9, "read, best of 20"),
@@ -140,6 +140,43 @@ def verdicts(text: str) -> list[tuple[str, str]]:
     return re.findall(r'<p class="verdict (\w+)">(.*?)</p>', text)
 
 
+class TestDoubts:
+    def kinds(self, **more: Any) -> list[str]:
+        return [kind for kind, _ in verdicts(page(report(**more)))]
+
+    def test_a_quiet_run_of_three_repeats_has_a_green_headline(self) -> None:
+        assert report().doubts == ()
+        quiet = {"cpu": "x", "cores": 2, "highest_load": 2.4}
+        assert self.kinds(machine=quiet) == self.kinds() == ["good", "good"]
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            (
+                {"machine": {"cores": 2, "highest_load": 2.6}},
+                "The load rose to 2.6 on 2 cores during the run",
+            ),
+            ({"options": {"repeats": 1}}, "Every method ran only once on each prompt"),
+            ({"options": {"repeats": 2}}, "Every method ran only twice on each prompt"),
+        ],
+    )
+    def test_a_doubtful_run_has_a_warning_and_no_green_headline(
+        self, more: dict[str, Any], said: str
+    ) -> None:
+        (speed, _), (kind, warning), (exactness, _) = verdicts(page(report(**more)))
+        assert (speed, kind, exactness) == ("doubtful", "doubtful", "good")
+        assert warning.startswith(said)
+        assert report(**more).doubts[0].startswith(said)
+
+    def test_a_share_of_bandwidth_above_one_is_explained(self) -> None:
+        sentence = "above 100 % means that the caches held a part of the weights"
+        assert sentence not in usual_page() and report().bandwidth_remark is None
+        fast = report(rows=(row("tables", "plain", 1.0, bandwidth_share=1.04),))
+        assert sentence in Page(page(fast)).text and sentence in str(fast.bandwidth_remark)
+        stepping = report(costs=(replace(report().costs[0], bandwidth_share=1.2),))
+        assert sentence in Page(page(stepping)).text
+
+
 class TestFigures:
     def test_a_row_shows_the_records_figures(self) -> None:
         shown = Page(usual_page()).cells(1)
@@ -183,7 +220,7 @@ class TestFigures:
             "5.00 ms at 319 tokens of context, 44% of that bandwidth; a draft of draft-model costs 0.27 plain steps,"
             " plus 0.13 for each further token" in text
         )
-        assert "temperature0 repeats1 coupledno max_repeated0.3 methods– " in text
+        assert "temperature0 repeats3 coupledno max_repeated0.3 methods– " in text
         assert "cpuSome Processor threads1" in text
         assert "left out: retokenize needs another draft" in text
 

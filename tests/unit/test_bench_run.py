@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def test_contenders_draft_as_far_as_generate_would(pair: dict[str, Any], tmp_pat
         ),
         plan,
     )  # fmt: skip
-    given: dict[str, Any] = {"path": str(model), "device": "cpu", "policy": "fixed"}
+    given: dict[str, Any] = {"model": str(model), "device": "cpu", "policy": "fixed"}
     params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
     expected = {}
     for drafter, more in (("lookup", {}), ("layer-skip", {"plan": str(plan)})):
@@ -173,18 +174,32 @@ def test_contenders_draft_as_far_as_generate_would(pair: dict[str, Any], tmp_pat
         assert report.costs[0].verifying[9].rows == 10  # the plan's 9 drafted tokens and one more
 
 
+def test_the_report_has_the_highest_load_of_the_run(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter([0.5, 7.25])
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads, 1.0), 99.0, 99.0))
+    report = bench([TEXTS], Options(methods=("plain",), new_tokens=2, repeats=1), **pair)
+    assert report.machine["highest_load"] == 7.25 and report.machine["load_average"] == 1.0
+
+
 def test_costs_are_measured_between_the_runs_they_explain(
     pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meter runs after every repeat of every group, at the context of each workload's own prompts."""
     happened: list[str] = []
     turn = Meter.turn
+
+    def watch(stage: str, done: int, total: int) -> None:
+        if "batch" in stage and "warm-up" not in stage and done:
+            happened.append("repeat")
+
     monkeypatch.setattr(Meter, "turn", lambda meter: (happened.append("meter"), turn(meter))[1])
     long = Workload("long", ("the target checks all of them, and keeps what it would have written",) * 2)
     report = bench(
         [TEXTS, long],
         Options(methods=FOREDRAFT, new_tokens=4, repeats=2),
-        progress=lambda stage, *_: happened.append("repeat") if "batch" in stage else None,
+        progress=watch,
         **pair,
     )
     assert happened == ["meter", "repeat"] * (2 * (3 + 2))

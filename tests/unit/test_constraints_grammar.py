@@ -140,7 +140,9 @@ def test_a_banned_text_never_streams(llm: LLM) -> None:
     phrases = ["return", "the ", "fib"]
     for mode in ("mask", "rollback"):
         for seed in range(3):
-            params = SamplingParams(ban=phrases, ban_mode=mode, seed=seed, max_new_tokens=60, ban_ignore_case=True)
+            params = SamplingParams(
+                ban=phrases, ban_mode=mode, seed=seed, max_new_tokens=60, ban_ignore_case=True
+            )
             pieces = list(llm.stream("def fibonacci(n):\n", params))
             text = "".join(piece.text or "" for piece in pieces)
             last = pieces[-1].output

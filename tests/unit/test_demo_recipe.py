@@ -10,6 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from foredraft import demo
+from foredraft.model.generation import generation_defaults
 from recipes.demo import bpe, completions, corpus, grow
 from recipes.demo.config import TrainingConfig
 from recipes.demo.export import write_model
@@ -191,6 +193,16 @@ def test_transformers_computes_the_logits_of_the_decoder(tmp_path: Path) -> None
     assert ids.shape[1] > 300
     torch.testing.assert_close(model.logits(model(ids)[0]), exported(ids).logits, atol=2e-4, rtol=1e-3)
     assert tokenizer.decode(ids[0]) == (FUNCTION * 8)[: len(tokenizer.decode(ids[0]))]
+
+
+def test_the_shipped_sampling_defaults_are_those_that_the_recipe_writes(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    write_model(tmp_path / "made", TINY, dict(random_decoder(TINY).named_parameters()), tokenizer)
+    made = (tmp_path / "made/generation_config.json").read_text()
+    for folder in (demo.target_path(), demo.draft_path()):
+        assert (folder / "generation_config.json").read_text() == made
+    assert generation_defaults(demo.target_path(), 4096) == {"temperature": 0.8, "top_p": 0.95}
 
 
 class TestGrowth:

@@ -22,7 +22,10 @@ PUBLIC: dict[str, Any] = {
     "RoundTrace": foredraft.RoundTrace,
     "write_trace": foredraft.write_trace,
     "ForedraftError": foredraft.ForedraftError,
-    **{name: getattr(LLM, name) for name in ("params", "generate", "chat", "stream", "cancel_all", "encode")},
+    **{
+        name: getattr(LLM, name)
+        for name in ("params", "generate", "chat", "stream", "cancel_all", "close", "encode")
+    },
 }
 
 

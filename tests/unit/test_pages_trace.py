@@ -13,6 +13,8 @@ import pytest
 
 import foredraft
 from foredraft import ConfigError, RoundTrace, SamplingParams, write_trace
+from foredraft.cli.render import legend
+from foredraft.pages.origins import ORIGINS
 
 PROMPT = "def close(self):\n    </script><script>alert(1)</script><b>&amp;"
 
@@ -77,6 +79,22 @@ def test_a_file_that_cannot_be_written_is_refused(llm: foredraft.LLM, tmp_path: 
     with pytest.raises(ConfigError, match="cannot be written"):
         page(llm, tmp_path / "no" / "t.html")
     assert [file.name for file in tmp_path.iterdir()] == ["t.html"], "nothing is left beside it"
+
+
+def test_a_colour_means_the_same_on_the_page_and_on_the_terminal(llm: foredraft.LLM, tmp_path: Path) -> None:
+    page(llm, tmp_path / "t.html")
+    text = (tmp_path / "t.html").read_text(encoding="utf-8")
+    light, dark = text.split("prefers-color-scheme: dark")
+    ansi = {"blue": 94, "yellow": 33, "green": 32}
+    assert {origin.color: origin.ansi for origin in ORIGINS.values()} == ansi
+    for name, origin in ORIGINS.items():
+        for shown, (ink, paper) in ((light, origin.light), (dark, origin.dark)):
+            assert f"--{name}: {ink}; --{name}-bg: {paper};" in shown
+            red, green, blue = (int(ink[at : at + 2], 16) for at in (1, 3, 5))
+            seen = {"blue": blue > green > red, "yellow": red > green > blue, "green": green > blue > red}
+            assert seen[origin.color], (name, ink)
+        assert f"{origin.color}: {origin.meaning}" in legend(color=False)
+        assert data_of(text)["origins"][name] == origin.meaning
 
 
 def test_an_output_without_a_trace_is_refused(llm: foredraft.LLM, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.bench.records import PLAIN
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import ConfigError, Option, did_you_mean
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, missing_part, suits
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _entry(table: Mapping[str, K], option: str, names: tuple[str, ...], name: st
             f"but there is no {name!r}",
             option=option,
             value=",".join(names),
-            remedy=f"give {ALL}, or some of {', '.join(table)}",
+            remedy=f"give {ALL}, or some of {', '.join(table)}{did_you_mean(name, (ALL, *table))}",
         )
     return table[name]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from copy import copy
+from typing import Final
 
 from foredraft.bench.contender import Timing
 from foredraft.decode.params import SamplingParams
@@ -113,7 +114,7 @@ class BigLittle(ForedraftContender):
         temperature: Sampling temperature; 0 is greedy.
     """
 
-    RULE = "bild"
+    RULE: Final = "bild"
 
     def __init__(self, llm: LLM, policy: Policy, *, temperature: float = 0.0) -> None:
         super().__init__("bild", llm, "draft-model", temperature=temperature, policy=policy)

@@ -42,6 +42,7 @@ class LineUp:
         foredraft_bytes: int,
         *,
         required: Collection[str] = (),
+        progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     ) -> None:
         """Load the programs and make the contenders of these methods.
 
@@ -53,12 +54,14 @@ class LineUp:
             memory: Measures the memory that loading adds.
             foredraft_bytes: Memory that loading Foredraft's own models added.
             required: Methods that the user named.
+            progress: Called with (stage, done, total).
 
         Raises:
             ConfigError: A required method cannot run.
         """
         programs: dict[str, tuple[Any, int]] = {"foredraft": (context.llm, foredraft_bytes)}
-        for name in methods:
+        for done, name in enumerate(methods):
+            progress("methods", done, len(methods))
             kind = CONTENDERS[name]
             try:
                 if kind.program not in programs:
@@ -70,6 +73,7 @@ class LineUp:
                 if name in required:
                     raise
                 self.notes.append(f"left out: {error.describe(self.spelling)}")
+        progress("methods", len(methods), len(methods))
 
     def add_policies(self, context: BenchContext, policies: Sequence[str]) -> None:
         """Add a contender for each drafter and policy, right after the drafter's own contender.

@@ -21,7 +21,7 @@ from foredraft.bench.records import Bandwidth
 from foredraft.loading.memory import free_memory
 from foredraft.model.device import synchronise
 
-__all__ = ["Memory", "bandwidth", "machine"]
+__all__ = ["LoadWatch", "Memory", "bandwidth", "machine"]
 
 BYTES = 2**30  # bytes read or copied per measurement: more than any CPU or GPU cache holds
 TRIES = 20  # measurements of which the fastest counts: other processes only ever slow one down
@@ -55,6 +55,17 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     if device is not None and device.type == "cuda":
         found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return found
+
+
+class LoadWatch:
+    """Passes progress on, and remembers the highest load average, of the last minute, at any of its steps."""
+
+    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+        self.progress, self.highest = progress, 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.highest = max(self.highest, os.getloadavg()[0])
+        self.progress(stage, done, total)
 
 
 def bandwidth(device: torch.device) -> Bandwidth | None:

@@ -69,10 +69,11 @@ class Measurement:
         at_batch_1: dict[str, Spread | None] = {}  # tokens/s by contender
         for batch in sorted(set(self.options.batch)):  # 1 comes first, for `over_single` of the others
             groups = groups_of(counted, batch)
-            added_bytes = self._warm_up(batch, _select(prompts, groups[0]))
+            stage = f"{workload}, batch {batch}"
+            added_bytes = self._warm_up(stage, batch, _select(prompts, groups[0]))
             running = [contender for contender in self.lineup.contenders if contender.name in added_bytes]
             meter = self._meter(prompts, batch)
-            runs = tuple(self._timed_runs(f"{workload}, batch {batch}", prompts, groups, running, meter))
+            runs = tuple(self._timed_runs(stage, prompts, groups, running, meter))
             found = meter.costs(self.weight_read_seconds, workload)
             series = Series(workload, batch, runs, tuple(expected), found, self.weight_read_seconds)
             rows = []
@@ -92,12 +93,14 @@ class Measurement:
         """Decode each prompt alone and plainly: the reference for exactness and for which prompts count."""
         plain = next(contender for contender in self.lineup.contenders if contender.name == PLAIN)
         outputs = []
+        stage = f"{workload}, plain outputs"
+        self.progress(stage, 0, len(prompts))
         for done, ids in enumerate(prompts, start=1):
             outputs.append(plain.run([ids], self.options.new_tokens).tokens[0])
-            self.progress(f"{workload}, plain outputs", done, len(prompts))
+            self.progress(stage, done, len(prompts))
         return outputs
 
-    def _warm_up(self, batch: int, prompts: list[list[int]]) -> dict[str, int]:
+    def _warm_up(self, stage: str, batch: int, prompts: list[list[int]]) -> dict[str, int]:
         """Run each contender that takes this batch size once.
 
         A program that fails is dropped from the line-up unless the user named it.
@@ -106,7 +109,9 @@ class Measurement:
             Peak memory that the run added, in bytes, by contender's name.
         """
         added: dict[str, int] = {}
-        for contender in list(self.lineup.contenders):
+        contenders = list(self.lineup.contenders)
+        for done, contender in enumerate(contenders):
+            self.progress(f"{stage}, warm-up", done, len(contenders))
             if contender.batch_sizes is not None and batch not in contender.batch_sizes:
                 continue
             try:
@@ -118,6 +123,7 @@ class Measurement:
                 self.lineup.drop(contender, f"{type(error).__name__}: {error}")
                 continue
             added[contender.name] = peak[0]
+        self.progress(f"{stage}, warm-up", len(contenders), len(contenders))
         return added
 
     def _meter(self, prompts: list[list[int]], batch: int) -> forward_costs.Meter:
@@ -135,6 +141,7 @@ class Measurement:
     ) -> Iterator[Runs]:
         """Yield each group's timings: in every repeat the contenders take turns, then the meter runs."""
         repeats, done = self.options.repeats, 0
+        self.progress(stage, 0, len(groups) * repeats)
         meter_turns = ceil(forward_costs.REPEATS / (len(groups) * repeats))
         for group in groups:
             timings: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}

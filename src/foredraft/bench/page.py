@@ -26,7 +26,7 @@ class Verdict:
     """A sentence at the top of a page.
 
     Attributes:
-        kind: "good", "bad" or "none"; only the colour depends on it.
+        kind: "good", "doubtful", "bad" or "none"; only the colour depends on it.
         text: The sentence.
     """
 

@@ -30,6 +30,10 @@ __all__ = [
     "Spread",
 ]
 
+# Load beyond the number of cores that counts as other work: the benchmark's own threads keep every core busy,
+# and the system's housekeeping comes on top.
+HOUSEKEEPING = 0.5
+FEW_REPEATS = 3  # from this number on, one slow run does not decide a median
 PLAIN = "plain"  # the contender that all others are compared with: decoding without a drafter
 R = TypeVar("R")
 
@@ -341,6 +345,36 @@ class Report:
     def lossy(self) -> tuple[str, ...]:
         """The methods that are not lossless."""
         return tuple(dict.fromkeys(row.contender for row in self.rows if not row.lossless))
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the speeds of this run deserve no trust, in sentences; empty if nothing speaks against them."""
+        found = []
+        load, cores = self.machine.get("highest_load"), self.machine.get("cores")
+        if load is not None and cores is not None and load > cores + HOUSEKEEPING:
+            found.append(
+                f"The load rose to {load:.1f} on {cores} cores during the run, so other programs slowed it"
+                " down: repeat it on a quiet machine."
+            )
+        repeats = self.options.get("repeats")
+        if repeats is not None and repeats < FEW_REPEATS:
+            found.append(
+                f"Every method ran only {'once' if repeats == 1 else 'twice'} on each prompt, so one slow run"
+                f" decides a ratio: give {FEW_REPEATS} repeats or more."
+            )
+        return tuple(found)
+
+    @property
+    def bandwidth_remark(self) -> str | None:
+        """Why a share of the bandwidth exceeds 100 %, in a sentence; None if no share does."""
+        shares = [costs.bandwidth_share for costs in self.costs]
+        shares += [row.bandwidth_share for row in self.rows]
+        if all(share is None or share <= 1 for share in shares):
+            return None
+        return (
+            "A share of the bandwidth above 100 % means that the caches held a part of the weights from one"
+            " step to the next; the bandwidth is that of the memory behind the caches."
+        )
 
     def name(self, row: Row) -> str:
         """Return the row's method, with the policy where the method has several rows."""

@@ -24,7 +24,12 @@ def page(report: Report) -> str:
     return render(
         "foredraft.bench",
         title="Foredraft benchmark",
-        verdicts=[_speed_verdict(report), _exactness_verdict(report), *_lossy_verdicts(report)],
+        verdicts=[
+            _speed_verdict(report),
+            *(Verdict("doubtful", doubt) for doubt in report.doubts),
+            _exactness_verdict(report),
+            *_lossy_verdicts(report),
+        ],
         finished=report.finished,
         facts=_facts(report),
         tables=[
@@ -35,7 +40,7 @@ def page(report: Report) -> str:
         ],
         plots=plots(report),
         limit=report.options.get("max_repeated"),
-        notes=report.notes,
+        notes=[*([] if report.bandwidth_remark is None else [report.bandwidth_remark]), *report.notes],
         details={"Options": plain(report.options), "Machine": plain(report.machine)},
     )
 
@@ -44,7 +49,10 @@ def page(report: Report) -> str:
 
 
 def _speed_verdict(report: Report) -> Verdict:
-    """Name the lossless drafter with the largest median speed-up, at the smallest batch size."""
+    """Name the lossless drafter with the largest median speed-up, at the smallest batch size.
+
+    Where the report has doubts, the verdict is not a good one.
+    """
     rows = [row for row in _drafter_rows(report) if row.lossless]
     gains = _gains(rows)
     if not gains:
@@ -59,7 +67,8 @@ def _speed_verdict(report: Report) -> Verdict:
         for peer, ratio in (row.over_peers or {}).items() if row.contender == best else ():
             over_peers.setdefault(peer, []).append(ratio.median)
     peers = [f"{median(ratios):.2f} × {peer}" for peer, ratios in over_peers.items()]
-    return Verdict("good", f"The fastest {_drafter(report)} is {best}: {_gain(report, gains[best], *peers)}.")
+    kind = "doubtful" if report.doubts else "good"
+    return Verdict(kind, f"The fastest {_drafter(report)} is {best}: {_gain(report, gains[best], *peers)}.")
 
 
 def _exactness_verdict(report: Report) -> Verdict:

@@ -14,7 +14,7 @@ from foredraft.bench.contender import BenchContext
 from foredraft.bench.contenders import CONTENDERS, PROGRAMS, check_policy, resolve_methods, resolve_policies
 from foredraft.bench.foredraft_contender import ForedraftContender
 from foredraft.bench.lineup import LineUp
-from foredraft.bench.machine import Memory, bandwidth, machine
+from foredraft.bench.machine import LoadWatch, Memory, bandwidth, machine
 from foredraft.bench.measurement import Measurement, Progress
 from foredraft.bench.options import MAX_REPEATED, Options
 from foredraft.bench.records import Bandwidth, Costs, Model, Report, Row
@@ -65,7 +65,7 @@ def bench(
         KeyboardInterrupt: The benchmark was interrupted before the first row was finished.
     """
     check_policy(options.methods, loading.get("policy"), loading.get("max_draft"))
-    llm, loaded_bytes = _load(workloads, options, {"path": model} | loading, progress)
+    llm, loaded_bytes = _load(workloads, options, {"model": model} | loading, progress)
     prompts = {w.name: _encoded(llm, w, options.new_tokens, truncate) for w in workloads}
     folders = _folders(model, loading)
     context = _context(llm, folders, prompts, options, loading)
@@ -74,10 +74,13 @@ def bench(
     try:
         memory = Memory(context.device)
         methods = resolve_methods(options.methods)
-        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or ())
+        lineup.load(context, methods, memory, loaded_bytes, required=options.methods or (), progress=progress)
         lineup.add_policies(context, resolve_policies(options.policies))
         lineup.notes += _fixed_policy_notes(lineup, loading.get("policy"))
+        progress("bandwidth", 0, 1)
         speed = bandwidth(context.device)
+        progress("bandwidth", 1, 1)
+        watch = LoadWatch(progress)
         measurement = Measurement(
             context=context,
             lineup=lineup,
@@ -85,12 +88,12 @@ def bench(
             memory=memory,
             longest_draft=_longest_draft(llm._engine.policy, lineup),
             weight_read_seconds=_weight_read_seconds(models[0], speed),
-            progress=progress,
+            progress=watch,
         )
         costs, rows, finished = _measure(measurement, prompts)
         return Report(
             options=_effective_options(llm, prompts, options, model, loading),
-            machine=machine(context.device) | _versions(lineup),
+            machine=machine(context.device) | {"highest_load": watch.highest} | _versions(lineup),
             models=models,
             bandwidth=speed,
             costs=tuple(costs),

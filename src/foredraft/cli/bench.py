@@ -14,11 +14,11 @@ from foredraft.bench.records import Exactness, Report, Row, Spread
 from foredraft.cli.errors import as_flag, one_line
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.generate import refuse_lossy
+from foredraft.cli.layout import table
 from foredraft.cli.measuring import BenchOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
-from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import table
+from foredraft.cli.progress import started
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def bench(
     workloads = load_workloads(listed(benchmark.workload), benchmark.prompts)
     if benchmark.html is not None:
         import foredraft.bench.report  # noqa: F401  refuses now if the plotting library is missing
-    from foredraft.bench.run import bench as run
-
-    bars = ProgressBars()
+    bars = started()
     try:
+        from foredraft.bench.run import bench as run
+
         report = run(
             workloads,
             options,
@@ -65,8 +65,9 @@ def bench(
     for note in report.notes:
         print(f"foredraft: {one_line(note)}", file=sys.stderr)
     write_report(
-        report.as_dict(), lambda: lines(report), output, html=benchmark.html, page=lambda: page(report)
-    )
+        report.as_dict(), lambda width: lines(report, width), output,
+        html=benchmark.html, page=lambda: page(report),
+    )  # fmt: skip
     if not report.finished:
         print("foredraft: interrupted; the rows above were done", file=sys.stderr)
         return INTERRUPTED
@@ -143,18 +144,20 @@ METHODS = (
 BY_POLICY = (*METHODS[:3], "policy", *METHODS[3:10], "drafted", "ceiling", "identical")
 
 
-def lines(report: Report) -> list[str]:
-    """Return the report as tables and sentences."""
-    shown = [about(report), ""]
-    shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)])
+def lines(report: Report, width: int | None = None) -> list[str]:
+    """Return the report as tables, at most `width` characters wide, and sentences."""
+    shown = [*(f"WARNING: {doubt}" for doubt in report.doubts), about(report), ""]
+    shown += table([METHODS, *(cells(row, METHODS) for row in report.methods)], width, keys=3)
     if report.policies:
-        shown += ["", *table([BY_POLICY, *(cells(row, BY_POLICY) for row in report.policies)])]
+        shown += ["", *table([BY_POLICY, *(cells(row, BY_POLICY) for row in report.policies)], width, keys=4)]
     shown += ["", *(over_peers(row) for row in report.methods if row.over_peers and not row.peer)]
     shown.append(
         f"A prompt counts where plain decoding repeats under {report.options['max_repeated']:.0%} of its"
         " 4-grams. identical: prompts whose tokens were plain decoding's in every run."
         + ("" if not report.lossy else " lossy: the text is not the model's own.")
     )
+    if report.bandwidth_remark is not None:
+        shown.append(report.bandwidth_remark)
     shown += [
         f"{report.name(row)} on {row.workload}, batch {row.batch}: the tokens DIFFER from plain decoding's"
         for row in differing(report)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from foredraft.cli.errors import print_error
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, stream
+from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.progress import ProgressBars
 from foredraft.cli.render import Painter, last_line
 from foredraft.errors import ConfigError, Option, RequestError
@@ -26,7 +27,10 @@ __all__ = ["CONVERSATION", "Conversation", "converse"]
 # Tokens of a conversation unless --max-length is given or the model has fewer: some dozens of turns, for a
 # moderate KV cache.
 CONVERSATION = 8192
-RESET, EXIT = "/reset", "/exit"
+RESET, EXIT, HELP = "/reset", "/exit", "/help"
+COMMANDS = (
+    f"{RESET} clears the conversation, {EXIT} or Ctrl-D ends it, Ctrl-C ends a reply, {HELP} shows this again"
+)
 
 
 class Conversation:
@@ -57,7 +61,7 @@ class Conversation:
             raise ConfigError(
                 "needs a chat template, but the model has none",
                 option="chat",
-                remedy=("leave it out, or give ", Option("path"), " a model trained for chat"),
+                remedy=("leave it out, or give ", Option("model"), " a model trained for chat"),
             )
         return tokenizer.encode_chat([*self._system, *self.turns, _message("user", text)])
 
@@ -88,7 +92,7 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
     """
     with suppress(ImportError):  # not every system has it
         import readline  # noqa: F401  gives `input` a history and line editing
-    print(f"{RESET} clears the conversation, {EXIT} or Ctrl-D ends it, Ctrl-C ends a reply", file=sys.stderr)
+    print_commands()
     while True:
         try:
             text = input("> ").strip()
@@ -96,6 +100,8 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
                 return 0
             if text == RESET:
                 conversation.reset()
+            elif text == HELP:
+                print_commands()
             elif text:
                 reply(job, conversation, text, painter, bars)
         except EOFError:
@@ -107,6 +113,11 @@ def converse(job: Job, conversation: Conversation, painter: Painter, bars: Progr
             print_error(error)
 
 
+def print_commands() -> None:
+    """Print the commands of a conversation to stderr."""
+    print("\n".join(fitted([COMMANDS], terminal_width(sys.stderr))), file=sys.stderr)
+
+
 def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bars: ProgressBars) -> None:
     """Print the model's reply to a message, and add both to the conversation."""
     prompt = conversation.encode(job.llm.tokenizer, text)
@@ -114,7 +125,8 @@ def reply(job: Job, conversation: Conversation, text: str, painter: Painter, bar
     with Interrupt(job.llm) as interrupt:
         shown = Run.timed(partial(stream, job, painter, bars, interrupt))
         bars.clear()
-        print(last_line(shown.stats, None, compared=False, lossless=shown.lossless))
+        line = last_line(shown.stats, None, compared=False, lossless=shown.lossless)
+        print("\n".join(fitted([line], terminal_width(sys.stdout))))
     for error in shown.errors:
         print_error(error)
     if not shown.errors:

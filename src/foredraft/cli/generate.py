@@ -15,6 +15,7 @@ from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
 from foredraft.cli.interrupt import Interrupt
 from foredraft.cli.job import Job, Run, show_samples, stream
+from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.options import (
     ChatOptions,
     DraftingOptions,
@@ -89,7 +90,8 @@ def generate(
         job = Job(llm, full_prompt, params, sampling.n, model.truncate, output.show_special, trace)
         if interactive:
             return converse(job, conversation, Painter(sys.stdout, color=output.color), bars)
-        return run(job, output, bars, text if prompt is None else None)
+        shown = prompt is None or (sys.stdout.isatty() and not chat.chat)
+        return run(job, output, bars, text if shown else None)
     finally:
         bars.clear()
 
@@ -235,14 +237,15 @@ def drafter_name(drafting: DraftOptions, model: ModelOptions) -> str:
     )
 
 
-def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str | None) -> int:
+def run(job: Job, options: OutputOptions, bars: ProgressBars, prompt: str | None) -> int:
     """Run the job, print its text or document, and return the exit code.
 
     Args:
         job: The request.
         options: The output options.
         bars: Progress bars.
-        demo_prompt: The demo's prompt, printed before the text; None if the user gave a prompt.
+        prompt: Printed before the text, unless that is JSON: the demo's prompt, and on a terminal any that is
+            continued. None prints none.
     """
     painter = Painter(sys.stdout, color=options.color)
     streams = job.n == 1 and not options.json
@@ -250,8 +253,8 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str |
     # Printing happens inside: otherwise Ctrl-C at this point would discard the finished output.
     with Interrupt(job.llm) as interrupt:
         interrupt.check()
-        if demo_prompt is not None and not options.json:
-            painter.write(demo_prompt if streams else f"{demo_prompt}\n")
+        if prompt is not None and not options.json:
+            painter.write_prompt(prompt if streams else f"{prompt}\n")
         shown = Run.timed(
             partial(stream, job, painter, bars, interrupt)
             if streams
@@ -273,7 +276,8 @@ def run(job: Job, options: OutputOptions, bars: ProgressBars, demo_prompt: str |
             if not streams:
                 show_samples(shown.outputs, painter)
             line = last_line(stats, comparison, compared=options.compare, lossless=shown.lossless)
-            print(", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)]))
+            line = ", ".join([line, *notes(job.llm.profile_seconds, shown.outputs)])
+            print("\n".join(fitted([line], terminal_width(sys.stdout))))
         for error in errors:
             print_error(error)
     write_document(made, options)

@@ -84,9 +84,12 @@ class HelpPages:
         self.everything = everything
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
-        """Print the usage and the examples as they stand: they may be copied from a narrow terminal."""
-        if usage:
-            console.print(usage, markup=False, highlight=False, soft_wrap=True)
+        """Print the usage and the examples, to be copied: on a narrow terminal, meanings come first."""
+        lines = str(usage or "").splitlines()
+        if max(map(len, lines), default=0) > console.width:
+            lines = [part for line in lines for part in _meaning_first(line)]
+        if lines:
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Print a panel where it belongs on the page."""
@@ -94,3 +97,9 @@ class HelpPages:
 
         if panel.title in ALWAYS or (panel.title != COMMON.name) == self.everything:
             DefaultFormatter()(console, options, panel)
+
+
+def _meaning_first(line: str) -> list[str]:
+    """Return an example with its meaning on a line of its own; other lines as they are."""
+    example, mark, meaning = line.partition("  # ")
+    return [f"# {meaning}", example.strip()] if mark else [line]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from foredraft.cli.errors import as_flag
+from foredraft.cli.layout import table
 from foredraft.cli.options import DocumentOptions, DraftModelOptions, TargetOptions
 from foredraft.cli.output_files import check_places, write_report
 from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import table
 from foredraft.errors import ConfigError, Option
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def info(
     """
     if name is not None and target.model is not None:
         raise ConfigError(
-            ("the model is given as an argument and by ", Option("path")), remedy="leave one out"
+            ("the model is given as an argument and by ", Option("model")), remedy="leave one out"
         )
     check_places(out=output.out)
     from foredraft.loading.inspection import inspect_models
@@ -54,15 +54,15 @@ def info(
         )
     finally:
         bars.clear()
-    write_report(found.as_dict(), lambda: lines(found), output)
+    write_report(found.as_dict(), lambda width: lines(found, width), output)
     return 0
 
 
-def lines(found: Inspection) -> list[str]:
-    """Return the inspection as tables and sentences."""
+def lines(found: Inspection, width: int | None = None) -> list[str]:
+    """Return the inspection as tables, at most `width` characters wide, and sentences."""
     shown = [about(model) for model in found.models]
-    shown += ["", *memory(found), "", room(found.context, found)]
-    shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)])]
+    shown += ["", *memory(found, width), "", room(found.context, found)]
+    shown += ["", *table([("drafter", "at hand", ""), *drafter_rows(found)], width)]
     return shown + [
         f"The weights of the {model.role} are not downloaded, so its tensors were not checked."
         for model in found.models
@@ -80,7 +80,7 @@ def about(model: ModelInfo) -> str:
     )
 
 
-def memory(found: Inspection) -> list[str]:
+def memory(found: Inspection, width: int | None) -> list[str]:
     """Return the table of memory."""
     from foredraft.loading.inspection import CACHED_TOKENS, FEWER_BITS
 
@@ -94,7 +94,7 @@ def memory(found: Inspection) -> list[str]:
     ]
     cache = (f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models))
     return [
-        *table([("GiB", *(model.role for model in models)), *rows, cache]),
+        *table([("GiB", *(model.role for model in models)), *rows, cache], width),
         "* counted for comparison, without scales; this version loads 16 and 32 bits",
     ]
 

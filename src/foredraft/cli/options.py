@@ -247,7 +247,7 @@ class SamplingOptions:
 class ChatOptions:
     chat: Annotated[Flag, common(CHAT)] = False
     """Send PROMPT as a user message in the model's chat template. Without PROMPT, on a terminal, hold a
-    conversation: /reset clears it, /exit or Ctrl-D ends it, Ctrl-C ends a reply."""
+    conversation: /reset clears it, /exit or Ctrl-D ends it, Ctrl-C ends a reply, /help lists these."""
     system: str | None = None
     """With --chat: the system message."""
 

@@ -7,11 +7,13 @@ file, and without `--json` stdout has the text for people. Files are checked bef
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from foredraft.cli.layout import fitted, terminal_width
 from foredraft.cli.options import DocumentOptions
 from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option, Text
@@ -62,7 +64,7 @@ def write_document(document: Mapping[str, Any], given: DocumentOptions) -> None:
 
 def write_report(
     document: Mapping[str, Any],
-    text: Callable[[], list[str]],
+    text: Callable[[int | None], list[str]],
     given: DocumentOptions,
     *,
     html: Path | None = None,
@@ -72,7 +74,7 @@ def write_report(
 
     Args:
         document: The document.
-        text: Returns its lines for people.
+        text: Returns its lines for people, given the columns of the terminal; None is no limit.
         given: The options that say where it goes.
         html: The file of `--html`.
         page: Returns the page for it.
@@ -82,7 +84,8 @@ def write_report(
     """
     try:
         # before the files: a full disk must not cost the document
-        _print(_as_json(document) if given.json else "\n".join(text()))
+        width = terminal_width(sys.stdout)
+        _print(_as_json(document) if given.json else "\n".join(fitted(text(width), width)))
     finally:
         write_document(document, given)
         if html is not None and page is not None:

@@ -1,4 +1,7 @@
-"""Progress of a command on stderr: bars on a terminal, lines elsewhere."""
+"""Progress of a command on stderr: bars on a terminal, lines elsewhere.
+
+A command that measures for minutes shows its first stage before it imports PyTorch, and so at once.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["STAGES", "ProgressBars", "ProgressLines"]
+__all__ = ["STAGES", "ProgressBars", "ProgressLines", "started"]
 
 TRIAL_LINES = 10  # lines that `ProgressLines` prints during the trials, one after each tenth
+START = "start"
 # Name of a stage -> its description. A stage that is not listed is its own description.
 STAGES = {
+    START: "Importing PyTorch",
+    "kernels": "Compiling kernels, once for this machine",
+    "profile": "Measuring the costs of this machine",
+    "methods": "Loading the methods",
+    "bandwidth": "Measuring the memory bandwidth",
     "download": "Downloading (MB)",
-    "load": "Loading",
+    "load": "Loading the models",
     "prefill": "Reading the prompt",
     "compare": "Comparing",
     "calibrate": "Generating calibration texts (tokens)",
@@ -26,6 +35,13 @@ STAGES = {
     "trials": "Trials",
     "decode": "Decoding held-out prompts",
 }
+
+
+def started() -> ProgressBars | ProgressLines:
+    """Return the progress of a command that measures, with its first stage shown."""
+    shown = ProgressBars() if sys.stderr.isatty() else ProgressLines()
+    shown.show(START, 0, 1)
+    return shown
 
 
 class ProgressBars:
@@ -50,6 +66,8 @@ class ProgressBars:
         """
         if not sys.stderr.isatty() or self._only not in (None, stage):
             return
+        if START in self._tasks and stage != START:
+            self.clear()  # importing has no end of its own
         if self._bars is None:
             self._bars = self._start()
         if stage not in self._tasks:

@@ -1,4 +1,4 @@
-"""Output of `generate`: coloured text, the line of figures and the JSON document; tables for all commands.
+"""Output of `generate`: coloured text, the line of figures and the JSON document.
 
 Text for a terminal contains no control characters of the model's making. Text for any other stream is the
 model's, byte for byte. The JSON document contains no NaN.
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
+from foredraft.cli.layout import terminal_width
+from foredraft.pages.origins import ORIGINS
+
 if TYPE_CHECKING:
     from foredraft import Output, Score, Stats
     from foredraft.cli.compare import Comparison
 
-__all__ = ["Painter", "document", "last_line", "table"]
+__all__ = ["Painter", "document", "last_line"]
 
-# Origin of a token -> (ANSI colour code, the colour's name, its meaning in the legend).
-ORIGINS = {
-    "drafter": ("32", "green", "drafted, and accepted by the target"),
-    "target": ("33", "yellow", "the target's own token"),
-    "bonus": ("36", "cyan", "the target's bonus token after a fully accepted draft"),
-}
+DIM = 2  # ANSI code of the prompt
+# Characters of a long prompt's end that a terminal shows before the text: about a screen of 25 lines.
+TAIL = 2000
 
 
 class Painter:
@@ -46,7 +46,9 @@ class Painter:
     def print_legend(self) -> None:
         """Print the meaning of the colours to stderr, once."""
         if self.color and not self._legend_printed:
-            print(legend(color=sys.stderr.isatty()), file=sys.stderr)
+            width = terminal_width(sys.stderr)
+            separator = "; " if width is None or len(legend(color=False)) <= width else "\n"
+            print(legend(color=width is not None, separator=separator), file=sys.stderr)
             self._legend_printed = True
 
     def end_line(self) -> None:
@@ -65,9 +67,23 @@ class Painter:
         if self.terminal:
             text = "".join(map(visible, text))
         if self.color and origin in ORIGINS:
-            text = f"\x1b[{ORIGINS[origin][0]}m{text}\x1b[0m"
+            text = painted(text, ORIGINS[origin].ansi)
         self.stream.write(text)
         self.stream.flush()
+
+    def write_prompt(self, prompt: str) -> None:
+        """Write the prompt before its text: on a terminal its end, dimmed, below the legend."""
+        self.print_legend()
+        if self.terminal:
+            prompt = "".join(map(visible, prompt if len(prompt) <= TAIL else f"…{prompt[-TAIL:]}"))
+        self.stream.write(painted(prompt, DIM) if self.color else prompt)
+        self.stream.flush()
+        self._at_line_start = False
+
+
+def painted(text: str, code: int) -> str:
+    """Return the text with an ANSI code around it."""
+    return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def visible(character: str) -> str:
@@ -78,11 +94,11 @@ def visible(character: str) -> str:
     return chr(0x2400 + code) if code < 32 else "\N{REPLACEMENT CHARACTER}"
 
 
-def legend(*, color: bool) -> str:
-    """Return the meaning of the colours, itself in colour if `color`."""
-    return "; ".join(
-        f"\x1b[{code}m{name}\x1b[0m: {what}" if color else f"{name}: {what}"
-        for code, name, what in ORIGINS.values()
+def legend(*, color: bool, separator: str = "; ") -> str:
+    """Return the meaning of the colours, themselves in colour if `color`."""
+    return separator.join(
+        f"{painted(origin.color, origin.ansi) if color else origin.color}: {origin.meaning}"
+        for origin in ORIGINS.values()
     )
 
 
@@ -180,11 +196,3 @@ def _score_dict(score: Score) -> dict[str, Any]:
     """
     both = {"logprob": score.logprob, "processed": score.processed}
     return asdict(score) | {name: None if x == -math.inf else x for name, x in both.items()}
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return one line per row, with the cells aligned in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

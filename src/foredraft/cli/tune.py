@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.cli.exit_codes import FAILED, INTERRUPTED
+from foredraft.cli.layout import table
 from foredraft.cli.measuring import TuneOptions
 from foredraft.cli.options import DocumentOptions, DraftingOptions, ModelOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
-from foredraft.cli.progress import ProgressBars, ProgressLines
-from foredraft.cli.render import table
+from foredraft.cli.progress import started
 from foredraft.cli.verify import read_prompts
 from foredraft.errors import ConfigError
 from foredraft.tune.options import Options
@@ -44,17 +44,17 @@ def tune(
     """
     given = asdict(tuning)
     options = Options(**{name: given[name] for name in given if name not in ("prompts", "plan_out", "html")})
-    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, path=model.model)
+    refuse_empty(prompts=tuning.prompts, storage=tuning.storage, model=model.model)
     files = {"plan_out": tuning.plan_out, "out": output.out, "html": tuning.html}
     refuse_empty(**files)
     check_places(**files)
     prompts = prompts_of(tuning.prompts, model.model)
     if tuning.html is not None:
         import foredraft.tune.report  # noqa: F401  refuses now if the plotting library is missing
-    from foredraft.tune.run import tune as run
-
-    bars = ProgressBars() if sys.stderr.isatty() else ProgressLines()
+    bars = started()
     try:
+        from foredraft.tune.run import tune as run
+
         report = run(
             prompts,
             options,
@@ -66,7 +66,10 @@ def tune(
         )
     finally:
         bars.clear()
-    write_report(report.as_dict(), lambda: lines(report), output, html=tuning.html, page=lambda: page(report))
+    write_report(
+        report.as_dict(), lambda width: lines(report, width), output,
+        html=tuning.html, page=lambda: page(report),
+    )  # fmt: skip
     if report.unwritten:
         raise ConfigError("; ".join(report.unwritten))
     if not report.finished:
@@ -126,8 +129,8 @@ COLUMNS = (
 )
 
 
-def lines(report: Report) -> list[str]:
-    """Return the report as a table and sentences."""
+def lines(report: Report, width: int | None = None) -> list[str]:
+    """Return the report as a table, at most `width` characters wide, and sentences."""
     best = report.best
     shown = [
         f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers on {report.tokens}"
@@ -151,7 +154,7 @@ def lines(report: Report) -> list[str]:
         for one in report.finalists
     ]
     if rows:
-        shown += [*table([COLUMNS, *rows]), ""]
+        shown += [*table([COLUMNS, *rows], width, keys=2), ""]
     return [*shown, verdict(report), *report.notes]
 
 

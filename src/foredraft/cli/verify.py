@@ -15,11 +15,11 @@ from foredraft.bench.workload import prompt_of
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import FAILED, INCONCLUSIVE
 from foredraft.cli.generate import check_drafting_options, drafter_name, read_prompt, refuse_lossy
+from foredraft.cli.layout import table
 from foredraft.cli.measuring import VerifyOptions
 from foredraft.cli.options import DocumentOptions, DraftOptions, ModelOptions, OutputOptions, load_options
 from foredraft.cli.output_files import check_places, write_report
-from foredraft.cli.progress import ProgressBars
-from foredraft.cli.render import table
+from foredraft.cli.progress import started
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import DRAFTERS
 from foredraft.verify import Options
@@ -67,7 +67,7 @@ def verify(
     document = report.as_dict()
     document["about"] = names | document["about"]
     with suppress(BrokenPipeError):  # the exit code is the verdict, even if the reader closed the pipe
-        write_report(document, lambda: lines(report, names), output)
+        write_report(document, lambda width: lines(report, names, width), output)
     if report.planted is not None and not report.found_planted:
         print_error(f"the planted defect ({report.planted}) was NOT found")
     return EXIT_CODES[report.verdict]
@@ -75,19 +75,18 @@ def verify(
 
 def run(prompts: list[str], options: Options, model: ModelOptions, drafting: DraftOptions) -> Report:
     """Load the models with room for the verification, and run it."""
+    bars = started()
     from foredraft.loading import load_for
     from foredraft.verify import verify as run_checks
     from foredraft.verify.distribution_tests import BATCH
     from foredraft.verify.run import max_new_tokens
-
-    bars = ProgressBars()
 
     def needs(tokenizer: Tokenizer | None, defaults: object) -> tuple[int, int]:
         lengths = [] if tokenizer is None else [len(tokenizer.encode(prompt)) for prompt in prompts]
         return BATCH, max(lengths, default=0) + max_new_tokens(options)
 
     def show_loading(stage: str, done: int, total: int) -> None:
-        if stage == "load":  # other stages would flicker between the checks' own
+        if stage != "prefill":  # it would flicker between the checks' own stages
             bars.show(stage, done, total)
 
     try:
@@ -172,14 +171,14 @@ COLUMNS = (
 )
 
 
-def lines(report: Report, names: Names) -> list[str]:
-    """Return the report as sentences and a table."""
+def lines(report: Report, names: Names, width: int | None = None) -> list[str]:
+    """Return the report as sentences and a table, at most `width` characters wide."""
     return [
         header(report, names),
         "",
         *identity_lines(report),
         "",
-        *test_lines(report),
+        *test_lines(report, width),
         "",
         power(report),
         "Not covered: differences within a cell, other prompts and sampling settings, and longer samples.",
@@ -235,14 +234,15 @@ def divergence_line(found: Divergence) -> str:
     )
 
 
-def test_lines(report: Report) -> list[str]:
-    """Return the chi-square tests as a table."""
+def test_lines(report: Report, width: int | None) -> list[str]:
+    """Return the chi-square tests as a table, at most `width` characters wide."""
     first = report.tests[0]
+    room = None if width is None else width - 2
     return [
         f"Chi-square tests of the joint distribution of {first.positions} sampled tokens against the target's"
         f" exact one: {len(report.tests)} tests, each at level {first.level:.2g} ({report.family_level:g}"
         f" together), seed {report.seed}",
-        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)])],
+        *[f"  {line}" for line in table([COLUMNS, *map(row, report.tests)], room, keys=4)],
         *[f"  failed: {error}" for test in report.tests for error in test.errors],
     ]
 

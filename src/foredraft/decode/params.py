@@ -10,11 +10,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, get_args
 
-from foredraft.errors import Option, RequestError
+from foredraft.errors import Option, RequestError, did_you_mean
 
-__all__ = ["SamplingParams", "is_number", "is_whole"]
+__all__ = ["ELSEWHERE", "SamplingKeywords", "SamplingParams", "is_number", "is_whole"]
 
 # Options of other libraries -> what to do here.
 ELSEWHERE = {
@@ -40,6 +40,43 @@ FLAGS = ("ignore_eos", "include_stop", "ban_ignore_case", "ban_whole_words", "ba
 GRAMMARS = ("regex", "json_schema", "json_object", "grammar")  # options that give the text's grammar
 MOST_LOGPROBS = 1000  # alternatives at each position, at most
 ROLLBACK = 5.0  # nats; the default of BiLD's published code
+RuleName: TypeAlias = Literal["speculative", "coupled", "bild"]
+RULES = get_args(RuleName)
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords, for type checkers and editors; a test compares the two."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    min_new_tokens: int
+    max_new_tokens: int
+    ignore_eos: bool
+    stop: str | tuple[str, ...] | list[str]
+    include_stop: bool
+    seed: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    acceptance: RuleName | None
+    rollback: float | None
+    ban: str | tuple[str, ...] | list[str]
+    ban_mode: Literal["mask", "rollback"]
+    ban_ignore_case: bool
+    ban_whole_words: bool
+    ban_prompt: bool
+    ban_rollbacks: int
+    regex: str | None
+    json_schema: str | Mapping[str, Any] | None
+    json_object: bool
+    grammar: str | None
+    drafter: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +146,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    acceptance: Literal["speculative", "coupled", "bild"] | None = None
+    acceptance: RuleName | None = None
     rollback: float | None = None
     ban: str | tuple[str, ...] | list[str] = ()
     ban_mode: Literal["mask", "rollback"] = "mask"
@@ -127,8 +164,9 @@ class SamplingParams:
         """Refuse unknown options with a remedy, which the dataclass's own error lacks."""
         known = {each.name for each in fields(cls)}
         for name in options.keys() - known:
-            why = ELSEWHERE.get(name, f"known options are {', '.join(sorted(known))}")
-            raise RequestError(f"unknown sampling option {name!r}", remedy=why)
+            names = sorted(known)
+            remedy = ELSEWHERE.get(name, f"known options are {', '.join(names)}{did_you_mean(name, names)}")
+            raise RequestError(f"unknown sampling option {name!r}", remedy=remedy)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -137,8 +175,9 @@ class SamplingParams:
             _within(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _within("seed", self.seed, self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "0 to 2**63 - 1")
         _within(
-            "acceptance", self.acceptance, self.acceptance in (None, "speculative", "coupled", "bild"),
-            "'speculative', 'coupled', 'bild' (which is not lossless) or None",
+            "acceptance", self.acceptance, self.acceptance in (None, *RULES),
+            "'speculative', 'coupled', 'bild' (which is not lossless) or None"
+            + did_you_mean(self.acceptance, RULES),
         )  # fmt: skip
         if self.rollback is not None:
             fits = is_number(self.rollback) and self.rollback >= 0
@@ -216,18 +255,18 @@ class SamplingParams:
                 return name, '{"type": "object"}' if value is True else value
         return None
 
-    def replace(self, **options: Any) -> SamplingParams:
+    def replace(self, **options: Unpack[SamplingKeywords]) -> SamplingParams:
         """Return a copy with some options changed, checked as by the constructor.
 
         Where only one of min_new_tokens and max_new_tokens is given, the other one is adapted to it.
         """
-        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        kept: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         least, most = options.get("min_new_tokens"), options.get("max_new_tokens")
         if most is None and isinstance(least, int):
             kept["max_new_tokens"] = max(least, self.max_new_tokens)
         if least is None and isinstance(most, int):
             kept["min_new_tokens"] = max(0, min(most, self.min_new_tokens))
-        return SamplingParams(**kept | options)
+        return SamplingParams(**kept | dict(options))
 
     @property
     def greedy(self) -> bool:

@@ -27,7 +27,7 @@ from foredraft.kernels.machine import describe_cpu
 from foredraft.kernels.shipped import find_shipped, no_shipped_because
 from foredraft.ownership import NotPrivateError
 
-__all__ = ["declare", "library", "unavailable_because"]
+__all__ = ["declare", "library", "must_compile", "unavailable_because"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,17 @@ def library() -> ctypes.CDLL | None:
     """Return the kernels; None where there are none for this CPU and none can be compiled."""
     found = _library_or_reason()
     return None if isinstance(found, str) else found
+
+
+def must_compile() -> bool:
+    """Return whether the first call of `library` in this process compiles the kernels, for seconds."""
+    if _library_or_reason.cache_info().currsize or find_shipped() is not None:
+        return False
+    command = building.compiler()
+    try:
+        return command is not None and user_cache.find_file(KIND, _cache_key(command), SUFFIX) is None
+    except (OSError, subprocess.SubprocessError):
+        return True
 
 
 def unavailable_because() -> str | None:
@@ -93,13 +104,17 @@ def _no_compiler_because() -> str:
     )
 
 
-def _compiled(command: list[str]) -> ctypes.CDLL:
-    """Return kernels compiled here: from the cache, else for the cache, else for this process alone."""
-    key = {
+def _cache_key(command: list[str]) -> dict[str, Any]:
+    return {
         "compiler": building.describe_compiler(command),
         "cpu": describe_cpu(),
         "sources": building.sources_digest(),
     }
+
+
+def _compiled(command: list[str]) -> ctypes.CDLL:
+    """Return kernels compiled here: from the cache, else for the cache, else for this process alone."""
+    key = _cache_key(command)
     if (kept := user_cache.find_file(KIND, key, SUFFIX)) is not None:
         try:
             return open_library(kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from foredraft.errors import ConfigError, Option, RequestError
+from foredraft.errors import ConfigError, Option, RequestError, did_you_mean
 from foredraft.kinds.tables import DRAFTERS, POLICIES, RULES, DrafterKind
 
 __all__ = [
@@ -276,14 +276,18 @@ def select_drafters(drafter: str, has_probs: Mapping[str, bool], policy: PolicyT
     if drafter == "auto" and can_choose:
         return tuple(has_probs)
     fitting = [name for name, probs in has_probs.items() if policy.suits(has_probs=probs)]
-    remedy = f"give one of {', '.join(['none', *(['auto'] if can_choose else []), *fitting])}"
+    names = ["none", *(["auto"] if can_choose else []), *fitting]
+    remedy = f"give one of {', '.join(names)}"
     if drafter == "auto":
         raise RequestError(
             _cannot_choose(policy.name), option="drafter", value=drafter,
             remedy=("load with ", Option("policy", "auto"), f", or {remedy}"),
         )  # fmt: skip
     if drafter not in has_probs:
-        raise RequestError("which is not loaded", option="drafter", value=drafter, remedy=remedy)
+        raise RequestError(
+            "which is not loaded", option="drafter", value=drafter,
+            remedy=remedy + did_you_mean(drafter, names),
+        )  # fmt: skip
     if drafter not in fitting:
         raise RequestError(
             ("which has no draft probabilities, but ", Option("policy", policy.name), " needs them"),

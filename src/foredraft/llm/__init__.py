@@ -6,22 +6,29 @@ to the end of the round, so that no state is left half-written (`interrupts`).
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Unpack, cast
 
+import torch
+
+from foredraft.arguments import clear_calls
 from foredraft.constraints import ConstraintFactory
 from foredraft.decode.engine import Engine
-from foredraft.decode.params import SamplingParams, is_whole
+from foredraft.decode.params import ELSEWHERE, SamplingKeywords, SamplingParams, is_whole
 from foredraft.decode.sequence import Finish, Sequence, State
 from foredraft.decode.stats import Stats
-from foredraft.errors import RequestError
+from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds.compatibility import is_lossless
-from foredraft.llm.driver import Driver
+from foredraft.llm.driver import Driver, closed
+from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
 from foredraft.llm.output import Output, Piece
 from foredraft.llm.requests import Prompts, Requests
 from foredraft.model.chat import Message
+from foredraft.model.device import dtype_name
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
@@ -31,7 +38,10 @@ __all__ = ["LLM", "Output", "Piece", "Prompts"]
 class LLM:
     """A loaded model, safe to use from several threads; `foredraft.load` makes one.
 
+    `close`, or leaving a `with` block, frees its memory.
+
     Attributes:
+        model: The folder or hub id that was loaded; "demo" for the demo models.
         tokenizer: The model's, with `encode`, `decode` and `encode_chat`; None where its folder has none.
         default_params: The parameters of requests without their own, from generation_config.json.
         default_drafter: The drafter of requests that do not give one; None is plain decoding.
@@ -39,6 +49,14 @@ class LLM:
         deterministic: Whether the target's forwards keep to exact shapes.
         profile_seconds: What measuring the costs of this machine took while loading; 0 where they were known.
     """
+
+    def __new__(cls, *values: Any, **options: Any) -> LLM:
+        """Refuse a call with anything but loaded parts."""
+        if not isinstance(next(iter(values), options.get("engine")), Engine):
+            raise ConfigError(
+                "an LLM is made by foredraft.load", remedy='call foredraft.load("path/to/checkpoint")'
+            )
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -52,18 +70,37 @@ class LLM:
         deterministic: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
         profile_seconds: float = 0.0,
+        model: str = "",
     ) -> None:
-        self._engine, self._spec, self.tokenizer = engine, spec, tokenizer
+        self.model, self._spec, self.tokenizer = model, spec, tokenizer
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
         self.deterministic, self.profile_seconds = deterministic, profile_seconds
         self._ids = itertools.count()
-        self._driver = Driver(engine, progress)
+        self._driver: Driver | None = Driver(engine, progress)  # None once closed
         self._constraints = None if tokenizer is None else ConstraintFactory(
             tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids)
         )  # fmt: skip
 
-    def params(self, **options: Any) -> SamplingParams:
+    def __repr__(self) -> str:
+        if self._driver is None:
+            return f"<LLM {self.model!r}: closed>"
+        engine = self._engine
+        return (
+            f"<LLM {self.model!r}: drafters {', '.join(engine.drafters) or 'none'}; policy"
+            f" {engine.policy.name}; {dtype_name(engine.cache.dtype)} on {engine.device}>"
+        )
+
+    def __enter__(self) -> LLM:
+        self._open_driver()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def params(self, **options: Unpack[SamplingKeywords]) -> SamplingParams:
         """Return the model's default parameters with some options changed.
 
         `SamplingParams(...)` alone does not know the model's defaults.
@@ -77,6 +114,7 @@ class LLM:
         """
         return self.default_params.replace(**options)
 
+    @clear_calls(RequestError)
     def chat(
         self,
         messages: Seq[Message],
@@ -86,7 +124,7 @@ class LLM:
         truncate: Literal["left"] | None = None,
         show_special: bool = False,
         trace: bool = False,
-        **variables: Any,
+        **options: Any,
     ) -> list[Output]:
         """Generate `n` replies to a conversation, formatted by the model's chat template.
 
@@ -97,7 +135,8 @@ class LLM:
             truncate: As in `generate`.
             show_special: As in `generate`.
             trace: As in `generate`.
-            **variables: Other variables of the template, such as `tools`, `documents` or `enable_thinking`.
+            **options: Sampling options, as in `generate`, and other variables of the template, such as
+                `tools`, `documents` or `enable_thinking`.
 
         Returns:
             The replies.
@@ -108,7 +147,7 @@ class LLM:
 
         Examples:
             >>> messages = [{"role": "user", "content": "Name a colour."}]
-            >>> [reply] = llm.chat(messages, SamplingParams(max_new_tokens=8, ignore_eos=True))
+            >>> [reply] = llm.chat(messages, max_new_tokens=8, ignore_eos=True)
             >>> len(reply.token_ids), reply.finish_reason
             (8, 'length')
         """
@@ -116,9 +155,15 @@ class LLM:
             raise RequestError(
                 "this model's folder has no tokenizer.json", remedy="give token ids instead of messages"
             )
+        sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
+        variables = {name: value for name, value in options.items() if name not in sampling}
         ids = self.tokenizer.encode_chat(messages, **variables)
-        return self.generate(ids, params, n=n, truncate=truncate, show_special=show_special, trace=trace)
+        return self.generate(
+            [ids], params, n=n, truncate=truncate, show_special=show_special, trace=trace,
+            **cast(SamplingKeywords, sampling),
+        )  # fmt: skip
 
+    @clear_calls(RequestError, ELSEWHERE, SAMPLING_OPTIONS)
     def generate(
         self,
         prompts: Prompts,
@@ -128,6 +173,7 @@ class LLM:
         truncate: Literal["left"] | None = None,
         show_special: bool = False,
         trace: bool = False,
+        **options: Unpack[SamplingKeywords],
     ) -> list[Output]:
         """Generate `n` samples of each prompt.
 
@@ -142,6 +188,7 @@ class LLM:
             truncate: "left" drops the oldest tokens of a prompt that is too long, instead of refusing it.
             show_special: Include special tokens in the text.
             trace: Record every round in the outputs.
+            **options: Sampling options by name; they replace those of `params`.
 
         Returns:
             All samples of the first prompt, then all of the second, and so on.
@@ -154,36 +201,41 @@ class LLM:
             >>> [output.sample for output in outputs]
             [0, 1, 0, 1]
             >>> greedy = SamplingParams(temperature=0, max_new_tokens=16)
-            >>> [plain] = llm.generate("def add(a, b):", greedy.replace(drafter="none"))
             >>> [drafted] = llm.generate("def add(a, b):", greedy)
+            >>> [plain] = llm.generate("def add(a, b):", greedy, drafter="none")
             >>> drafted.text == plain.text
             True
         """
-        encoded = self.encode(prompts)
+        driver, requests = self._open_driver(), self._requests
+        chosen = with_keywords(params, self.default_params, options)
+        for own in chosen if isinstance(chosen, list) else [chosen]:
+            requests.drafters(own.drafter)  # refuses an unknown one before any work
+        encoded = requests.encode(prompts)
         if not is_whole(n, 1):
             raise RequestError(option="n", value=n, remedy="give a whole number, 1 or more")
-        each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(encoded)
+        each = chosen if isinstance(chosen, list) else [chosen] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(
                 f"{len(each)} sampling parameters for {len(encoded)} prompts", remedy="give one or as many"
             )
         sequences: list[Sequence] = []
         for ids, own in zip(encoded, each, strict=True):
-            sequences += self._requests.sequences(ids, own, n, truncate, show_special, trace)
+            sequences += requests.sequences(ids, own, n, truncate, show_special, trace)
 
         def outputs() -> list[Output] | None:
             if any(s.state is not State.FINISHED for s in reversed(sequences)):
                 return None
-            return [self._output(s) for s in sequences]
+            return [self._output(s, requests) for s in sequences]
 
         try:
-            self._driver.submit(sequences)
-            return self._driver.drive(outputs)
+            driver.submit(sequences)
+            return driver.drive(outputs)
         except BaseException:
             # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
-            self._driver.post(self._engine.cancel, sequences[::-1])
+            driver.post(driver.engine.cancel, sequences[::-1])
             raise
 
+    @clear_calls(RequestError, ELSEWHERE, SAMPLING_OPTIONS)
     def stream(
         self,
         prompt: str | Seq[int],
@@ -192,6 +244,7 @@ class LLM:
         truncate: Literal["left"] | None = None,
         show_special: bool = False,
         trace: bool = False,
+        **options: Unpack[SamplingKeywords],
     ) -> Iterator[Piece]:
         """Stream one sample, one piece after every round; closing the iterator cancels the request.
 
@@ -203,6 +256,7 @@ class LLM:
             truncate: As in `generate`.
             show_special: As in `generate`.
             trace: As in `generate`.
+            **options: As in `generate`.
 
         Returns:
             An iterator of pieces.
@@ -211,18 +265,22 @@ class LLM:
             RequestError: As in `generate`, at the call.
 
         Examples:
-            >>> pieces = list(llm.stream("def add(a, b):", SamplingParams(max_new_tokens=16)))
+            >>> pieces = list(llm.stream("def add(a, b):", max_new_tokens=16))
             >>> "".join(piece.text for piece in pieces) == pieces[-1].output.text
             True
         """
-        encoded = self.encode(prompt)
+        driver, requests = self._open_driver(), self._requests
+        own = with_keywords(params, self.default_params, options)
+        if isinstance(own, list):
+            raise RequestError("stream takes one SamplingParams, not a list", remedy="give one")
+        requests.drafters(own.drafter)  # refuses an unknown one before any work
+        encoded = requests.encode(prompt)
         if len(encoded) != 1:
             raise RequestError(
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
-        own = params or self.default_params
-        (sequence,) = self._requests.sequences(encoded[0], own, 1, truncate, show_special, trace)
-        return self._pieces(sequence)
+        (sequence,) = requests.sequences(encoded[0], own, 1, truncate, show_special, trace)
+        return self._pieces(sequence, driver, requests)
 
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.
@@ -234,15 +292,53 @@ class LLM:
             >>> list(stream)[-1].output.finish_reason
             'cancelled'
         """
-        self._driver.cancel_all()
+        if self._driver is not None:
+            self._driver.cancel_all()
 
-    def _pieces(self, sequence: Sequence) -> Iterator[Piece]:
+    def close(self) -> None:
+        """Cancel every request and free the weights and the caches; repeating it does nothing.
+
+        Calls that run in other threads return what they have, and so do open streams. Memory that they, or
+        the caller's own references, still use is freed with them. Later requests raise RequestError.
+
+        Examples:
+            >>> with foredraft.load(drafter="lookup", max_length=512) as llm:
+            ...     [output] = llm.generate("def add(a, b):", max_new_tokens=4)
+            >>> llm
+            <LLM 'demo': closed>
+        """
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        driver.close()
+        on_gpu = driver.engine.device.type == "cuda"
+        del driver
+        gc.collect()  # parts of an engine may refer to each other
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def _open_driver(self) -> Driver:
+        """Return the driver.
+
+        Raises:
+            RequestError: The model is closed.
+        """
+        driver = self._driver
+        if driver is None:
+            raise closed()
+        return driver
+
+    @property
+    def _engine(self) -> Engine:
+        return self._open_driver().engine
+
+    def _pieces(self, sequence: Sequence, driver: Driver, requests: Requests) -> Iterator[Piece]:
         shown = 0  # new tokens that earlier pieces carried
 
         def next_piece() -> Piece | None:
             nonlocal shown
             settled = sequence.settled
-            output = self._output(sequence) if sequence.state is State.FINISHED else None
+            output = self._output(sequence, requests) if sequence.state is State.FINISHED else None
             if output is None and settled <= shown:
                 return None
             new, shown = slice(shown, settled), settled
@@ -260,15 +356,15 @@ class LLM:
             )
 
         try:
-            self._driver.submit([sequence])
+            driver.submit([sequence])
             while True:
-                piece = self._driver.drive(next_piece)
+                piece = driver.drive(next_piece)
                 yield piece
                 if piece.output is not None:
                     return
         finally:
             # does not wait, because a dropped iterator may be closed in the middle of a step
-            self._driver.post(self._engine.cancel, [sequence])
+            driver.post(driver.engine.cancel, [sequence])
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt, in any form that `generate` takes.
@@ -295,10 +391,10 @@ class LLM:
             self._constraints,
         )  # fmt: skip
 
-    def _output(self, sequence: Sequence) -> Output:
+    def _output(self, sequence: Sequence, requests: Requests) -> Output:
         assert sequence.finish is not None
         text_buffer, params = sequence.text_buffer, sequence.params
-        lossless = is_lossless(params.acceptance, self._requests.drafters(params.drafter))
+        lossless = is_lossless(params.acceptance, requests.drafters(params.drafter))
         if text_buffer is not None:
             sequence.update_text()
             text_buffer.finish()
@@ -319,14 +415,8 @@ class LLM:
             error=sequence.error,
             lossless=lossless,
             deterministic=self.deterministic and lossless,
-            why_plain=self._why_plain(sequence),
+            why_plain=requests.why_plain(sequence),
         )
-
-    def _why_plain(self, sequence: Sequence) -> str | None:
-        """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
-        if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
-            return None
-        return self._engine.policy.why_plain(sequence)
 
 
 def _stopped_by(sequence: Sequence) -> str | None:

@@ -16,14 +16,20 @@ from typing import Any, Generic, TypeVar
 from foredraft.decode.engine import Engine
 from foredraft.decode.planning import has_drafters
 from foredraft.decode.sequence import Sequence, State
+from foredraft.errors import RequestError
 from foredraft.llm.interrupts import Interrupts
 from foredraft.profiling.profile import use_profile
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "closed"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+def closed() -> RequestError:
+    """Return the error of a request to a closed model."""
+    return RequestError("this LLM is closed", remedy="load the model again")
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +58,7 @@ class Driver:
     def __init__(self, engine: Engine, progress: Callable[[str, int, int], None] | None) -> None:
         self.engine, self._progress = engine, progress
         self.between_steps = threading.Condition()
+        self.closed = False
         self._stepping = False
         self._inbox: list[tuple[Callable[[Sequence], None], Sequence]] = []  # calls for between two steps
         self._waiters: list[_Waiter[Any]] = []
@@ -59,6 +66,8 @@ class Driver:
     def post(self, call: Callable[[Sequence], None], sequences: list[Sequence]) -> None:
         """Call `call` with each sequence between two steps: now, or by the thread that steps the engine."""
         with self.between_steps:
+            if self.closed:
+                return  # `close` has cancelled every request
             self._inbox += [(call, sequence) for sequence in sequences]
             if not self._stepping:
                 self._empty_inbox()
@@ -69,8 +78,14 @@ class Driver:
             call(sequence)
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Submit sequences to the engine."""
-        with Interrupts():
+        """Submit sequences to the engine.
+
+        Raises:
+            RequestError: The driver is closed.
+        """
+        with Interrupts(), self.between_steps:
+            if self.closed:
+                raise closed()
             self.post(self.engine.submit, sequences)
 
     def drive(self, poll: Callable[[], T | None]) -> T:
@@ -138,3 +153,9 @@ class Driver:
         with self.between_steps:
             posted = [sequence for _, sequence in self._inbox]
             self.post(engine.cancel, [*posted, *engine.scheduler.waiting, *engine.rows.sequences])
+
+    def close(self) -> None:
+        """Cancel every request, and refuse further ones."""
+        with self.between_steps:
+            self.cancel_all()
+            self.closed = True

@@ -62,6 +62,8 @@ class Requests:
                 f"the prompt is {prompts!r}", remedy="give text, token ids, or a list of either"
             )
         items: list[Any] = list(prompts)
+        if not items:
+            return []  # no prompts; a prompt without tokens stands in a list: [[]]
         if all(_token_id(item) is not None for item in items):
             return [_token_ids(items)]
         encoded = []
@@ -226,6 +228,12 @@ class Requests:
         policy = PolicyTraits(engine.policy.name, engine.policy.uses_costs, engine.policy.stops_by_content)
         has_probs = {name: isinstance(each, Stepper) for name, each in engine.drafters.items()}
         return select_drafters(drafter or self.default_drafter or "none", has_probs, policy)
+
+    def why_plain(self, sequence: Sequence) -> str | None:
+        """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
+        if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
+            return None
+        return self.engine.policy.why_plain(sequence)
 
 
 def _token_id(item: Any) -> int | None:

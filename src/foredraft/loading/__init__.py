@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from foredraft import demo
+from foredraft.arguments import clear_calls
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
+from foredraft.errors import ConfigError
 from foredraft.kinds.tables import Parts
 from foredraft.llm import LLM
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
@@ -26,8 +29,9 @@ from foredraft.profiling.profile import use_profile
 __all__ = ["load", "load_for", "options_for"]
 
 
+@clear_calls(ConfigError, {"path": "its name is model", "model_path": "its name is model"})
 def load(
-    path: str | Path | None = None,
+    model: str | Path | None = None,
     *,
     drafter: str | None = None,
     draft: str | Path | None = None,
@@ -50,7 +54,7 @@ def load(
     """Load a Hugging Face checkpoint and the drafters for it.
 
     Args:
-        path: A folder or a hub id; None loads the demo models, a target and a draft model.
+        model: A folder or a hub id; None loads the demo models, a target and a draft model.
         drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize"
             or "layer-skip". "auto" uses in every round the loaded drafter that pays most. By default "auto"
             under policy "auto"; under other policies "layer-skip" if a plan is given, else the draft model,
@@ -96,7 +100,7 @@ def load(
     """
     options = checked(
         LoadOptions(
-            path=path, drafter=drafter, draft=draft, revision=revision, draft_revision=draft_revision,
+            model=model, drafter=drafter, draft=draft, revision=revision, draft_revision=draft_revision,
             plan=plan, policy=policy, policy_options=policy_options, max_draft=max_draft,
             draft_sampling=draft_sampling, dtype=dtype, device=device, max_batch=max_batch,
             max_length=max_length, deterministic=deterministic, compile=compile, kernels=kernels,
@@ -106,26 +110,26 @@ def load(
     return _assemble(options)
 
 
-def load_for(needs: Needs, path: str | Path | None = None, **options: Any) -> LLM:
+def load_for(needs: Needs, model: str | Path | None = None, **options: Any) -> LLM:
     """Load as `load` does, with caches no larger than the coming requests need; for the commands.
 
     Args:
         needs: Given the tokenizer and the model's default parameters, returns the sequences and the positions
             that will be used at most. max_batch and max_length override it.
-        path: As `load` takes it.
+        model: As `load` takes it.
         **options: The other arguments of `load`.
     """
-    return _assemble(options_for(path, needs, **options))
+    return _assemble(options_for(model, needs, **options))
 
 
-def options_for(path: str | Path | None = None, needs: Needs | None = None, **options: Any) -> LoadOptions:
+def options_for(model: str | Path | None = None, needs: Needs | None = None, **options: Any) -> LoadOptions:
     """Return the checked options of `load`, with its defaults for those that are not given.
 
     Raises:
         ConfigError: An option has a value that cannot be honoured.
     """
     defaults = {name: parameter.default for name, parameter in signature(load).parameters.items()}
-    return checked(LoadOptions(**defaults | options | {"path": path, "needs": needs}))
+    return checked(LoadOptions(**defaults | options | {"model": model, "needs": needs}))
 
 
 def _assemble(options: LoadOptions) -> LLM:
@@ -149,6 +153,7 @@ def _assemble(options: LoadOptions) -> LLM:
         deterministic=options.deterministic,
         progress=options.progress,
         profile_seconds=profiled,
+        model="demo" if options.model == demo.target_path() else str(options.model),
     )
 
 

@@ -74,7 +74,7 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
         CheckpointError: A folder is not a checkpoint, or its tokenizer is another model's.
         ConfigError: A revision does not apply, or the two vocabularies cannot be matched.
     """
-    folders = [resolve(str(options.path), options.revision, options.report, weights=weights)]
+    folders = [resolve(str(options.model), options.revision, options.report, weights=weights)]
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
     target, *rest = (_read(folder, options.dtype) for folder in folders)

@@ -13,7 +13,7 @@ from foredraft import demo
 from foredraft.decode.params import SamplingParams, is_whole
 from foredraft.drafters.plan_files import PlanFile
 from foredraft.drafters.skips import Skips
-from foredraft.errors import ConfigError, Option, Text
+from foredraft.errors import ConfigError, Option, Text, did_you_mean
 from foredraft.kinds.compatibility import check_named_drafter
 from foredraft.kinds.tables import DRAFTERS, POLICIES
 from foredraft.loading.policies import check_settings
@@ -34,7 +34,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class LoadOptions:
     """The arguments of `load`, which documents them."""
 
-    path: str | Path | None
+    model: str | Path | None
     drafter: str | None
     draft: str | Path | None
     revision: str | None
@@ -80,11 +80,11 @@ def checked(options: LoadOptions) -> LoadOptions:
     _check_count("max_draft", options.max_draft, (", or ", Option("drafter", "none")))
     _check_count("max_batch", options.max_batch)
     _check_count("max_length", options.max_length)
-    _check_revision("revision", options.revision, options.path)
+    _check_revision("revision", options.revision, options.model)
     _check_revision("draft_revision", options.draft_revision, options.draft)
-    if options.path is None:
+    if options.model is None:
         draft = demo.draft_path() if options.draft is None else options.draft
-        options = replace(options, path=demo.target_path(), draft=draft)
+        options = replace(options, model=demo.target_path(), draft=draft)
     if options.drafter is not None:
         check_named_drafter(options.drafter, options.policy, draft_given=options.draft is not None)
     return options
@@ -93,7 +93,9 @@ def checked(options: LoadOptions) -> LoadOptions:
 def _check_name(option: str, value: str | None, known: Iterable[str | None]) -> None:
     names = tuple(known)
     if value not in names:  # of a tuple, because a value that is not hashable is compared too
-        raise ConfigError(option=option, value=value, remedy=f"give one of {', '.join(filter(None, names))}")
+        shown = [name for name in names if name is not None]
+        remedy = f"give one of {', '.join(shown)}{did_you_mean(value, shown)}"
+        raise ConfigError(option=option, value=value, remedy=remedy)
 
 
 def _check_count(option: str, value: int | None, alternative: tuple[str | Option, ...] = ()) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from foredraft.decode.params import is_number
 from foredraft.decode.policy import Policy
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import ConfigError, Option, did_you_mean
 from foredraft.kinds.tables import POLICIES, PolicyOption
 from foredraft.model.runner import Runner
 
@@ -25,9 +25,10 @@ def check_settings(policy: str, given: object) -> dict[str, float | str]:
     settings: dict[str, float | str] = {}
     for name, value in given.items():
         if name not in known:
+            remedy = f"give {', '.join(known)}{did_you_mean(name, known)}" if known else "leave it out"
             raise ConfigError(
                 (f"names {name!r}, which ", Option("policy", policy), " does not have"),
-                option="policy_options", remedy=f"give {', '.join(known)}" if known else "leave it out",
+                option="policy_options", remedy=remedy,
             )  # fmt: skip
         settings[name] = _read(name, value, known[name])
     return settings

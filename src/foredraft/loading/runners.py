@@ -9,6 +9,7 @@ import torch
 
 from foredraft.drafters.vocabulary import VocabularyMap
 from foredraft.errors import ConfigError, Option
+from foredraft.kernels.compilation import library, must_compile
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints
 from foredraft.loading.device import check_dtype
 from foredraft.loading.options import LoadOptions
@@ -57,6 +58,10 @@ def make_runners(options: LoadOptions, checkpoints: Checkpoints, device: torch.d
     """
     for dtype in dict.fromkeys(checkpoint.dtype for checkpoint in checkpoints.all):
         check_dtype(device, dtype)
+    if options.allows_kernels and device.type == "cpu" and must_compile():
+        options.report("kernels", 0, 1)
+        library()
+        options.report("kernels", 1, 1)
     made: list[Runner] = []
     for checkpoint in checkpoints.all:
         options.report("load", len(made), len(checkpoints.all))

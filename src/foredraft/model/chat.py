@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.errors import CheckpointError, Option, RequestError, Text
+from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.template import Refusal, render, variables_of
 
@@ -138,9 +138,11 @@ def _check_variables(given: Iterable[str], read: frozenset[str]) -> None:
     """Check that the template reads every given variable, since it would ignore the others."""
     for name in given:
         if name not in STANDARD | read:
-            others = ", ".join(sorted(read - STANDARD - {"messages"})) or "only the standard ones"
+            others = sorted(read - STANDARD - {"messages"})
+            shown = ", ".join(others) or "only the standard ones"
             raise RequestError(
-                f"the chat template does not read {name!r}", remedy=f"leave it out (it reads {others})"
+                f"the chat template does not read {name!r}",
+                remedy=f"leave it out (it reads {shown}){did_you_mean(name, others)}",
             )
 
 
