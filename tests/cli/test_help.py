@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli import app, main
+from foredraft.cli.constraint_options import ConstraintOptions
 from foredraft.cli.help import EXAMPLES
 from foredraft.cli.measuring import BenchOptions, TuneOptions, VerifyOptions
 from foredraft.cli.options import (
@@ -26,7 +27,14 @@ from foredraft.cli.options import (
 from foredraft.kinds import DRAFTERS, POLICIES
 
 GROUPS: dict[str, tuple[type[Any], ...]] = {
-    "generate": (ModelOptions, DraftOptions, SamplingOptions, ChatOptions, OutputOptions),
+    "generate": (
+        ModelOptions,
+        DraftOptions,
+        SamplingOptions,
+        ConstraintOptions,
+        ChatOptions,
+        OutputOptions,
+    ),
     "bench": (BenchOptions, ModelOptions, DraftingOptions, DocumentOptions),
     "tune": (TuneOptions, ModelOptions, DocumentOptions),
     "info": (TargetOptions, DraftModelOptions, DocumentOptions),

@@ -33,6 +33,16 @@ WRONG: dict[str, list[Any]] = {
     "prompt_logprobs": [-1, False],
     "acceptance": ["both", 1],
     "rollback": [-0.1, math.nan, "1", True, 3.0],
+    "ban": ["", ["a", ""], ["\ud800"], 3],
+    "ban_mode": ["no", None],
+    "ban_ignore_case": [1],
+    "ban_whole_words": ["yes"],
+    "ban_prompt": [None],
+    "ban_rollbacks": [-1, 1.0, True],
+    "regex": [3, "\ud800"],
+    "json_schema": [3, [1]],
+    "json_object": [1],
+    "grammar": [3],
     "drafter": [True, 3],
 }
 
