@@ -1,9 +1,9 @@
 """Time constraints: JSON under speculation, a long list of banned text, its masks, and a long schema.
 
-    json      a schema, plain decoding and drafters in turns, on the demo pair; plain decoding jumps forward, too
-    ban       10,000 phrases that never come up against no constraint, in turns, by the same drafter: on the demo
-              target, and with layers added that change nothing, so that a step takes 5 ms
-    masks     the mask of a state that was not seen before, at 131,072 words and 10,000 phrases; compiling both
+    json      a schema: plain decoding, which jumps forward, too, and drafters in turns, on the demo pair
+    ban       10,000 phrases that never come up against no constraint, in turns, by the same drafter: on the
+              demo target, and with layers added that change nothing, so that a step takes 5 ms
+    masks     the mask of an unseen state at 131,072 words and 10,000 phrases; compiling both
     schema    the first token of a request with a schema of 200 lines, compiled anew, against one without
 
 Ratios are of the seconds of the same requests, medians and quartiles. Texts of a ratio are compared.
@@ -19,6 +19,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +41,9 @@ RECORD: dict[str, Any] = {
         "identifier": {"type": "string", "pattern": "^[a-z]{4,12}$"},
         "description": {"type": "string", "minLength": 8, "maxLength": 60},
         "priority": {"enum": ["low", "medium", "high"]},
-        "arguments": {"type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 1, "maxItems": 3},
+        "arguments": {
+            "type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 1, "maxItems": 3,
+        },
         "returns": {"type": "string", "maxLength": 10},
     },
     "required": ["identifier", "description", "priority", "arguments", "returns"],
@@ -54,7 +57,7 @@ def words(dice: random.Random, count: int, least: int) -> str:
 
 
 def banned(dice: random.Random) -> list[str]:
-    """Return phrases in letters as frequent as in English; with a rare one each, so that they do not come up."""
+    """Return phrases in letters as frequent as in English, with a rare one each: they do not come up."""
     return [f"{words(dice, dice.choice((1, 1, 2)), 3)}\u00b6" for _ in range(PHRASES)]
 
 
@@ -83,10 +86,7 @@ def compared(
     same: dict[str, bool] = dict.fromkeys(requests, True)
     figures: dict[str, list[float]] = defaultdict(list)
     for prompt in prompts:
-        calls = {
-            name: (lambda params=params: llm.generate([prompt], params)[0])  # type: ignore[misc]
-            for name, params in requests.items()
-        }
+        calls = {name: partial(first_output, llm, prompt, params) for name, params in requests.items()}
         found, outputs = in_turns(calls, repeats, base)
         for name in requests:
             ratios[name] += found[name]
@@ -99,6 +99,10 @@ def compared(
         }
         for name in requests
     ]  # fmt: skip
+
+
+def first_output(llm: LLM, prompt: str, params: SamplingParams) -> Output:
+    return llm.generate([prompt], params)[0]
 
 
 def json_case(repeats: int, new_tokens: int) -> dict[str, Any]:

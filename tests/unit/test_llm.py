@@ -493,3 +493,46 @@ def test_logits_that_are_not_finite_fail_only_that_request(folders: tuple[Path, 
     outputs = llm.generate([[10, 9, 9], [11, 77, 9], [11, 9, 9], [12, 9, 9]], params)
     assert outputs[1].finish_reason == "error" and "not finite" in (outputs[1].error or "")
     assert [o.token_ids for i, o in enumerate(outputs) if i != 1] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kernels", [False, None])
+def test_requests_decode_where_the_model_is_not_finite_on_the_measured_texts(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, dtype: str, kernels: bool | None
+) -> None:
+    """The embeddings of all tokens outside the request's text are NaN, or overflow within the layers."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", "")
+    target, draft = folders
+    llm = foredraft.load(
+        target,
+        draft=draft,
+        drafter="none",
+        dtype=dtype,
+        device="cpu",
+        max_batch=2,
+        max_length=64,
+        kernels=kernels,
+    )
+    prompt = [9, 10, 11]
+    expected = llm.generate(prompt, PLAIN)[0].token_ids
+    embedding = llm._engine.target.decoder.embedding  # type: ignore[attr-defined]
+    others = [id for id in range(len(embedding)) if id not in (*prompt, *expected)]
+    embedding[others] = torch.nan if dtype == "float32" else torch.finfo(torch.float16).max
+    [output] = llm.generate(prompt, PLAIN.replace(drafter="auto"))
+    assert (output.error, output.token_ids) == (None, expected)
+
+
+@pytest.mark.parametrize("kernels", [False, None])
+def test_a_token_that_is_not_finite_harms_only_texts_that_contain_it(
+    folders: tuple[Path, Path], kernels: bool | None
+) -> None:
+    """Passes pad their columns, and never with a token of their own choice."""
+    llm = foredraft.load(
+        folders[0], dtype="float32", device="cpu", max_batch=2, max_length=64, kernels=kernels, drafter="none"
+    )
+    prompt = [9, 10, 11]
+    expected = llm.generate(prompt, PLAIN)[0].token_ids
+    embedding = llm._engine.target.decoder.embedding  # type: ignore[attr-defined]
+    embedding[[id for id in range(len(embedding)) if id not in (*prompt, *expected)]] = torch.nan
+    [output] = llm.generate(prompt, PLAIN)
+    assert (output.error, output.token_ids) == (None, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -20,13 +20,13 @@ from foredraft.decode import engine as engine_module
 from foredraft.decode.drafter import Drafter, DraftPass, Guesser, Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
-from foredraft.decode.policy import Fixed, Policy
+from foredraft.decode.policy import Auto, Fixed, Policy
 from foredraft.decode.sequence import Sequence
 from foredraft.model.runner import Forward
 from foredraft.profiling import host, phases, profile, timing
 from foredraft.profiling.phases import DecodingClock, RoundClock, observed
 from foredraft.profiling.profile import load_profile, measure_profile, steady_seconds
-from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.planting import Spoiler, assert_caught, defect, replaced
 from tests.support.spoilers import during
 
 Function = Callable[..., Any]
@@ -65,6 +65,9 @@ class FakeCache:
 
     def zero_row(self, row: int) -> None:
         self.lengths[row] = 0
+
+    def wipe(self, row: int, length: int) -> None:
+        """Forget what lies past the length."""
 
 
 class FakeRunner:
@@ -252,6 +255,103 @@ def test_the_first_draft_step_is_never_cheaper_than_the_next(machine: Machine) -
     machine.disturbed = lambda work, count: 0.1 if work == ("small", "draft", 1) else 1.0
     found = measure_profile(engine_of(machine), LONGEST)
     assert found.greedy.drafts["small"][1] == pytest.approx((1.6 / 5, 1.6 / 5))
+
+
+# --- models whose logits are not finite on the texts that are timed -------------------------------------
+
+
+class Unsound(FakeRunner):
+    """Gives NaN to every row that reads one of `bad`; the FakeRunner's logits make every row repeat token 0."""
+
+    bad: frozenset[int] = frozenset()
+
+    def forward(self, cache: Any, tokens: Tensor, starts: list[int], **more: Any) -> Forward:
+        made = super().forward(cache, tokens, starts, **more)
+        assert made.logits is not None
+        for row in range(len(tokens)):
+            if self.bad & set(tokens[row].tolist()):
+                made.logits[row] = torch.nan
+        return made
+
+
+def unsound(machine: Machine, bad: Iterable[int], policy: Policy | None = None) -> Engine:
+    runner: Any = Unsound(machine, "target", 2.0, 0.1)
+    engine = engine_of(machine, policy)
+    engine.target, runner.bad = runner, frozenset(bad)
+    return engine
+
+
+@pytest.mark.parametrize("length", [0, LONGEST])
+@pytest.mark.parametrize("bad", [{1}, {3}, {1, 2}])
+def test_host_work_is_measured_on_another_text_where_a_row_is_not_finite(
+    machine: Machine, bad: set[int], length: int
+) -> None:
+    """Four rows read the tokens 0 to 3, else 2 to 5, 4 to 7 or 6 to 1. The work of fewer rows counts as less."""
+    accept = engine_module.accept
+
+    def by_rows(draft: Any, p: Any, *given: Any) -> Any:
+        machine.spend(1.0 * len(draft.tokens), "row")
+        return accept(draft, p, *given)
+
+    engine = unsound(machine, bad)
+    with replaced(engine_module, "accept", by_rows):
+        assert host.host_ms(engine, 4, length, draws=False) == pytest.approx(4.0 + 0.5 + 0.1 * length)
+    assert not engine.rows.sequences and engine.cache.lengths == [0] * 4
+
+
+def test_host_work_is_measured_on_another_text_where_only_drafts_are_not_finite(machine: Machine) -> None:
+    """Rounds that discard their draft are no rounds to time."""
+    engine = unsound(machine, ())
+    sound = engine.target.forward
+    discarded = Counter[int]()
+
+    def forward(cache: Any, tokens: Tensor, *more: Any, **named: Any) -> Forward:
+        made = sound(cache, tokens, *more, **named)
+        if tokens.shape[1] > 1 and (tokens[:, 1] == 0).any() and made.logits is not None:
+            discarded[len(tokens)] += 1
+            made.logits[tokens[:, 1] == 0] = torch.nan
+        return made
+
+    engine.target.forward = forward  # type: ignore[method-assign]
+    assert host.host_ms(engine, 1, LONGEST, draws=False) == pytest.approx(0.5 + 0.1 * LONGEST)
+    assert discarded[1]
+
+
+def test_a_profile_without_host_work_is_not_kept(machine: Machine) -> None:
+    engine = unsound(machine, range(VOCABULARY))
+    found = kept(engine)
+    assert not found.believed
+    assert found.greedy.plain(1) == pytest.approx(2.0), "host work counts as free"
+    assert user_cache.read("profiles", profile._key(engine, LONGEST)) is None
+    assert not engine.rows.sequences and engine.scheduler.idle
+
+
+def test_a_request_decodes_where_measuring_fails(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails once, and not again with every call."""
+    engine, tried = engine_of(machine, Auto(LONGEST)), list[Engine]()
+
+    def broken(engine: Engine, *rest: Any, **more: Any) -> Any:
+        tried.append(engine)
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(profile, "host_ms", broken)
+    assert profile.use_profile(engine) == profile.use_profile(engine) == 0.0
+    assert len(tried) == 1 and "could not be measured" in caplog.text
+    submit(engine, 0, 3, 4, "free")
+    while not engine.scheduler.idle:
+        engine.step()
+    assert user_cache.read("profiles", profile._key(engine, LONGEST)) is None
+
+
+def test_rows_that_measuring_left_in_the_midst_are_emptied(machine: Machine) -> None:
+    engine, wiped = engine_of(machine), list[int]()
+    engine.cache.zero_row = wiped.append  # type: ignore[method-assign]
+    machine.disturbed = lambda work, count: 1 / 0 if work == "accept" and count == 3 else 1.0
+    with pytest.raises(ZeroDivisionError):
+        host.host_ms(engine, 4, 0, draws=False)
+    assert {*wiped} == {0, 1, 2, 3} and engine.cache.lengths == [0] * 4
 
 
 # --- profiles that are kept -----------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 They are made on the device beside the round's other results and travel with them, as the bits of float32
 in int64, so that asking for them costs no further synchronisation.
+
+The n likeliest tokens are a function of the row alone: ties go to the smallest id, and the n likeliest are
+the first n of any larger number. So a request's alternatives do not depend on the others in its batch.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from torch import Tensor
 from foredraft.decode.distribution import Distribution
 from foredraft.model.device import bits
 
-__all__ = ["Score", "score", "scores_in"]
+__all__ = ["Integers", "Score", "likeliest", "score", "scores_in"]
 
 Integers = NDArray[np.int64]
+
+PIECE = 32  # rows that are ranked at a time: over a vocabulary of 128k their sort keys take 33 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class Score:
         processed: By the distribution that it was drawn from, after bias, masks, penalties, temperature and
             truncation; -inf where a prompt's token, or one that the lossy rule kept, could not have been
             drawn.
-        top: The likeliest tokens by the model's own logits, best first, and their log-probabilities.
+        top: The likeliest tokens by the model's own logits, best first, and their log-probabilities. Of equal
+            logits the smallest id comes first.
         processed_top: The likeliest tokens by that distribution; tokens that cannot be drawn are left out.
 
     Examples:
@@ -59,13 +65,39 @@ def score(logits: Tensor, p: Distribution, tokens: Tensor, top: int) -> Tensor:
         tokens: [B, T].
         top: Likeliest tokens to score, at most V.
     """
-    own = logits.log_softmax(-1)
-    processed = p.dense(logits.shape[-1]).log()
+    own, probs = logits.log_softmax(-1), p.dense(logits.shape[-1])
+    processed = probs.log()
     figures = [bits(x.gather(-1, tokens[..., None])).long() for x in (own, processed)]
-    for x in (own, processed):
-        best = x.topk(top, dim=-1)
-        figures += [best.indices, bits(best.values).long()]
+    # Ranked before the logarithm, which may round different numbers to equal ones.
+    for ranked, logprobs in ((logits, own), (probs, processed)):
+        ids = likeliest(ranked, top)
+        figures += [ids, bits(logprobs.gather(-1, ids)).long()]
     return torch.cat(figures, -1)
+
+
+def likeliest(x: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` largest numbers in rows [B, T, V] float32, best first -> [B, T, count].
+
+    Of equal numbers the smallest id comes first, whatever the count and the batch.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    found = [_likeliest(piece, count) for piece in rows.split(PIECE)]
+    return torch.cat(found).view(*x.shape[:-1], count)
+
+
+def _likeliest(x: Tensor, count: int) -> Tensor:
+    """Return the ids for rows [N, V].
+
+    `topk` leaves the order of equal keys open, so every key is made different: above the order of the number,
+    below the descending id.
+    """
+    order = (x + 0.0).view(torch.int32)  # adding turns -0.0 into 0.0, which it equals
+    order ^= (order >> 31) & 0x7FFFFFFF  # the bits of negative numbers, read as integers, descend
+    keys = order.long()
+    keys <<= 32
+    keys += torch.arange(x.shape[-1] - 1, -1, -1, device=x.device)
+    best = keys.topk(count, dim=-1).values
+    return x.shape[-1] - 1 - (best & 0xFFFFFFFF)
 
 
 def scores_in(figures: Integers, tokens: list[int], top: int, shown: int) -> list[Score]:

@@ -9,23 +9,38 @@ from foredraft.decode.drafter import Guesser
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
-from foredraft.decode.sequence import Sequence
+from foredraft.decode.sequence import Finish, Sequence
 from foredraft.profiling.phases import RoundClock, observed
 
 __all__ = ["host_ms"]
 
 ROUNDS = 7  # timed rounds, of which the least half counts; two more come before them
 SECONDS = 0.2  # after which no further round begins
-PROMPT = 2  # tokens of the sequences: host work does not depend on them
+PROMPT = 1  # tokens of the sequences: nothing to read first, so that all rows begin and end in one round
+TEXTS = 4  # choices of the sequences' tokens that are tried: a model may be finite on most of its ids only
 
 
-def host_ms(engine: Engine, batch: int, length: int, *, draws: bool) -> float:
+def host_ms(engine: Engine, batch: int, length: int, *, draws: bool) -> float | None:
     """Return the ms of a round outside of drafts and forwards; each of `batch` rows drafts `length` tokens.
 
-    The rounds run over the engine's target and cache, which must hold no sequence and are left empty.
+    The rounds run over the engine's target and cache, which must hold no sequence and are left empty. Where
+    the model's logits are not finite on a text, a round leaves rows out, so another text is tried.
+
+    Returns:
+        The ms; None where no round could be timed: the logits are not finite on any of TEXTS texts.
     """
     assert not engine.rows.sequences
-    tokens = (ROUNDS + 2) * (length + 1) + 1
+    for text in range(TEXTS):
+        first = text * engine.vocabulary // TEXTS
+        ids = [(first + row) % engine.vocabulary for row in range(batch)]
+        if (ms := _host_ms_of(engine, ids, length, draws)) is not None:
+            return ms
+    return None
+
+
+def _host_ms_of(engine: Engine, ids: list[int], length: int, draws: bool) -> float | None:
+    """Return the ms with a row for each id, which is its text; None where no round counts."""
+    tokens = (ROUNDS + 3) * (length + 1) + 1  # a first round makes the engine steady
     if PROMPT + tokens > engine.cache.positions:
         tokens = engine.cache.positions - PROMPT
     own = Engine(
@@ -34,30 +49,41 @@ def host_ms(engine: Engine, batch: int, length: int, *, draws: bool) -> float:
     )  # fmt: skip
     params = SamplingParams(temperature=float(draws), max_new_tokens=tokens, ignore_eos=True)
     drafters = ("filler",) if length else ()
-    for row in range(batch):
-        own.submit(Sequence(row, [row % engine.vocabulary] * PROMPT, params, 0, drafters=drafters))
+    sequences = [Sequence(row, [id] * PROMPT, params, 0, drafters=drafters) for row, id in enumerate(ids)]
+    for sequence in sequences:
+        own.submit(sequence)
     clock, host = RoundClock(own), list[float]()
     try:
         with observed(own, clock):
             while not own.scheduler.steady and not own.scheduler.idle:
                 own.step()
             started = time.perf_counter()
-            while own.scheduler.steady and len(host) < ROUNDS + 2:
+            while own.scheduler.steady and len(own.rows.sequences) == len(ids) and len(host) < ROUNDS + 2:
                 if len(host) > 2 and time.perf_counter() - started > SECONDS:
                     break
                 before = clock.host
                 own.round()
                 host.append(1e3 * (clock.host - before))
+    except BaseException:
+        own.fail_batch("measuring broke off")  # the rows may hold anything
+        raise
     finally:
         for sequence in list(own.rows.sequences):
             own.cancel(sequence)
-    return median_low(sorted(host[2:] or host or [0.0])[: ROUNDS // 2 + 1])
+    if not host or not all(map(_stayed_finite, sequences)):
+        return None
+    return median_low(sorted(host[2:] or host)[: ROUNDS // 2 + 1])
+
+
+def _stayed_finite(sequence: Sequence) -> bool:
+    """Return whether no round of the sequence met logits that are not finite; such a round emits nothing."""
+    return sequence.finish is not Finish.ERROR and all(outcome.emitted for outcome in sequence.rounds)
 
 
 class _Filler(Guesser):
-    """Proposes tokens at no cost."""
+    """Proposes the first token of the text again and again, at no cost."""
 
     name = "filler"
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-        return [[0] * budget for _, budget in requests]
+        return [sequence.prompt[:1] * budget for sequence, budget in requests]

@@ -4,10 +4,12 @@ Contract: measured while no sequence has a row, and kept on disk under a key tha
 model, the dtype and the threads, so that a second process starts without measuring. Every cost is the least
 of its samples: on a shared machine samples are too long, never too short. A cost whose two least samples
 disagree is taken again, and not believed if they never agree; a profile with such a cost is not kept.
+Measuring only saves time: where it fails, policy `auto` decides by assumed costs and every request decodes.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +29,9 @@ from foredraft.profiling.timing import Turns, timed
 
 __all__ = ["Profile", "load_profile", "measure_profile", "steady_seconds", "use_profile"]
 
-FORMAT = 3  # of kept profiles; raised when what is measured changes, or the speed of the kernels
+logger = logging.getLogger(__name__)
+
+FORMAT = 4  # of kept profiles; raised when what is measured changes, or the speed of the kernels
 WIDTHS = (1, 2, 3, 5, 9)  # columns of a row whose passes are timed, besides the longest draft's
 CONTEXT = 256  # tokens of each timed sequence
 ASSUMED_PASS = 2.0  # plain steps: most that the pass over the longest draft costs where samples scatter
@@ -46,7 +50,7 @@ class Profile:
     Attributes:
         greedy: Of rounds at temperature 0.
         sampled: Of rounds that draw tokens.
-        believed: Whether all costs were steady.
+        believed: Whether all costs were measured and steady.
         seconds: Time that measuring took; 0 where the profile was kept.
     """
 
@@ -69,7 +73,14 @@ def use_profile(engine: Engine, progress: Callable[[int, int], None] = lambda do
     policy = engine.policy
     if not isinstance(policy, Auto) or policy.measured:
         return 0.0
-    profile = load_profile(engine, policy.max_draft, progress)
+    try:
+        profile = load_profile(engine, policy.max_draft, progress)
+    except Exception:  # whatever a forward raises: the request that follows may well decode
+        logger.warning(
+            "the costs of this machine could not be measured, so policy auto assumes them", exc_info=True
+        )
+        policy.use(CostTable.unmeasured())
+        return 0.0
     policy.use(profile.greedy, profile.sampled)
     return profile.seconds
 
@@ -150,7 +161,11 @@ def measure_profile(
             if cost is not None:
                 drafts.setdefault(name, {})[batch] = cost
         for draws in (False, True):
-            host[draws][batch] = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
+            host_work = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
+            believed &= None not in host_work
+            host[draws][batch] = [
+                took or 0.0 for took in host_work
+            ]  # as if it were free, where it is not known
     if not believed:
         passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     progress(len(batches), len(batches))

@@ -152,7 +152,9 @@ class Body:
             hidden = F.pad(inputs.hidden, (0, 0, 0, padding))
             return hidden if real is None else hidden.flatten(0, 1)[real]
         assert inputs.tokens is not None
-        tokens = F.pad(inputs.tokens, (0, padding)) if padding else inputs.tokens
+        tokens = inputs.tokens
+        if padding:  # by the row's own last token: another one's embedding may not be finite
+            tokens = torch.cat([tokens, tokens[:, -1:].expand(-1, padding)], 1)
         return self.decoder.embed(tokens if real is None else tokens.flatten()[real])
 
 
