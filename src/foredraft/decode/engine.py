@@ -43,6 +43,8 @@ from foredraft.model.runner import Forward
 
 __all__ = ["Engine"]
 
+FREE_DRAFTERS = {JUMP_FORWARD: JumpForward()}  # that no request names, and no policy decides about
+
 Rule: TypeAlias = Callable[
     [Draft, Distribution, Keys | None, Noise, list[bool], SurpriseLimit | None], Verdict
 ]
@@ -82,7 +84,6 @@ class Engine:
     ) -> None:
         self.target, self.cache, self.policy = target, cache, policy
         self.drafters = dict(drafters)
-        self._proposing = {**self.drafters, JUMP_FORWARD: JumpForward()}
         self.vocabulary, self.device = vocabulary, device
         self.vocab_ops, self.noise = vocab_ops, noise or Noise()
         self.greedy_drafts = greedy_drafts
@@ -139,7 +140,7 @@ class Engine:
             inputs = self._inputs()
             with self.observer.phase("draft"):
                 tools = DraftTools(self.policy, self.noise, self.greedy_drafts, self.observer)
-                draft = propose(self._proposing, inputs, tools)
+                draft = propose({**self.drafters, **FREE_DRAFTERS}, inputs, tools)
             with self.observer.phase("verify"):
                 forward = self._verify(inputs, draft)
             assert forward.logits is not None
