@@ -12,6 +12,7 @@ import torch
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
+from foredraft.forks import Loads
 from foredraft.kinds.tables import Parts
 from foredraft.llm import LLM
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
@@ -24,6 +25,8 @@ from foredraft.loading.runners import Runners, check_compile, make_runners
 from foredraft.profiling.profile import use_profile
 
 __all__ = ["load", "load_for"]
+
+_loads = Loads()
 
 
 def load(
@@ -86,7 +89,8 @@ def load(
         The loaded model.
 
     Raises:
-        ConfigError: An option has a value that cannot be honoured.
+        ConfigError: An option has a value that cannot be honoured, or this process was forked after another
+            model was loaded.
         CheckpointError: A folder or a hub repository cannot be loaded or run exactly.
 
     Examples:
@@ -127,6 +131,7 @@ def _assemble(options: LoadOptions) -> LLM:
     drafting = choose_drafting(options, checkpoints, device)
     params = default_params(checkpoints.target)
     size = _cache_size(options, checkpoints, drafting, params, device)
+    _loads.note(torch.get_num_threads())
     runners = make_runners(options, checkpoints, device)
     engine = _engine(options, checkpoints, drafting, runners, size)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
