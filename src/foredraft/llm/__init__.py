@@ -1,13 +1,14 @@
 """LLM: prompts in, outputs or a stream of pieces out; safe to use from several threads.
 
 Requests of all threads share one engine and one running batch (`driver`). An interrupt (Ctrl-C) is deferred
-to the end of the round, so that no state is left half-written (`interrupts`).
+to the end of the round, so that no state is left half-written (`interrupts`). A process that was forked from
+the one that loaded the model cannot use it (`foredraft.forks`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
@@ -17,14 +18,15 @@ from foredraft.decode.sequence import Sequence, State
 from foredraft.decode.stats import Stats
 from foredraft.errors import RequestError
 from foredraft.kinds.compatibility import is_lossless
-from foredraft.llm.driver import Driver
+from foredraft.llm.driver import Driver, Request
 from foredraft.llm.output import Output, Piece
 from foredraft.llm.requests import Prompts, Requests
+from foredraft.llm.stream import Stream
 from foredraft.model.chat import Message
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Output", "Piece", "Prompts"]
+__all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
 
 class LLM:
@@ -143,7 +145,8 @@ class LLM:
             All samples of the first prompt, then all of the second, and so on.
 
         Raises:
-            RequestError: A prompt or an option cannot be served; nothing has run then.
+            RequestError: A prompt or an option cannot be served, or the process was forked from the one that
+                loaded the model; nothing has run then.
 
         Examples:
             >>> outputs = llm.generate(["def add(a, b):", "import"], SamplingParams(max_new_tokens=4), n=2)
@@ -155,6 +158,7 @@ class LLM:
             >>> drafted.text == plain.text
             True
         """
+        self._driver.check_process()
         encoded = self.encode(prompts)
         if not is_whole(n, 1):
             raise RequestError(option="n", value=n, remedy="give a whole number, 1 or more")
@@ -172,13 +176,7 @@ class LLM:
                 return None
             return [self._output(s) for s in sequences]
 
-        try:
-            self._driver.submit(sequences)
-            return self._driver.drive(outputs)
-        except BaseException:
-            # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
-            self._driver.post(self._engine.cancel, sequences[::-1])
-            raise
+        return self._driver.run(Request(sequences), outputs)
 
     def stream(
         self,
@@ -188,8 +186,8 @@ class LLM:
         truncate: Literal["left"] | None = None,
         show_special: bool = False,
         trace: bool = False,
-    ) -> Iterator[Piece]:
-        """Stream one sample, one piece after every round; closing the iterator cancels the request.
+    ) -> Stream:
+        """Stream one sample, one piece after every round; closing or dropping the stream cancels the request.
 
         The request starts with the first `next`. The last piece carries the Output.
 
@@ -201,7 +199,7 @@ class LLM:
             trace: As in `generate`.
 
         Returns:
-            An iterator of pieces.
+            An iterator of pieces, with `close`.
 
         Raises:
             RequestError: As in `generate`, at the call.
@@ -211,6 +209,7 @@ class LLM:
             >>> "".join(piece.text for piece in pieces) == pieces[-1].output.text
             True
         """
+        self._driver.check_process()
         encoded = self.encode(prompt)
         if len(encoded) != 1:
             raise RequestError(
@@ -218,10 +217,15 @@ class LLM:
             )
         own = params or self.default_params
         (sequence,) = self._requests.sequences(encoded[0], own, 1, truncate, show_special, trace)
-        return self._pieces(sequence)
+        return Stream(self._driver, sequence, self._output)
 
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.
+
+        A signal handler may call this.
+
+        Raises:
+            RequestError: The process was forked from the one that loaded the model.
 
         Examples:
             >>> stream = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=64, ignore_eos=True))
@@ -231,40 +235,6 @@ class LLM:
             'cancelled'
         """
         self._driver.cancel_all()
-
-    def _pieces(self, sequence: Sequence) -> Iterator[Piece]:
-        shown = 0  # new tokens that earlier pieces carried
-
-        def next_piece() -> Piece | None:
-            nonlocal shown
-            settled = sequence.settled
-            output = self._output(sequence) if sequence.state is State.FINISHED else None
-            if output is None and settled <= shown:
-                return None
-            new, shown = slice(shown, settled), settled
-            parts = None
-            if sequence.text_buffer is not None:
-                sequence.update_text()
-                parts = sequence.text_buffer.release(settled)
-            return Piece(
-                text=None if parts is None else "".join(text for _, text in parts),
-                token_ids=sequence.new_ids[new],
-                origins=[str(origin) for origin in sequence.origins[new]],
-                parts=parts,
-                logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
-                output=output,
-            )
-
-        try:
-            self._driver.submit([sequence])
-            while True:
-                piece = self._driver.drive(next_piece)
-                yield piece
-                if piece.output is not None:
-                    return
-        finally:
-            # does not wait, because a dropped iterator may be closed in the middle of a step
-            self._driver.post(self._engine.cancel, [sequence])
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt, in any form that `generate` takes.
