@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foredraft.decode.scores import Score
     from foredraft.decode.stats import Stats
     from foredraft.decode.trace import RoundTrace
-    from foredraft.llm import LLM, Output, Piece
+    from foredraft.llm import LLM, Output, Piece, Stream
     from foredraft.loading import load
     from foredraft.pages.trace import write_trace
 
@@ -36,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Stats",
+    "Stream",
     "__version__",
     "load",
     "write_trace",
@@ -45,6 +46,7 @@ _HOME = {
     "LLM": "foredraft.llm",
     "Output": "foredraft.llm",
     "Piece": "foredraft.llm",
+    "Stream": "foredraft.llm",
     "SamplingParams": "foredraft.decode.params",
     "RoundTrace": "foredraft.decode.trace",
     "Score": "foredraft.decode.scores",

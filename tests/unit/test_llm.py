@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,10 @@ import foredraft
 from foredraft import ConfigError, RequestError, SamplingParams
 from foredraft.decode import round_results
 from foredraft.decode.policy import TargetConfidence
+from foredraft.llm.driver import _Waiter
 from foredraft.llm.interrupts import Interrupts
 from tests.support import checkpoints
+from tests.support.interrupting import handler_of_sigint
 
 PLAIN = SamplingParams(temperature=0, max_new_tokens=24, drafter="none")
 
@@ -123,7 +124,7 @@ def test_a_closed_stream_is_cancelled_and_others_go_on(llm: foredraft.LLM) -> No
     next(stream)
     assert llm._engine.rows.sequences
     other = llm.generate("voix", PLAIN)[0]
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert llm._engine.scheduler.idle
     assert llm.generate("voix", PLAIN)[0].token_ids == other.token_ids
 
@@ -185,7 +186,7 @@ def test_a_stream_dropped_during_a_step_does_not_block(
 
     def drop() -> Any:
         if open_:
-            open_.pop().close()  # type: ignore[attr-defined]
+            open_.pop().close()
         return step()
 
     monkeypatch.setattr(llm._engine, "step", drop)
@@ -287,12 +288,8 @@ def test_an_interrupted_call_leaves_nothing_running(
         return step()
 
     monkeypatch.setattr(llm._engine, "step", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in background processes
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handler_of_sigint(), pytest.raises(KeyboardInterrupt):
+        llm.generate([5, 6], SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True), n=20)
     assert llm._engine.scheduler.idle
     assert llm.generate([5, 6], PLAIN)[0].finish_reason == "length"
 
@@ -302,8 +299,7 @@ class Pressed:
 
     def __init__(self, at: set[int], raises: bool) -> None:
         self.at, self.raises = at, raises
-        self.instructions = self.handled = 0
-        self.overdue: list[Any] = []  # signals that are still deferred during the wait
+        self.instructions = self.handled = self.woken = 0
 
     def __call__(self, number: int, frame: Any) -> None:
         self.handled += 1
@@ -321,21 +317,21 @@ class Pressed:
         return self.trace
 
     def run(self) -> None:
-        """Do what a call of `generate` does that waits once for another thread."""
+        """Do what a call of `generate` does that takes no step."""
         before, tracing = signal.signal(signal.SIGINT, self), sys.gettrace()
         try:
             sys.settrace(self.trace)
-            with Interrupts() as interrupts:
+            with Interrupts(self.wake) as interrupts:
                 interrupts.deliver()
-                waiting = SimpleNamespace(wait=lambda: self.overdue.append(interrupts.deferred))
-                interrupts.wait(waiting)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             assert self.raises
         finally:
             sys.settrace(tracing)
             restored = signal.signal(signal.SIGINT, before)
         assert restored is self, "the previous handler must be restored"
-        assert not any(self.overdue)
+
+    def wake(self) -> None:
+        self.woken += 1
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -347,6 +343,15 @@ def test_an_interrupt_is_handled_once_wherever_it_comes(raises: bool) -> None:
         pressed = Pressed({instruction}, raises)
         pressed.run()
         assert pressed.handled == 1, instruction
+
+
+def test_a_deferred_interrupt_ends_a_wait() -> None:
+    pressed = Pressed(set(), raises=False)
+    with handler_of_sigint(pressed):
+        with Interrupts(pressed.wake):
+            signal.raise_signal(signal.SIGINT)
+            assert (pressed.woken, pressed.handled) == (1, 0)
+        assert (pressed.woken, pressed.handled) == (1, 1)
 
 
 def test_two_interrupts_are_handled_once_or_twice() -> None:
@@ -375,21 +380,18 @@ def test_an_interrupt_does_not_wait_for_another_threads_step(
     worker = threading.Thread(target=llm.generate, args=([5, 6], PLAIN), daemon=True)
     worker.start()
     assert begun.wait(60)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    wait = llm._driver.between_steps.wait
+    wait = _Waiter.wait
 
-    def interrupted() -> Any:
+    def interrupted(waiter: Any) -> None:
         threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-        return wait()
+        wait(waiter)
 
-    monkeypatch.setattr(llm._driver.between_steps, "wait", interrupted)
+    monkeypatch.setattr(_Waiter, "wait", interrupted)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with handler_of_sigint(), pytest.raises(KeyboardInterrupt):
             llm.generate([7, 8], PLAIN)
         assert not waited, "the interrupted thread takes no step"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        signal.signal(signal.SIGINT, before)
         go_on.set()
         worker.join(timeout=60)
     assert llm._engine.scheduler.idle

@@ -19,6 +19,7 @@ PUBLIC: dict[str, Any] = {
     "SamplingParams": SamplingParams,
     "Score": foredraft.Score,
     "Stats": foredraft.Stats,
+    "Stream": foredraft.Stream,
     "RoundTrace": foredraft.RoundTrace,
     "write_trace": foredraft.write_trace,
     "ForedraftError": foredraft.ForedraftError,

@@ -11,6 +11,7 @@ A non-finite value harms its own request alone, and only if plain decoding meets
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -94,13 +95,23 @@ class Engine:
         self._table: tuple[list[int], SamplingTable] | None = None
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; it gets a row as soon as one is free."""
+        """Queue a sequence; it gets a row as soon as one is free. A cancelled sequence is not queued."""
+        if sequence.state is State.FINISHED:
+            return
         sequence.policy_state = self.policy.start()
         self.scheduler.submit(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence between two steps; its tokens are kept."""
+        """End a sequence between two steps; its tokens are kept. It may have ended, or not be submitted."""
         self._leave(sequence, Finish.CANCELLED)
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End one sequence between two steps, after a call for it broke off. Its row may hold anything."""
+        for name in sequence.drafters:
+            with contextlib.suppress(Exception):  # perhaps the drafter is what broke
+                self.drafters[name].leave(sequence)
+        sequence.drafters = ()
+        self._leave(sequence, Finish.ERROR, error)
 
     def fail_batch(self, error: str) -> None:
         """End every sequence that has a row, after a pass over them broke off.

@@ -7,6 +7,7 @@ one prompt) come in waves: the first is prefilled, the others copy its rows or t
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 from foredraft.decode.rows import Rows
@@ -68,7 +69,8 @@ class Scheduler:
         sequence.finish, sequence.error = finish, error
         state, sequence.state = sequence.state, State.FINISHED
         if state is State.WAITING:
-            self.waiting.remove(sequence)
+            with contextlib.suppress(ValueError):  # it was never submitted
+                self.waiting.remove(sequence)
             return None
         if state is State.RUNNING and sequence.cache_finite and self.waiting:
             sibling = self.waiting[0]

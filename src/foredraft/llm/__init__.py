@@ -1,14 +1,15 @@
 """LLM: prompts in, outputs or a stream of pieces out; safe to use from several threads.
 
 Requests of all threads share one engine and one running batch (`driver`). An interrupt (Ctrl-C) is deferred
-to the end of the round, so that no state is left half-written (`interrupts`).
+to the end of the round, so that no state is left half-written (`interrupts`). A process that was forked from
+the one that loaded the model cannot use it (`foredraft.forks`).
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any, Literal, Unpack, cast
@@ -23,16 +24,17 @@ from foredraft.decode.sequence import Finish, Sequence, State
 from foredraft.decode.stats import Stats
 from foredraft.errors import ConfigError, RequestError
 from foredraft.kinds.compatibility import is_lossless
-from foredraft.llm.driver import Driver, closed
+from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
 from foredraft.llm.output import Output, Piece
 from foredraft.llm.requests import Prompts, Requests
+from foredraft.llm.stream import Stream
 from foredraft.model.chat import Message
 from foredraft.model.device import dtype_name
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Output", "Piece", "Prompts"]
+__all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
 
 class LLM:
@@ -85,7 +87,7 @@ class LLM:
     def __repr__(self) -> str:
         if self._driver is None:
             return f"<LLM {self.model!r}: closed>"
-        engine = self._engine
+        engine = self._driver.engine
         return (
             f"<LLM {self.model!r}: drafters {', '.join(engine.drafters) or 'none'}; policy"
             f" {engine.policy.name}; {dtype_name(engine.cache.dtype)} on {engine.device}>"
@@ -194,7 +196,8 @@ class LLM:
             All samples of the first prompt, then all of the second, and so on.
 
         Raises:
-            RequestError: A prompt or an option cannot be served; nothing has run then.
+            RequestError: A prompt or an option cannot be served, or the process was forked from the one that
+                loaded the model; nothing has run then.
 
         Examples:
             >>> outputs = llm.generate(["def add(a, b):", "import"], SamplingParams(max_new_tokens=4), n=2)
@@ -227,13 +230,7 @@ class LLM:
                 return None
             return [self._output(s, requests) for s in sequences]
 
-        try:
-            driver.submit(sequences)
-            return driver.drive(outputs)
-        except BaseException:
-            # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
-            driver.post(driver.engine.cancel, sequences[::-1])
-            raise
+        return driver.run(Request(sequences), outputs)
 
     @clear_calls(RequestError, ELSEWHERE, SAMPLING_OPTIONS)
     def stream(
@@ -245,8 +242,8 @@ class LLM:
         show_special: bool = False,
         trace: bool = False,
         **options: Unpack[SamplingKeywords],
-    ) -> Iterator[Piece]:
-        """Stream one sample, one piece after every round; closing the iterator cancels the request.
+    ) -> Stream:
+        """Stream one sample, one piece after every round; closing or dropping it cancels the request.
 
         The request starts with the first `next`. The last piece carries the Output.
 
@@ -259,7 +256,7 @@ class LLM:
             **options: As in `generate`.
 
         Returns:
-            An iterator of pieces.
+            An iterator of pieces, with `close`.
 
         Raises:
             RequestError: As in `generate`, at the call.
@@ -280,10 +277,15 @@ class LLM:
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
         (sequence,) = requests.sequences(encoded[0], own, 1, truncate, show_special, trace)
-        return self._pieces(sequence, driver, requests)
+        return Stream(driver, sequence, lambda ended: self._output(ended, requests))
 
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.
+
+        A signal handler may call this.
+
+        Raises:
+            RequestError: The process was forked from the one that loaded the model.
 
         Examples:
             >>> stream = llm.stream("def add(a, b):", SamplingParams(max_new_tokens=64, ignore_eos=True))
@@ -321,50 +323,17 @@ class LLM:
         """Return the driver.
 
         Raises:
-            RequestError: The model is closed.
+            RequestError: The model is closed, or was loaded by another process.
         """
         driver = self._driver
         if driver is None:
             raise closed()
+        driver.check_process()
         return driver
 
     @property
     def _engine(self) -> Engine:
         return self._open_driver().engine
-
-    def _pieces(self, sequence: Sequence, driver: Driver, requests: Requests) -> Iterator[Piece]:
-        shown = 0  # new tokens that earlier pieces carried
-
-        def next_piece() -> Piece | None:
-            nonlocal shown
-            settled = sequence.settled
-            output = self._output(sequence, requests) if sequence.state is State.FINISHED else None
-            if output is None and settled <= shown:
-                return None
-            new, shown = slice(shown, settled), settled
-            parts = None
-            if sequence.text_buffer is not None:
-                sequence.update_text()
-                parts = sequence.text_buffer.release(settled)
-            return Piece(
-                text=None if parts is None else "".join(text for _, text in parts),
-                token_ids=sequence.new_ids[new],
-                origins=[str(origin) for origin in sequence.origins[new]],
-                parts=parts,
-                logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
-                output=output,
-            )
-
-        try:
-            driver.submit([sequence])
-            while True:
-                piece = driver.drive(next_piece)
-                yield piece
-                if piece.output is not None:
-                    return
-        finally:
-            # does not wait, because a dropped iterator may be closed in the middle of a step
-            driver.post(driver.engine.cancel, [sequence])
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt, in any form that `generate` takes.

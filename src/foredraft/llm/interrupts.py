@@ -1,7 +1,8 @@
-"""Interrupts (Ctrl-C) that are deferred to the end of a round, so that no state is left half-written."""
+"""Interrupts (Ctrl-C) that are deferred while state changes, so that no change is left half-made."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -12,14 +13,18 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Context in which SIGINT is deferred, except in `deliver` and `wait`. Only the main thread receives it.
+    """Context in which SIGINT is deferred, except in `deliver`. Only the main thread receives it.
 
     Each signal is passed on once to the previous handler, which is restored at the end, whatever it raises. A
     signal that comes while the handlers are exchanged is passed on afterwards.
+
+    Args:
+        wake: Called when a signal was deferred, at any instruction: ends a wait, so that the signal can be
+            delivered.
     """
 
-    def __init__(self) -> None:
-        self.deferring = True
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        self.wake, self.process = wake, os.getpid()
         self.deferred: tuple[int, FrameType | None] | None = None
         self.previous: Callable[[int, FrameType | None], Any] | None = None
 
@@ -41,24 +46,10 @@ class Interrupts:
             deferred, self.deferred = self.deferred, None
             self.previous(*deferred)
 
-    def wait(self, condition: threading.Condition) -> None:
-        """Wait until the condition is notified; signals are passed on as they come."""
-        try:
-            self._stop_deferring()
-            condition.wait()
-        finally:
-            self.deferring = True
-
-    def _stop_deferring(self) -> None:
-        while True:
-            self.deliver()
-            self.deferring = False
-            if self.deferred is None:
-                return
-            self.deferring = True  # a signal came between the two statements
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.process != os.getpid() and self.previous is not None:
+            self.previous(number, frame)  # another thread forked this process; the call goes on in its parent
+            return
         self.deferred = number, frame
-        if not self.deferring:
-            self.deferring = True  # until the previous handler returns; where it raises, to the end
-            self._stop_deferring()
+        if self.wake is not None:
+            self.wake()

@@ -15,6 +15,7 @@ from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.vocab_ops import vocab_ops_of
 from foredraft.errors import ConfigError
+from foredraft.forks import Loads
 from foredraft.kinds.tables import Parts
 from foredraft.llm import LLM
 from foredraft.loading.capacity import CacheLimits, CacheSize, cache_size
@@ -27,6 +28,8 @@ from foredraft.loading.runners import Runners, check_compile, make_runners
 from foredraft.profiling.profile import use_profile
 
 __all__ = ["load", "load_for", "options_for"]
+
+_loads = Loads()
 
 
 @clear_calls(ConfigError, {"path": "its name is model", "model_path": "its name is model"})
@@ -90,7 +93,8 @@ def load(
         The loaded model.
 
     Raises:
-        ConfigError: An option has a value that cannot be honoured.
+        ConfigError: An option has a value that cannot be honoured, or this process was forked after another
+            model was loaded.
         CheckpointError: A folder or a hub repository cannot be loaded or run exactly.
 
     Examples:
@@ -140,6 +144,7 @@ def _assemble(options: LoadOptions) -> LLM:
     drafting = choose_drafting(options, checkpoints, device)
     params = default_params(checkpoints.target)
     size = _cache_size(options, checkpoints, drafting, params, device)
+    _loads.note(torch.get_num_threads())
     runners = make_runners(options, checkpoints, device)
     engine = _engine(options, checkpoints, drafting, runners, size)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)

@@ -1,0 +1,94 @@
+"""Inbox: what threads ask of the engine, carried out in order between two steps."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from foredraft.decode.engine import Engine
+from foredraft.decode.sequence import Sequence
+
+__all__ = ["Inbox"]
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Wishes of all threads: sequences to submit and to cancel.
+
+    A wish is one append to a deque: atomic, without a lock, so it may come from any thread, from a signal
+    handler and from the garbage collector, and it is there as a whole or not at all. One thread at a time
+    carries the wishes out (`Driver`). A wish may come twice, and a sequence that is cancelled before it is
+    submitted never starts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wishes: deque[_Wish | _Dropped] = deque()
+        self._watched: set[_Dropped] = set()  # keeps the references alive until their owners are gone
+
+    def __bool__(self) -> bool:
+        return bool(self._wishes)
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Ask to queue sequences."""
+        self._wishes.append(_Wish(lambda: sequences, self._engine.submit))
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Ask to end sequences; those that have ended, or were never submitted, are left as they are."""
+        # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
+        self._wishes.append(_Wish(lambda: sequences[::-1], self._engine.cancel))
+
+    def cancel_all(self) -> None:
+        """Ask to end every sequence that is running, waiting or asked to be submitted by now."""
+        self._wishes.append(_Wish(self._all, self._engine.cancel))
+
+    def cancel_with(self, owner: object, sequence: Sequence) -> None:
+        """Ask to end a sequence as soon as its owner is garbage.
+
+        A finaliser in Python might be interrupted, and Python drops what is raised there. This one is the
+        deque's own `append`, which runs no Python.
+        """
+        dropped = _Dropped(owner, self._wishes.append)
+        dropped.sequence = sequence
+        self._watched.add(dropped)
+
+    def carry_out(self) -> None:
+        """Carry all wishes out. A sequence for which that fails ends with an error; the others go on."""
+        while self._wishes:
+            wish = self._wishes.popleft()
+            if isinstance(wish, _Dropped):
+                self._watched.discard(wish)
+                self._apply(self._engine.cancel, wish.sequence)
+                continue
+            for sequence in wish.sequences():
+                self._apply(wish.call, sequence)
+
+    def _all(self) -> list[Sequence]:
+        return [*self._engine.scheduler.waiting, *self._engine.rows.sequences]
+
+    def _apply(self, call: Callable[[Sequence], None], sequence: Sequence) -> None:
+        try:
+            call(sequence)
+        except Exception as error:
+            logger.exception("a request cannot be submitted or cancelled; it ends with an error")
+            self._engine.fail(sequence, f"{type(error).__name__}: {error}")
+
+
+class _Wish:
+    """A call for each of some sequences, which are listed when the call is due."""
+
+    __slots__ = ("call", "sequences")
+
+    def __init__(self, sequences: Callable[[], list[Sequence]], call: Callable[[Sequence], None]) -> None:
+        self.sequences, self.call = sequences, call
+
+
+class _Dropped(weakref.ref[Any]):
+    """A reference to the owner of a sequence; once the owner is garbage, the wish to cancel the sequence."""
+
+    __slots__ = ("sequence",)
+    sequence: Sequence

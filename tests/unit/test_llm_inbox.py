@@ -1,0 +1,181 @@
+"""Wishes of threads to the engine: each is carried out once, in whatever state its request is, or harms it alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import SamplingParams
+from foredraft.decode.engine import Engine
+from foredraft.decode.sequence import Sequence
+from foredraft.llm.inbox import Inbox
+from tests.support import checkpoints
+
+PARAMS = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+LONG = PARAMS.replace(max_new_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> foredraft.LLM:
+    folder = checkpoints.save_checkpoint(tmp_path_factory.mktemp("models") / "model", tokenizer=True)
+    return foredraft.load(
+        folder, drafter="lookup", dtype="float32", device="cpu", max_batch=3, max_length=512, policy="fixed"
+    )
+
+
+def unlucky(method: Any, token: int) -> Any:
+    """Return the method of the engine, which now fails for a sequence whose prompt begins with this token."""
+
+    def call(engine: Engine, sequence: Sequence) -> None:
+        if sequence.prompt[0] == token:
+            raise ValueError("unlucky")
+        method(engine, sequence)
+
+    return call
+
+
+def test_a_request_that_cannot_be_submitted_ends_with_an_error_and_the_others_go_on(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = llm.generate([6, 7], PARAMS)[0].token_ids
+    monkeypatch.setattr(Engine, "submit", unlucky(Engine.submit, 5))
+    first, second, third = llm.generate([[6, 7], [5, 7], [6, 7]], PARAMS)
+    assert (second.finish_reason, second.error, second.token_ids) == ("error", "ValueError: unlucky", [])
+    assert first.token_ids == third.token_ids == want
+    assert llm._engine.scheduler.idle
+
+
+def test_a_request_that_cannot_be_cancelled_ends_with_an_error_and_the_others_are_cancelled(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [llm.stream([token, 7], LONG) for token in (4, 5, 6)]
+    for stream in streams:
+        next(stream)
+    monkeypatch.setattr(Engine, "cancel", unlucky(Engine.cancel, 5))
+    llm.cancel_all()
+    ends = [list(stream)[-1].output for stream in streams]
+    assert [end.finish_reason for end in ends if end] == ["cancelled", "error", "cancelled"]
+    assert llm._engine.scheduler.idle
+
+
+def test_wishes_of_other_threads_survive_one_that_fails(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a step runs, three threads ask for something; the first wish fails."""
+    want = llm.generate([6, 7], PARAMS)[0].token_ids
+    step, begun, go_on = llm._engine.step, threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", slow)
+    monkeypatch.setattr(Engine, "submit", unlucky(Engine.submit, 5))
+    found: dict[int, foredraft.Output] = {}
+
+    def work(token: int) -> None:
+        [found[token]] = llm.generate([token, 7], PARAMS)
+
+    threads = [threading.Thread(target=work, args=(token,), daemon=True) for token in (8, 5, 6)]
+    for waiting, thread in enumerate(threads):
+        thread.start()
+        while len(llm._driver._waiters) <= waiting:  # the order of the wishes is that of the threads
+            thread.join(timeout=0.01)
+        assert begun.wait(60)
+    go_on.set()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found[6].token_ids == want and found[8].finish_reason == "length"
+    assert found[5].error == "ValueError: unlucky"
+
+
+def sequence_of(llm: foredraft.LLM) -> Sequence:
+    [sequence] = llm._requests.sequences([5, 6], PARAMS, 1, None, False, False)
+    return sequence
+
+
+def test_cancelling_a_sequence_that_was_never_submitted_or_has_ended_changes_nothing(
+    llm: foredraft.LLM,
+) -> None:
+    engine, sequence = llm._engine, sequence_of(llm)
+    engine.cancel(sequence)
+    engine.submit(sequence)  # too late: it must not start
+    engine.cancel(sequence)
+    assert engine.scheduler.idle and sequence.finish == "cancelled"
+    running = sequence_of(llm)
+    engine.submit(running)
+    engine.step()
+    engine.cancel(running)
+    engine.cancel(running)
+    assert engine.scheduler.idle
+
+
+def test_a_dropped_stream_is_cancelled_before_the_next_step(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream([5, 6], LONG)
+    next(stream)
+    [dropped] = llm._engine.rows.sequences
+    rounds = dropped.round_count
+    del stream
+    gc.collect()
+    llm.generate([6, 7], PARAMS)
+    assert dropped.finish == "cancelled" and dropped.round_count == rounds
+    assert llm._engine.scheduler.idle and not llm._driver.inbox._watched
+
+
+def test_a_stream_dropped_while_the_wishes_are_carried_out_is_cancelled(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run anywhere, also in the thread that changes the engine."""
+    streams = [llm.stream([token, 7], LONG) for token in (4, 5)]
+    for stream in streams:
+        next(stream)
+    del stream
+    cancel = Engine.cancel
+
+    def cancel_and_collect(engine: Engine, sequence: Sequence) -> None:
+        cancel(engine, sequence)
+        if len(streams) == 2:
+            streams.pop()
+            gc.collect()
+
+    monkeypatch.setattr(Engine, "cancel", cancel_and_collect)
+    streams[0].close()
+    assert llm._engine.scheduler.idle and not llm._driver.inbox
+
+
+def test_a_closed_stream_has_no_more_pieces_and_never_starts(llm: foredraft.LLM) -> None:
+    stream = llm.stream([5, 6], LONG)
+    stream.close()
+    assert list(stream) == [] and llm._engine.scheduler.idle
+    stream = llm.stream([5, 6], LONG)
+    next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == [] and llm._engine.scheduler.idle
+
+
+def test_a_wish_that_comes_while_the_last_ones_are_carried_out_is_not_left(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream([5, 6], LONG)
+    next(stream)
+    carry_out, closed = Inbox.carry_out, []
+
+    def close_after(inbox: Inbox) -> None:
+        carry_out(inbox)
+        if not closed:
+            closed.append(threading.Thread(target=stream.close))
+            closed[0].start()
+            closed[0].join(60)  # it finds the turn taken, and does not wait
+
+    monkeypatch.setattr(Inbox, "carry_out", close_after)
+    llm.cancel_all()
+    assert closed and not closed[0].is_alive()
+    assert llm._engine.scheduler.idle and not llm._driver.inbox
