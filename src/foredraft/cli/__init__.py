@@ -19,6 +19,7 @@ from foredraft.cli.bench import bench
 from foredraft.cli.errors import print_error
 from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
 from foredraft.cli.generate import generate
+from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     code = 0
     try:
-        code = app(mark_stdin(words))
+        code = app(mark_stdin(name_defaults(words)))
         sys.stdout.flush()
     except (CycloptsError, ForedraftError) as error:
         print_error(error)

@@ -19,6 +19,7 @@ from foredraft.cli.options import Flag
 from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
 from foredraft.verify import Options as VerifyDefaults
+from foredraft.verify.defects import ALL, DEFAULT, DEFECTS
 
 __all__ = ["BenchOptions", "TuneOptions", "VerifyOptions"]
 
@@ -40,6 +41,7 @@ def parse_whole(_: type, words: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=parse_whole)]
+DEFECT_HELP = "; ".join(f"{name}: {defect.summary}" for name, defect in DEFECTS.items())
 CONTENDER_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in CONTENDERS.items())
 
 
@@ -50,17 +52,21 @@ class VerifyOptions:
     """File of prompts: one per line, or .jsonl with a "prompt" in every line. Default: the prompts that ship
     with Foredraft."""
     tokens: int = VERIFY.tokens
-    """Maximum number of new tokens compared per prompt at temperature 0."""
+    """Maximum number of new tokens of each text that is compared token for token."""
     samples: int | None = None
-    """Samples per chi-square test. Default: as many as --detect needs."""
+    """Samples per full chi-square test. Default: as many as --detect needs."""
     detect: float = VERIFY.detect
-    """Total variation distance between the sampled and the target's distribution that each test must
+    """Total variation distance between the sampled and the target's distribution that each full test must
     detect."""
     seed: int | None = None
     """Random seed, for reproducible samples. Default: a fresh one, which the report shows."""
-    self_test: Flag = False
-    """Plant a defect (corrections drawn from p instead of the residual) and check that the tests find it: the
-    exit code is then 1."""
+    self_test: Annotated[
+        str | None,
+        Parameter(
+            help="Plant a defect and check that the tests find it; the exit code is then 1."
+            f" {DEFECT_HELP}; {ALL}: each in turn. Without a name: {DEFAULT}."
+        ),
+    ] = None
     json: Flag = False
     """Print one JSON document instead of a table."""
 
