@@ -171,7 +171,6 @@ def power(report: Report) -> str:
     by_position = [
         f"{each.detectable_correction:.3f} at draft position {each.position + 1}"
         for each in report.best_by_position
-        if not each.bonus
     ]
     along = f" For corrections alone, some test does so at {', '.join(by_position)}." if by_position else ""
     return (

@@ -25,8 +25,8 @@ CANDIDATES = 40  # prompts that are considered, the first ones
 STAND_IN_CANDIDATES = 8  # prompts that are considered for a stand-in
 PROBES = 32  # samples per candidate that show at which positions its drafts are rejected
 ENOUGH = 2  # corrections at every draft position, and bonus tokens, among the probes of a good case
-# Draft temperatures of stand-ins, in the order in which they are tried. At 0.5, a drafter that is always right
-# becomes one whose tokens are accepted about three times in four.
+# Draft temperatures of stand-ins, in the order in which they are tried. At 0.5, a drafter that is always
+# right becomes one whose tokens are accepted about three times in four.
 DRAFT_TEMPERATURES = (0.5, 2.0)
 
 
@@ -104,7 +104,7 @@ def choose_stand_in(
         params: Sampling parameters of its test.
 
     Returns:
-        The first good case, or else the best one; None if there is no stand-in.
+        The best case of the first stand-in that has a good one, or else of all; None without a stand-in.
     """
     cases = [
         SamplingCase(number, prompt, params) for number, prompt in enumerate(prompts[:STAND_IN_CANDIDATES])
@@ -115,10 +115,10 @@ def choose_stand_in(
         for case in sorted(cases, key=lambda case: -cells[case.number].entropy):
             stand_in = replace(case, params=replace(params, drafter=drafter), draft_temperature=temperature)
             probed = _probe(sampler, stand_in, cells[case.number])
-            if probed.good:
-                return stand_in
             if best is None or probed.fewest > best.fewest:
                 best = probed
+        if best is not None and best.good:
+            break
     return None if best is None else best.case
 
 

@@ -102,6 +102,7 @@ class DraftPosition:
         bonus: It is the bonus token after a draft that was accepted whole, wherever that ended.
         tokens: Tokens that were tested: the accepted ones and the corrections, or the bonus tokens.
         corrections: How many of them are corrections.
+        seen: Corrections, those after texts that are too rare to be tested included.
         degrees: Degrees of freedom.
         statistic: Pearson's statistic, summed over the texts before.
         p_value: Its p-value.
@@ -114,6 +115,7 @@ class DraftPosition:
     bonus: bool
     tokens: int
     corrections: int
+    seen: int
     degrees: int
     statistic: float
     p_value: float

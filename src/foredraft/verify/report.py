@@ -16,6 +16,9 @@ from foredraft.verify.records import DistributionTest, DraftPosition, Identity
 __all__ = ["Report", "Verdict"]
 
 Verdict = Literal["passed", "failed", "inconclusive"]
+# Corrections at a draft position below which the tests have not seen that position. The report states the power
+# above it.
+FEWEST_CORRECTIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,23 @@ class Report:
 
     @property
     def best_by_position(self) -> list[DraftPosition]:
-        """For each position of a draft, the test that detects the smallest error of corrections there.
+        """For each draft position, the test that detects the smallest distance of the corrections there.
 
-        For the bonus token, the test that detects the smallest distance. Positions that no draft reaches are
-        left out.
+        Positions that no draft reaches are left out, and so are bonus tokens, which no draft is judged by.
         """
+        return [min(tests, key=lambda each: each.detectable_correction) for tests in self._draft_positions]
+
+    @property
+    def corrections_at(self) -> dict[int, int]:
+        """Corrections at each draft position that drafts reach, over all tests."""
+        return {tests[0].position: sum(each.seen for each in tests) for tests in self._draft_positions}
+
+    @property
+    def _draft_positions(self) -> list[tuple[DraftPosition, ...]]:
+        """The tests of each draft position that drafts reach."""
         longest = max((len(test.drafted_at) for test in self.tests if test.positions), default=0)
         by_position = zip(*(test.positions for test in self.tests if test.positions), strict=True)
-        return [
-            min(tests, key=lambda each: each.detectable if each.bonus else each.detectable_correction)
-            for tests in by_position
-            if tests[0].bonus or tests[0].position < longest
-        ]
+        return [tests for tests in by_position if not tests[0].bonus and tests[0].position < longest]
 
     @property
     def doubts(self) -> list[str]:
@@ -75,14 +83,12 @@ class Report:
                 " certain"
             )
         blind = [
-            str(each.position + 1)
-            for each in self.best_by_position
-            if not each.bonus and each.detectable_correction == 1
+            str(position + 1) for position, seen in self.corrections_at.items() if seen < FEWEST_CORRECTIONS
         ]
         if blind:
             yield (
-                f"corrections at draft position {' and '.join(blind)} are too rare to be tested; take more"
-                " samples, or prompts on which the drafter is more often right and more often wrong"
+                f"hardly any draft was corrected at position {' and '.join(blind)}; take more samples, or prompts"
+                " on which the drafter is more often right and more often wrong"
             )
         if self.about["max_batch"] < 2:
             yield "the batch has room for one sequence only, so no two shared a batch; allow a larger batch"
@@ -132,6 +138,10 @@ class Report:
             "detectable": self.detectable,
             "power": self.power,
             "family_level": self.family_level,
+            "power_by_position": [
+                {"position": each.position, "detectable_correction": each.detectable_correction}
+                for each in self.best_by_position
+            ],
             "doubts": self.doubts,
         }
         if self.planted is not None:

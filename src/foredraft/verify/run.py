@@ -35,8 +35,8 @@ __all__ = ["max_new_tokens", "verify"]
 # position, gets an equal share of it, by Bonferroni's inequality.
 FAMILY_LEVEL = 1e-3
 DEFAULTS = Options()
-# Tests that are not full have 1 / REDUCED_SHARE of the samples. Controls check the method, and plain steps are
-# slow. Under `coupled`, texts are compared token for token with plain decoding's, which finds far smaller
+# Tests that are not full have 1 / REDUCED_SHARE of the samples. Controls check the method, and plain steps
+# are slow. Under `coupled`, texts are compared token for token with plain decoding's, which finds far smaller
 # differences.
 REDUCED_SHARE = 16
 # Prompts of each comparison of texts beside the first one, which takes all of them.

@@ -53,8 +53,8 @@ class Setting:
         return " ".join(parts)
 
 
-# A repetition penalty below 1 and a negative presence penalty make tokens recur at once, within one draft, where
-# penalties must follow the draft; penalties that prevent repeats would hardly show in a few tokens. The
+# A repetition penalty below 1 and a negative presence penalty make tokens recur at once, within one draft,
+# where penalties must follow the draft; penalties that prevent repeats would hardly show in a few tokens. The
 # frequency penalty then ends the repeats, so that texts do not become loops.
 _PENALTIES: dict[str, float] = {
     "repetition_penalty": 0.9,
