@@ -23,7 +23,8 @@ def name_defaults(words: Sequence[str]) -> list[str]:
         ['verify', '--self-test', 'coin']
     """
     named: list[str] = []
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for at, word in enumerate(words):
+        following = words[at + 1] if at + 1 < len(words) else "-"
         left_out = word in DEFAULTS and following.startswith("-")
         named.append(f"{word}={DEFAULTS[word]}" if left_out else word)
     return named

@@ -16,8 +16,7 @@ from foredraft.verify.records import DistributionTest, DraftPosition, Identity
 __all__ = ["Report", "Verdict"]
 
 Verdict = Literal["passed", "failed", "inconclusive"]
-# Corrections at a draft position below which the tests have not seen that position. The report states the power
-# above it.
+# Corrections at a draft position below which the tests have hardly seen it; the report states the power of more.
 FEWEST_CORRECTIONS = 5
 
 
@@ -87,8 +86,8 @@ class Report:
         ]
         if blind:
             yield (
-                f"hardly any draft was corrected at position {' and '.join(blind)}; take more samples, or prompts"
-                " on which the drafter is more often right and more often wrong"
+                f"hardly any draft was corrected at position {' and '.join(blind)}; take more samples, or"
+                " prompts on which the drafter is more often right and more often wrong"
             )
         if self.about["max_batch"] < 2:
             yield "the batch has room for one sequence only, so no two shared a batch; allow a larger batch"
