@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -220,6 +221,32 @@ def test_one_acceptance_rule_can_be_tested_alone(llm: LLM) -> None:
     only = verify(llm, PROMPTS, replace(QUICK, acceptance="speculative"))
     assert [test.acceptance for test in only.tests] == ["speculative"] * 6
     assert [identity.acceptance for identity in only.identities] == [None] * 2
+
+
+def test_a_draft_temperature_changes_q_and_no_output_of_the_coupled_rule(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused and single draft steps divide the logits alike, and a text depends on its seed alone."""
+    params = SamplingParams(max_new_tokens=12, seed=4, ignore_eos=True, acceptance="coupled")
+
+    def traced(temperature: float) -> tuple[list[int], list[list[int]], list[float]]:
+        llm._engine.draft_temperature = temperature
+        [output] = llm.generate([PROMPTS[3]], params, trace=True)
+        assert output.trace is not None
+        return (
+            output.token_ids,
+            [each.draft for each in output.trace],
+            [q for each in output.trace for q in each.q],
+        )
+
+    tokens, drafts, q = traced(1.0)
+    sharper_tokens, sharper_drafts, sharper_q = traced(0.5)
+    assert tokens == sharper_tokens and drafts != sharper_drafts
+    assert np.mean(sharper_q) > np.mean(q) + 0.1
+    monkeypatch.setattr(DraftModel, "fused_draft", lambda *args: None)
+    _, single_drafts, single_q = traced(0.5)
+    assert single_drafts == sharper_drafts
+    assert single_q == pytest.approx(sharper_q, rel=1e-4)
 
 
 # --- defects are found ------------------------------------------------------------------------------

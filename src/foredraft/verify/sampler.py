@@ -22,7 +22,7 @@ from foredraft.model.runner import Runner
 __all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase", "target_drafter"]
 
 # Separate tokens at each position of a sample (`cells`). More cells need more samples: these widths make 9
-# cells; two tokens at each position make 31, and need 1.6 times the samples for the same distance. Four
+# cells; two tokens at each position make 31, and need 1.5 times the samples for the same distance. Four
 # tokens leave room for drafts of three, and so for corrections at a second and a third position.
 WIDTHS = (2, 1, 1, 1)
 # The same for tests by draft position, which compare tokens given the text before them. They tell more texts
