@@ -68,7 +68,7 @@ class PenaltyContext:
     @classmethod
     def of_prompt(cls, prompt: list[int], ahead: Tensor) -> PenaltyContext:
         """Return the context of one prompt: column t follows it and the first t of the tokens ahead [K]."""
-        return cls.after(prompt, [], ahead.device).along(ahead[None])
+        return replace(cls.after(prompt, [], ahead.device), drafted=ahead[None])
 
     @classmethod
     def after(cls, prompt: list[int], output: list[int], device: torch.device) -> PenaltyContext:
