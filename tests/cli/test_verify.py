@@ -18,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft import LLM, Output, SamplingParams, demo
+from foredraft import LLM, Output, demo
 from foredraft.cli import main
+from foredraft.cli.optional_values import name_defaults
 from foredraft.drafters.lookup import Lookup
+from foredraft.verify.defects import DEFECTS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.command import COMMAND, foredraft, without_progress
 from tests.support.running import environment
@@ -28,6 +30,7 @@ from tests.support.running import environment
 QUICK = ["--tokens", "6", "--detect", "0.2", "--seed", "3", "--max-batch", "32"]
 FEW = ["--tokens", "6", "--samples", "20", "--seed", "3"]
 NOISE = 0.03  # standard deviation of the noise on the draft model's weights
+RESIDUAL = "residual: corrections drawn from p, not from the residual"
 TEXTS = ["def accept", "Viktor", "the target checks all", "x"]
 
 
@@ -52,9 +55,10 @@ def substituted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the third token of every drafted output at temperature 0."""
     generate = LLM.generate
 
-    def altering(self: LLM, prompts: Any, params: SamplingParams, **more: Any) -> list[Output]:
+    def altering(self: LLM, prompts: Any, params: Any, **more: Any) -> list[Output]:
         outputs = generate(self, prompts, params, **more)
-        if params.greedy and params.drafter != "none":
+        [own, *_] = params if isinstance(params, list) else [params]
+        if own.greedy and own.drafter != "none":
             outputs = [replace(o, token_ids=[*o.token_ids[:2], 0, *o.token_ids[3:]]) for o in outputs]
         return outputs
 
@@ -78,13 +82,27 @@ def test_a_lossless_pair_passes(pair: list[str]) -> None:
         f"Target {pair[2]}, float32 on cpu; drafter draft-model ({pair[4]}), policy fixed;"
     )
     assert re.search(r"foredraft \S+, PyTorch \S+, Python \S+, ", header)
-    assert rest[1].endswith("plain decoding of one prompt at a time: 4 prompts, 24 tokens")
-    assert [line.strip() for line in rest[2:5]] == [
-        "draft-model, one at a time: 4 of 4 identical",
-        "none, in a batch: 4 of 4 identical",
-        "draft-model, in a batch: 4 of 4 identical",
-    ]
-    assert sum(line.endswith("  ok") for line in rest) == 6
+    texts = ("T=0", "T=0 penalties=0.9/-2/0.5", "T=1, coupled with seeds")
+    texts += ("T=0.9 min-p=0.02 penalties=0.9/-2/0.5, coupled with seeds",)
+    for first, text in zip((1, 5, 9, 13), texts, strict=True):
+        assert rest[first] == (
+            f"New tokens at {text}, compared with plain decoding of one prompt at a time: 4 prompts, 24 tokens"
+        )
+        assert [line.strip() for line in rest[first + 1 : first + 4]] == [
+            "draft-model, one at a time: 4 of 4 identical",
+            "none, in a batch: 4 of 4 identical",
+            "draft-model, in a batch: 4 of 4 identical",
+        ]
+    controls = [line.split() for line in rest if "none (control)" in line]
+    assert [line[-1] for line in controls] == ["ok"] * 3
+    assert done.stdout.count("Tokens by position of the draft, given the text before them: ") == 3
+    assert re.search(r"^  1  +\d+  +\d+  .*  ok$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"For corrections alone, some test does so at \d\.\d{3} at draft position 1, \d\.\d{3} at draft"
+        r" position 2, \d\.\d{3} at draft position 3\.",
+        done.stdout,
+    )
+    assert "FAILED" not in done.stdout
     assert "seed 3" in done.stdout and "\x1b" not in done.stdout
     assert re.search(
         r"fails with probability 0\.9 or more if the total variation .* is 0\.\d{4} or more\.", done.stdout
@@ -97,12 +115,15 @@ def test_the_json_document_has_every_field(pair: list[str], capsys: pytest.Captu
     assert main([*pair, *TEXTS, *FEW, "--detect", "0.9", "--json"]) == 3
     found = document(capsys)
     assert set(found) == {
-        *("verdict", "about", "seed", "identity", "tests"),
-        *("detect", "detectable", "power", "family_level", "doubts"),
+        *("verdict", "about", "seed", "identities", "tests"),
+        *("detect", "detectable", "power", "family_level", "power_by_position", "doubts"),
     }
     assert (found["about"]["model"], found["about"]["draft"]) == (pair[2], pair[4])
-    assert found["identity"]["passed"] is True
-    assert [test["samples"] for test in found["tests"]] == [20] * 4 + [2] * 2
+    assert [identity["passed"] for identity in found["identities"]] == [True] * 4
+    assert [test["samples"] for test in found["tests"]] == [20] * 3 + [1] * 6
+    assert [len(test["positions"]) for test in found["tests"]] == [4] * 3 + [0] * 6
+    assert [each["position"] for each in found["power_by_position"]] == [0, 1, 2]
+    assert found["tests"][2]["setting"]["min_p"] > 0
 
 
 def test_a_divergence_fails_and_is_printed_with_its_margin(
@@ -122,29 +143,72 @@ def test_a_divergence_fails_and_is_printed_with_its_margin(
 def test_too_few_samples_are_inconclusive(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*pair, *TEXTS, *FEW]) == 3
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-2].startswith("Weak evidence: the tests detect a total variation distance of ")
+    assert any(
+        line.startswith("Weak evidence: the tests detect a total variation distance of ") for line in printed
+    )
     assert printed[-1] == "INCONCLUSIVE: no difference was found, but one could have been missed."
 
 
 def test_the_self_test_finds_the_planted_defect(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test"]) == 1
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1] == "SELF-TEST: the planted defect (no residual) was found."
+    assert printed.out.splitlines()[-1] == f"SELF-TEST: the planted defect ({RESIDUAL}) was found."
     assert "FAILED" in printed.out and not without_progress(printed.err)
+
+
+def test_the_self_test_plants_the_defect_of_the_given_name(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *TEXTS, *QUICK, "--samples", "900", "--self-test", "round-noise", "--json"]) == 1
+    found = document(capsys)
+    assert (found["planted"], found["found_planted"]) == ("round-noise", True)
+
+
+@pytest.mark.slow
+def test_the_self_test_with_all_defects_plants_each(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *TEXTS, *QUICK, "--samples", "1500", "--self-test", "all"]) == 1
+    printed = capsys.readouterr()
+    found = [line for line in printed.out.splitlines() if line.startswith("SELF-TEST: ")]
+    assert found == [
+        f"SELF-TEST: the planted defect ({name}: {defect.summary}) was found."
+        for name, defect in DEFECTS.items()
+    ]
+    assert printed.err == ""
+
+
+def test_a_self_test_with_all_defects_is_inconclusive_if_one_is_not_found(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *TEXTS, *FEW, "--self-test", "all", "--json"]) == 3
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["verdict"] == "inconclusive"
+    assert [test["planted"] for test in found["self_tests"]] == list(DEFECTS)
+    missed = [test["planted"] for test in found["self_tests"] if not test["found_planted"]]
+    assert "residual" in missed and "round-noise" not in missed
+    assert [line.split("(")[1].split(":")[0] for line in printed.err.splitlines()] == missed
+
+
+def test_all_defects_are_those_of_the_rule_under_test(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*pair, *TEXTS, *FEW, "--acceptance", "coupled", "--self-test", "all", "--json"])
+    planted = [test["planted"] for test in document(capsys)["self_tests"]]
+    assert planted == ["round-noise", "penalties"]
 
 
 def test_a_self_test_that_finds_nothing_reports_an_error(
     pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main([*pair[:3], "--draft", pair[2], *TEXTS, *QUICK, "--self-test"]) == 3
-    )  # the draft model is the target: no token is rejected
+    assert main([*pair, *TEXTS, *FEW, "--self-test"]) == 3  # too few samples
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].startswith(
-        "SELF-TEST: the planted defect (no residual) was NOT found"
+        f"SELF-TEST: the planted defect ({RESIDUAL}) was NOT found"
     )
     [line] = without_progress(printed.err)
-    assert line == "foredraft: error: the planted defect (no residual) was NOT found"
+    assert line == f"foredraft: error: the planted defect ({RESIDUAL}) was NOT found"
 
 
 def test_a_drafter_that_drafts_nothing_is_weak_evidence(
@@ -177,10 +241,10 @@ def test_prompts_come_from_stdin_or_the_demo(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"Viktor\n")))
     assert main([*pair, "-", *FEW, "--json"]) == 3
-    assert document(capsys)["identity"]["prompts"] == 1
+    assert document(capsys)["identities"][0]["prompts"] == 1
     monkeypatch.setattr(demo, "prompts", lambda: TEXTS[:2])
     assert main([*pair, *FEW, "--json"]) == 3
-    assert document(capsys)["identity"]["prompts"] == 2
+    assert document(capsys)["identities"][0]["prompts"] == 2
 
 
 @pytest.mark.parametrize(
@@ -198,7 +262,13 @@ def test_prompts_come_from_stdin_or_the_demo(
         (["a", "--prompts", "b"], "prompts are given as arguments and by --prompts; leave one out"),
         (
             ["--self-test", "--acceptance", "coupled"],
-            "--self-test removes the residual, but --acceptance coupled has none; leave one out",
+            "--self-test is 'residual', but corrections drawn from p, not from the residual breaks nothing under"
+            " --acceptance coupled; leave one out",
+        ),
+        (
+            ["--self-test", "bonus"],
+            "--self-test is 'bonus', which is no defect to plant; give residual, position, coin, round-noise,"
+            " penalties or all, and prompts before the option",
         ),
         (["--max-length", "3"], "exceed the 3 positions"),
         ([""], "the prompt is empty"),
@@ -260,11 +330,14 @@ def test_the_cache_has_the_rows_and_positions_of_the_verification(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("options", "code"), [([], 0), (["--self-test"], 1)], ids=str)
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--self-test", "all"], 1)], ids=str)
 def test_the_demo_models_pass_with_the_default_options(options: list[str], code: int) -> None:
     done = foredraft("verify", "--json", "--seed", "11", *options, timeout=1800)
     assert done.returncode == code, done.stderr
-    assert json.loads(done.stdout)["detectable"] <= 0.03
+    found = json.loads(done.stdout)
+    if not options:
+        assert found["detectable"] <= 0.03
+        assert all(each["detectable_correction"] < 0.2 for each in found["power_by_position"])
 
 
 def test_the_exit_code_is_the_verdict_after_the_reader_closed_the_pipe(pair: list[str]) -> None:
@@ -285,3 +358,20 @@ def test_a_single_prompt_shares_a_batch_with_a_copy_of_itself(
     assert any("room for one sequence only" in doubt for doubt in document(capsys)["doubts"])
     assert main([*pair, *FEW, "--max-batch", "2", "--json", "Viktor"]) == 3
     assert not any("room for one sequence only" in doubt for doubt in document(capsys)["doubts"])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--self-test"], ["--self-test=residual"]),
+        (["--self-test", "--json"], ["--self-test=residual", "--json"]),
+        (["--self-test", "-"], ["--self-test=residual", "-"]),
+        (["--self-test", "coin", "--json"], ["--self-test", "coin", "--json"]),
+        (["--self-test=all"], ["--self-test=all"]),
+        (["x", "--seed", "3"], ["x", "--seed", "3"]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_a_self_test_without_a_name_has_the_default(words: list[str], named: list[str]) -> None:
+    assert name_defaults(words) == named

@@ -18,7 +18,14 @@ from tests.support.checkpoints import save_checkpoint
 
 VOCABULARY, PROMPT = 7, [1, 4, 3, 5]
 WIDTHS = [(2, 1, 1), (3, 2), (1,), (2, 2, 2), (9, 9)]
-SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.3}]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 3},
+    {"top_p": 0.8},
+    {"min_p": 0.3},
+    {"repetition_penalty": 0.6, "presence_penalty": -2.0, "frequency_penalty": 0.7, "min_p": 0.02},
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,13 @@ def test_cells_separate_the_most_likely_tokens_from_the_rest() -> None:
     assert cells.of_sample([2, 0]) == cells.of_sample([2, 2]) == cells.index[(2,), True]
     assert cells.of_sample([0, 0]) is None  # probability 0
     assert cells.entropy == pytest.approx(1.2376, abs=1e-4)
+
+
+def test_the_next_tokens_after_a_prefix_are_the_separate_ones_and_the_rest() -> None:
+    cells = Cells.of(lambda prefix: torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64), (2, 3))
+    assert cells.next_probabilities(()) == pytest.approx([0.5, 0.3, 0.2])
+    assert [cells.next_cell((), token) for token in range(4)] == [0, 2, 1, 2]
+    assert cells.next_probabilities((2,)) == pytest.approx([0.5, 0.3, 0.2, 0.0])
 
 
 def test_a_certain_distribution_is_one_cell(plain: PlainTarget) -> None:

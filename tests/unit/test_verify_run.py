@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,9 +27,13 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.lookup import Lookup
 from foredraft.verify import Options, Report, verify
 from foredraft.verify.cells import Cells
-from foredraft.verify.defect import without_residual
-from foredraft.verify.distribution_tests import WIDTHS, Sampler, choose_prompts
+from foredraft.verify.defects import DEFECTS as PLANTED
 from foredraft.verify.plain_target import PlainTarget
+from foredraft.verify.planting import planted
+from foredraft.verify.prompt_choice import PROBES, choose_cases
+from foredraft.verify.run import FAMILY_LEVEL
+from foredraft.verify.sampler import TARGET, TREE_WIDTHS, Sampler
+from foredraft.verify.settings import SETTINGS
 from tests.support.checkpoints import save_checkpoint
 from tests.support.planting import Edit, Mutant, Spoiler
 from tests.support.spoilers import (
@@ -42,7 +47,8 @@ from tests.support.vocab_ops_choice import by_definition
 
 VOCABULARY = 40
 PROMPTS = [[1, 5, 9, 5], [1, 7, 3, 30, 12], [1, 20], [1, *range(3, 33)], [1, 8, 8, 8, 9]]
-QUICK = Options(tokens=10, detect=0.15, seed=3)
+QUICK = Options(tokens=10, detect=0.1, seed=3)
+SELF_TEST = replace(QUICK, self_test="residual")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +80,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, *edits: Edit) -> None:
 
 
 def failed(report: Report) -> set[tuple[str, str]]:
-    """Return (drafter, acceptance rule) of the chi-square tests that failed."""
-    return {(test.drafter, test.acceptance) for test in report.tests if not test.passed}
+    """Return (drafter, acceptance rule) of the chi-square tests that failed; a stand-in is the drafter."""
+    return {
+        (test.drafter if test.control else "draft-model", test.acceptance)
+        for test in report.tests
+        if not test.passed
+    }
 
 
 SPECULATIVE = {("draft-model", "speculative")}
@@ -100,10 +110,21 @@ ALL = DRAFTED | {("none", "speculative")}
 def test_a_lossless_pair_passes(folders: tuple[Path, Path], options: dict[str, Any]) -> None:
     report = verify(loaded(folders, **options), PROMPTS, QUICK)
     assert (report.verdict, report.doubts) == ("passed", [])
-    assert report.detectable <= 0.15
-    assert len(report.tests) == 6 and sum(test.control for test in report.tests) == 2
-    assert all(test.level == pytest.approx(1e-3 / 6) for test in report.tests)
-    assert {test.drafter for test in report.tests} == {options.get("drafter", "draft-model"), "none"}
+    assert report.detectable <= 0.1
+    assert len(report.tests) == 9 and sum(test.control for test in report.tests) == 3
+    assert {test.drafter for test in report.tests} - {TARGET} == {
+        options.get("drafter", "draft-model"),
+        "none",
+    }
+    assert [identity.passed for identity in report.identities] == [True] * 4
+
+
+def test_all_tests_together_have_the_family_level(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, QUICK)
+    levels = [test.level for test in report.tests]
+    levels += [position.level for test in report.tests for position in test.positions]
+    assert len(levels) == 9 + 3 * 4
+    assert sum(levels) == pytest.approx(FAMILY_LEVEL) == pytest.approx(report.family_level)
 
 
 def test_the_same_seed_gives_the_same_report(llm: LLM) -> None:
@@ -141,65 +162,178 @@ def test_each_test_samples_with_the_settings_that_it_reports(
 ) -> None:
     generate, drawn = LLM.generate, []
 
-    def noted(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
+    def noted(self: LLM, prompts: Any, params: Any, *, n: int = 1, **more: Any) -> list[Output]:
         if n > 1:
-            drawn.append((params, n))
-        return generate(self, prompts, params, n=n)
+            drawn.append((params, n, self._engine.draft_temperature))
+        return generate(self, prompts, params, n=n, **more)
 
     monkeypatch.setattr(LLM, "generate", noted)
     report = verify(llm, PROMPTS, replace(QUICK, samples=600))
-    tested = [(params, n) for params, n in drawn if n != 16]  # 16 are the probes of a candidate prompt
-    assert [n for _, n in tested] == [512, 88] * 4 + [75] * 2
-    assert len({params.seed for params, _ in drawn}) == len(drawn)  # no noise is used twice
-    parts = [tested[i][0] for i in (0, 2, 4, 6, 8, 9)]
-    for test, params in zip(report.tests, parts, strict=True):
-        assert (test.temperature, test.top_k, test.top_p) == (params.temperature, params.top_k, params.top_p)
+    tested = [part for part in drawn if part[1] != PROBES]
+    assert [n for _, n, _ in tested] == [512, 88] * 3 + [37] * 6
+    assert len({params.seed for params, _, _ in drawn}) == len(drawn)  # no noise is used twice
+    parts = [tested[i] for i in (0, 2, 4, 6, 7, 8, 9, 10, 11)]
+    for test, (params, _, draft_temperature) in zip(report.tests, parts, strict=True):
+        assert {name: getattr(params, name) for name in test.setting.options} == test.setting.options
         assert (test.drafter, test.acceptance) == (params.drafter, params.acceptance)
-        assert (test.positions, params.ignore_eos) == (params.max_new_tokens, True)
-    settings = {(test.temperature, test.top_k, test.top_p) for test in report.tests}
-    assert settings == {(1.0, 0, 1.0), (0.8, 50, 0.9)}
-    assert len({test.prompt for test in report.tests}) == 4
+        assert (test.tokens, params.ignore_eos) == (params.max_new_tokens, True)
+        assert test.draft_temperature == draft_temperature
+        assert test.full == (test.samples == 600)
+    for first in (0, 3, 6):
+        assert tuple(test.setting for test in report.tests[first : first + 3]) == SETTINGS
+    assert [test.draft_temperature != 1 for test in report.tests] == [False, False, True] + [False] * 6
+    assert len({test.prompt for test in report.tests}) > 1
+
+
+def test_seeded_texts_have_seeds_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, seeded = LLM.generate, []
+
+    def noted(self: LLM, prompts: Any, params: Any, **more: Any) -> list[Output]:
+        if isinstance(params, list) and not params[0].greedy:
+            seeded.append((params, prompts))
+        return generate(self, prompts, params, **more)
+
+    monkeypatch.setattr(LLM, "generate", noted)
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
+    seeds: dict[int | None, set[tuple[tuple[int, ...], float]]] = {}
+    for params, prompts in seeded:
+        for own, prompt in zip(params, prompts, strict=True):
+            assert own.is_coupled and own.acceptance == "coupled"
+            seeds.setdefault(own.seed, set()).add((tuple(prompt), own.temperature))
+    assert len(seeds) == 2 * len(PROMPTS)
+    assert all(len(uses) == 1 for uses in seeds.values())
+    assert {len(prompts) for _, prompts in seeded} == {1, len(PROMPTS)}  # alone and in a batch
+    assert [(i.acceptance, i.setting.penalised) for i in report.identities] == [
+        (None, False),
+        (None, True),
+        ("coupled", False),
+        ("coupled", True),
+    ]
+    assert all(i.setting.temperature > 0 for i in report.identities if i.acceptance)
 
 
 def test_one_acceptance_rule_can_be_tested_alone(llm: LLM) -> None:
     report = verify(llm, PROMPTS, replace(QUICK, acceptance="coupled"))
-    assert [test.acceptance for test in report.tests] == ["coupled"] * 4
-    assert report.verdict == "passed"
+    assert [(test.acceptance, test.full) for test in report.tests] == [("coupled", True)] * 3 + [
+        ("coupled", False)
+    ] * 3
+    assert (report.verdict, len(report.identities)) == ("passed", 4)
+    only = verify(llm, PROMPTS, replace(QUICK, acceptance="speculative"))
+    assert [test.acceptance for test in only.tests] == ["speculative"] * 6
+    assert [identity.acceptance for identity in only.identities] == [None] * 2
+
+
+def test_a_draft_temperature_changes_q_and_no_output_of_the_coupled_rule(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused and single draft steps divide the logits alike, and a text depends on its seed alone."""
+    params = SamplingParams(max_new_tokens=12, seed=4, ignore_eos=True, acceptance="coupled")
+
+    def traced(temperature: float) -> tuple[list[int], list[list[int]], list[float]]:
+        llm._engine.draft_temperature = temperature
+        [output] = llm.generate([PROMPTS[3]], params, trace=True)
+        assert output.trace is not None
+        return (
+            output.token_ids,
+            [each.draft for each in output.trace],
+            [q for each in output.trace for q in each.q],
+        )
+
+    tokens, drafts, q = traced(1.0)
+    sharper_tokens, sharper_drafts, sharper_q = traced(0.5)
+    assert tokens == sharper_tokens and drafts != sharper_drafts
+    assert np.mean(sharper_q) > np.mean(q) + 0.1
+    monkeypatch.setattr(DraftModel, "fused_draft", lambda *args: None)
+    _, single_drafts, single_q = traced(0.5)
+    assert single_drafts == sharper_drafts
+    assert single_q == pytest.approx(sharper_q, rel=1e-4)
 
 
 # --- defects are found ------------------------------------------------------------------------------
 
 
-def test_the_self_test_finds_the_missing_residual(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
-    assert report.planted == "no residual"
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_self_test_finds_each_planted_defect(llm: LLM, name: str) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, self_test=name))
+    assert report.planted == name
     assert (report.found_planted, report.verdict) == (True, "failed")
-    assert failed(report) == SPECULATIVE
-    assert report.identity.passed  # no greedy test detects it
+    assert report.identities[0].passed  # no greedy test without penalties detects it
 
 
-def test_the_defect_is_removed_after_the_self_test(llm: LLM, folders: tuple[Path, Path]) -> None:
-    accept_rule = llm._engine.accept
-    with without_residual(llm._engine):
-        assert llm._engine.accept is not accept_rule
-        assert verify(loaded(folders), PROMPTS, QUICK).verdict == "passed"  # another engine is unchanged
-    assert llm._engine.accept is accept_rule
+@pytest.mark.parametrize("name", ["residual", "position", "coin"])
+@pytest.mark.parametrize("options", [{"drafter": "lookup"}, {"draft": "target"}], ids=["lookup", "perfect"])
+def test_a_stand_in_shows_defects_that_the_drafter_hides(
+    folders: tuple[Path, Path], name: str, options: dict[str, Any]
+) -> None:
+    """The target rejects no token of a draft model that is the target itself, and nearly all of a poor one."""
+    given = {"draft": folders[0]} if "draft" in options else options
+    assert verify(loaded(folders, **given), PROMPTS, replace(QUICK, self_test=name)).found_planted
+
+
+@pytest.mark.parametrize("name", ["position", "coin"])
+def test_a_defect_past_the_first_position_fails_the_tests_of_these_positions(llm: LLM, name: str) -> None:
+    """Joint tests alone may miss them; a test of the position sees them, and the first position is right."""
+    report = verify(llm, PROMPTS, replace(QUICK, self_test=name))
+    failing = {
+        each.position
+        for test in report.tests
+        for each in test.positions
+        if not each.passed and not each.bonus
+    }
+    assert 1 in failing and 0 not in failing
+
+
+def test_noise_keyed_by_the_round_changes_seeded_texts_of_the_drafter_only(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, self_test="round-noise"))
+    for identity in report.identities:
+        assert identity.drafter_diverged == (identity.acceptance == "coupled")
+        assert not identity.control_diverged
+    assert all(test.passed for test in report.tests)  # the distribution is right
+    found = [each for identity in report.identities for each in identity.divergences]
+    assert all(each.seed is not None for each in found)
+
+
+def test_penalties_that_do_not_follow_the_draft_change_penalised_texts_and_samples(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, self_test="penalties"))
+    for identity in report.identities:
+        assert identity.setting.penalised or identity.passed
+    assert report.identities[1].drafter_diverged
+    assert {test.setting.penalised for test in report.tests if not test.passed} == {True}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_defect_is_removed_after_the_self_test(llm: LLM, folders: tuple[Path, Path], name: str) -> None:
+    def seams() -> list[object]:
+        engine = llm._engine
+        return [engine.accept, engine.noise, engine.round_inputs, sorted(engine.drafters)]
+
+    sound = seams()
+    with planted(llm._engine, name):
+        assert seams() != sound
+        assert verify(loaded(folders), PROMPTS, replace(QUICK, samples=20)).identities[3].passed
+    assert seams() == sound
     with pytest.raises(RequestError):
-        verify(llm, [[VOCABULARY]], replace(QUICK, self_test=True))
-    assert llm._engine.accept is accept_rule
+        verify(llm, [[VOCABULARY]], replace(QUICK, self_test=name))
+    assert seams() == sound and llm._engine.draft_temperature == 1
 
 
 def test_a_failed_request_does_not_count_as_finding_the_defect(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
-    first, *others = [replace(test, p_value=1.0, impossible=0) for test in report.tests]
+    report = verify(llm, PROMPTS, SELF_TEST)
+    first, *others = report.tests
     failing = replace(report, tests=(replace(first, errors=("out of memory",)), *others))
     assert (failing.found_planted, failing.verdict) == (False, "inconclusive")
 
 
-def test_the_self_test_is_inconclusive_with_a_perfect_drafter(folders: tuple[Path, Path]) -> None:
-    """The target rejects no token of a draft model that is the target itself, so no correction is drawn."""
-    llm = loaded(folders, draft=folders[0])
-    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
+def test_a_check_that_the_defect_cannot_break_does_not_count_as_finding_it(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(QUICK, self_test="round-noise"))
+    assert report.found_planted
+    greedy, *others = report.identities
+    broken = replace(greedy, divergences=report.identities[2].divergences[:1])
+    assert not replace(report, identities=(broken, *others)).found_planted
+
+
+def test_the_self_test_is_inconclusive_without_evidence(llm: LLM) -> None:
+    report = verify(llm, PROMPTS, replace(SELF_TEST, samples=20))
     assert (report.found_planted, report.verdict) == (False, "inconclusive")
 
 
@@ -264,14 +398,16 @@ def test_one_sample_of_probability_zero_fails_the_test(llm: LLM, monkeypatch: py
     plant(monkeypatch, EPSILON)
     report = verify(llm, PROMPTS, QUICK)
     truncated = [
-        test for test in report.tests if test.top_k and test.acceptance == "speculative" and not test.control
+        test
+        for test in report.tests
+        if test.setting.top_k and test.acceptance == "speculative" and not test.control
     ]
     assert [(test.impossible > 0, test.p_value, test.passed) for test in truncated] == [(True, 0.0, False)]
 
 
 def test_a_self_test_with_failing_controls_is_inconclusive(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, (TorchVocabOps.gumbel_argmax, drawn_from_power_of_weights(8)))
-    report = verify(llm, PROMPTS, replace(QUICK, self_test=True))
+    report = verify(llm, PROMPTS, SELF_TEST)
     assert not report.found_planted
 
 
@@ -284,10 +420,11 @@ def altered(
     def alter(change: Callable[[SamplingParams, int, Output], Output]) -> None:
         generate = LLM.generate
 
-        def altering(self: LLM, prompts: Any, params: SamplingParams, **more: Any) -> list[Output]:
+        def altering(self: LLM, prompts: Any, params: Any, **more: Any) -> list[Output]:
             outputs = generate(self, prompts, params, **more)
-            if params.greedy and prompts[-1] == PROMPTS[-1]:
-                outputs[-1] = change(params, len(prompts), outputs[-1])
+            [own, *_] = params if isinstance(params, list) else [params]
+            if own.greedy and not own.penalised and prompts[-1] == PROMPTS[-1]:
+                outputs[-1] = change(own, len(prompts), outputs[-1])
             return outputs
 
         monkeypatch.setattr(LLM, "generate", altering)
@@ -312,7 +449,7 @@ def test_a_divergence_is_reported_with_the_margin(
 
     altered(change)
     report = verify(llm, PROMPTS, replace(QUICK, samples=20))
-    [found] = report.identity.divergences
+    [found] = report.identities[0].divergences
     assert (found.prompt, found.drafter, found.batched, found.position) == (4, drafter, batched, 4)
     assert (found.expected, found.found) == (right[4], (right[4] + 1) % VOCABULARY)
     logits = PlainTarget(llm, 60).logits(PROMPTS[-1], right[:4])
@@ -321,7 +458,7 @@ def test_a_divergence_is_reported_with_the_margin(
     assert found.logits == tuple(logits[list(found.best)].tolist())
     assert found.margin == found.logits[0] - found.logits[1] > 0
     assert report.verdict == "failed"
-    assert report.identity.diverged(drafter, batched) == 1
+    assert report.identities[0].diverged(drafter, batched) == 1
 
 
 def test_an_output_that_ends_early_diverges_at_its_end(llm: LLM, altered: Any) -> None:
@@ -329,22 +466,22 @@ def test_an_output_that_ends_early_diverges_at_its_end(llm: LLM, altered: Any) -
         lambda params, count, output: replace(output, token_ids=output.token_ids[: 3 if count > 1 else 9])
     )
     report = verify(llm, PROMPTS, replace(QUICK, samples=20))
-    assert [(d.position, d.found) for d in report.identity.divergences] == [(3, None)] * 2
-    assert all(d.expected is not None for d in report.identity.divergences)
+    assert [(d.position, d.found) for d in report.identities[0].divergences] == [(3, None)] * 2
+    assert all(d.expected is not None for d in report.identities[0].divergences)
 
 
 def test_a_failed_request_fails_the_verification(llm: LLM, altered: Any) -> None:
     altered(lambda params, count, output: replace(output, error="no room" if count > 1 else None))
     report = verify(llm, PROMPTS, replace(QUICK, detect=0.2))
-    assert report.identity.errors == ("prompt 4, none: no room", "prompt 4, draft-model: no room")
+    assert report.identities[0].errors == ("prompt 4, none: no room", "prompt 4, draft-model: no room")
     assert report.verdict == "failed"
 
 
 def test_a_failed_sample_fails_its_test(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = LLM.generate
 
-    def failing(self: LLM, prompts: Any, params: SamplingParams, *, n: int = 1) -> list[Output]:
-        outputs = generate(self, prompts, params, n=n)
+    def failing(self: LLM, prompts: Any, params: Any, *, n: int = 1, **more: Any) -> list[Output]:
+        outputs = generate(self, prompts, params, n=n, **more)
         return [replace(o, error="no room") for o in outputs] if n > 1 and params.is_coupled else outputs
 
     monkeypatch.setattr(LLM, "generate", failing)
@@ -360,7 +497,9 @@ def test_a_wrong_position_after_a_draft_diverges(llm: LLM, monkeypatch: pytest.M
 
     plant(monkeypatch, (Engine._verify, verified(one_off)))
     report = verify(llm, PROMPTS, replace(QUICK, samples=20))
-    assert report.identity.diverged("draft-model", False) and not report.identity.diverged("none", True)
+    assert report.identities[0].diverged("draft-model", False) and not report.identities[0].diverged(
+        "none", True
+    )
 
 
 # --- weak evidence ----------------------------------------------------------------------------------
@@ -381,7 +520,7 @@ def test_a_drafter_that_drafts_nothing_is_inconclusive(
     assert report.verdict == "inconclusive"
     assert [doubt.split(";")[0] for doubt in report.doubts] == [
         "nothing was drafted at temperature 0",
-        "nothing was drafted in 4 of the chi-square tests",
+        "nothing was drafted in 5 of the chi-square tests",
     ]
 
 
@@ -408,7 +547,9 @@ def chosen(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: dict[int, str]) ->
 
     monkeypatch.setattr(Lookup, "propose", propose)
     params = SamplingParams(drafter="lookup", acceptance="speculative")
-    return choose_prompts(Sampler(llm, 5), PlainTarget(llm, 60), PROMPTS, params, 5, lambda done, total: None)
+    plain = PlainTarget(llm, 60)
+    cases = choose_cases(Sampler(llm, 5), plain, PROMPTS, params, 5, lambda done, total: None)
+    return [case.number for case in cases]
 
 
 def test_prompts_with_mixed_acceptance_and_high_entropy_come_first(
@@ -416,7 +557,7 @@ def test_prompts_with_mixed_acceptance_and_high_entropy_come_first(
 ) -> None:
     """Prompts with both outcomes precede those with rejections only, and these precede undrafted ones."""
     plain, params = PlainTarget(llm, 60), SamplingParams()
-    entropies = {i: Cells.of(plain.next_token(p, params), WIDTHS).entropy for i, p in enumerate(PROMPTS)}
+    entropies = {i: Cells.of(plain.next_token(p, params), TREE_WIDTHS).entropy for i, p in enumerate(PROMPTS)}
     ranked = sorted(entropies, key=lambda i: -entropies[i])
     assert ranked != sorted(entropies)
     assert chosen(llm, monkeypatch, {}) == ranked
@@ -445,8 +586,14 @@ def test_a_failure_outweighs_weak_evidence(llm: LLM, altered: Any) -> None:
         ({"seed": -1}, "seed is -1; give a whole number"),
         ({"acceptance": "bild"}, "acceptance is 'bild', which is not lossless"),
         (
-            {"self_test": True, "acceptance": "coupled"},
-            "self_test removes the residual, but acceptance='coupled' has none; leave one out",
+            {"self_test": "residual", "acceptance": "coupled"},
+            "self_test is 'residual', but corrections drawn from p, not from the residual breaks nothing under"
+            " acceptance='coupled'; leave one out",
+        ),
+        (
+            {"self_test": "bonus"},
+            "self_test is 'bonus', which is no defect to plant; give residual, position, coin, round-noise,"
+            " penalties",
         ),
     ],
 )
@@ -471,24 +618,24 @@ def test_missing_drafters_and_wrong_prompts_are_refused(llm: LLM, folders: tuple
 
 def test_long_prompts_are_truncated_on_request(llm: LLM) -> None:
     report = verify(llm, [[1, *[4, 5] * 40], *PROMPTS], replace(QUICK, samples=20), truncate="left")
-    assert report.identity.passed and report.identity.prompts == 6
+    assert report.identities[0].passed and report.identities[0].prompts == 6
 
 
 def test_the_report_is_json_without_nan(llm: LLM) -> None:
-    report = verify(llm, PROMPTS, replace(QUICK, samples=20, self_test=True))
+    report = verify(llm, PROMPTS, replace(SELF_TEST, samples=20))
     document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert document["verdict"] == report.verdict
-    assert document["identity"]["runs"][0] == {"drafter": "draft-model", "batched": False}
+    assert document["identities"][0]["runs"][0] == {"drafter": "draft-model", "batched": False}
     assert [test["passed"] for test in document["tests"]] == [test.passed for test in report.tests]
-    assert (document["planted"], document["found_planted"]) == ("no residual", report.found_planted)
+    assert (document["planted"], document["found_planted"]) == ("residual", report.found_planted)
 
 
 def test_progress_reaches_the_end_of_every_stage(llm: LLM) -> None:
     seen: dict[str, tuple[int, int]] = {}
     verify(llm, PROMPTS, QUICK, progress=lambda stage, done, total: seen.update({stage: (done, total)}))
     assert list(seen) == [
-        "Temperature 0",
+        *(f"Texts {i} of 4" for i in range(1, 5)),
         "Choosing prompts",
-        *(f"Chi-square test {i} of 6" for i in range(1, 7)),
+        *(f"Chi-square test {i} of 9" for i in range(1, 10)),
     ]
     assert all(done == total for done, total in seen.values())

@@ -21,6 +21,7 @@ from foredraft.cli.exit_codes import INTERRUPTED, USER_ERROR
 from foredraft.cli.generate import generate
 from foredraft.cli.help import HELP_ALL, HelpPages, usage
 from foredraft.cli.info import info
+from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.help_formatter = HelpPages(everything=HELP_ALL in words)
     code = 0
     try:
-        code = app(mark_stdin(words))
+        code = app(mark_stdin(name_defaults(words)))
         sys.stdout.flush()
     except (CycloptsError, ForedraftError) as error:
         print_error(error)

@@ -15,10 +15,11 @@ from cyclopts import Group, Parameter, Token
 
 from foredraft.bench.contenders import CONTENDERS
 from foredraft.bench.options import Options as BenchDefaults
-from foredraft.cli.options import Flag, bullets, common
+from foredraft.cli.options import bullets, common
 from foredraft.tune.options import Options as TuneDefaults
 from foredraft.tune.options import SamplerName
 from foredraft.verify import Options as VerifyDefaults
+from foredraft.verify.defects import ALL, DEFAULT, DEFECTS
 
 __all__ = ["BenchOptions", "TuneOptions", "VerifyOptions"]
 
@@ -40,6 +41,7 @@ def parse_whole(_: type, words: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=parse_whole)]
+DEFECT_HELP = bullets({name: defect.summary for name, defect in DEFECTS.items()})
 CONTENDER_HELP = bullets({name: kind.summary for name, kind in CONTENDERS.items()})
 
 
@@ -50,17 +52,22 @@ class VerifyOptions:
     """File of prompts: one per line, or .jsonl with a "prompt" in every line. Default: the prompts that ship
     with Foredraft."""
     tokens: Annotated[int, common(VERIFYING)] = VERIFY.tokens
-    """Maximum number of new tokens compared per prompt at temperature 0."""
+    """Maximum number of new tokens of each text that is compared token for token."""
     samples: int | None = None
-    """Samples per chi-square test. Default: as many as --detect needs."""
+    """Samples per full chi-square test. Default: as many as --detect needs."""
     detect: Annotated[float, common(VERIFYING)] = VERIFY.detect
-    """Total variation distance between the sampled and the target's distribution that each test must
+    """Total variation distance between the sampled and the target's distribution that each full test must
     detect."""
     seed: int | None = None
     """Random seed, for reproducible samples. Default: a fresh one, which the report shows."""
-    self_test: Annotated[Flag, common(VERIFYING)] = False
-    """Plant a defect (corrections drawn from p instead of the residual) and check that the tests find it: the
-    exit code is then 1."""
+    self_test: Annotated[
+        str | None,
+        common(
+            VERIFYING,
+            help="Plant a defect and check that the tests find it; the exit code is then 1. Without a name:"
+            f" {DEFAULT}.\n\n{DEFECT_HELP}- {ALL}: each in turn",
+        ),
+    ] = None
 
 
 @Parameter(name="*", group=BENCHMARK)

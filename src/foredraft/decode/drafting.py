@@ -9,7 +9,7 @@ noise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +37,14 @@ class DraftTools:
         policy: May end drafts early.
         noise: Draws of sampled drafts.
         greedy: Steppers draft their argmax, with a one-hot q, instead of sampling from q.
+        temperature: Divides the logits of steppers before all transforms.
         observer: Told when a drafter reads tokens that it missed.
     """
 
     policy: Policy
     noise: Noise
     greedy: bool = False
+    temperature: float = 1.0
     observer: Observer = SILENT
 
 
@@ -100,6 +102,8 @@ def _draft_loop(
     for j in range(max(budgets)):
         at = None if tokens.shape[1] == 1 else upload([count - 1 for count in counts], device)
         logits = drafter.step(tokens, starts, counts, steps.stopped, at)[:, None]  # [B, 1, V]
+        if tools.temperature != 1:
+            logits = logits / tools.temperature
         masks = None if walks is None else walks.masks()
         penalties = inputs.penalty_context and inputs.penalty_context.along(steps.drawn, ahead=j)
         q, finite = distribution_of(logits, inputs.table, masks, penalties, argmax=tools.greedy)
@@ -147,6 +151,8 @@ def _fused_draft(
         sampling = table.sampling_inputs(inputs.noise.bits(DRAFT)[:, : max(budgets)])
         if sampling is None:
             return None
+        if tools.temperature != 1:
+            sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
     fused = drafter.fused_draft(first_inputs, starts, budgets, sampling)
     if fused is None:
         return None

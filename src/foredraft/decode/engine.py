@@ -67,6 +67,9 @@ class Engine:
 
     Attributes:
         accept: The acceptance rules. An attribute so that `verify --self-test` can plant a defective one.
+        round_inputs: Makes the inputs of a round. An attribute for the same reason.
+        draft_temperature: Divides the logits of steppers before all transforms; above 1 it weakens a drafter,
+            and q stays exact.
         observer: Told about phases; replaced while a program times the engine.
     """
 
@@ -89,6 +92,8 @@ class Engine:
         self.vocab_ops, self.noise = vocab_ops, noise or Noise()
         self.greedy_drafts = greedy_drafts
         self.accept: Rule = accept
+        self.round_inputs: Callable[..., RoundInputs] = RoundInputs
+        self.draft_temperature = 1.0
         self.observer: Observer = SILENT
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
@@ -150,7 +155,9 @@ class Engine:
         with self.observer.phase("round"), torch.inference_mode():
             inputs = self._inputs()
             with self.observer.phase("draft"):
-                tools = DraftTools(self.policy, self.noise, self.greedy_drafts, self.observer)
+                tools = DraftTools(
+                    self.policy, self.noise, self.greedy_drafts, self.draft_temperature, self.observer
+                )
                 draft = propose({**self.drafters, **FREE_DRAFTERS}, inputs, tools)
             with self.observer.phase("verify"):
                 forward = self._verify(inputs, draft)
@@ -178,7 +185,9 @@ class Engine:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
         budgets, drafters = plan_drafts(sequences, idle, self.drafters, self.policy, self.target.max_queries)
-        return RoundInputs(sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device)
+        return self.round_inputs(
+            sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device
+        )
 
     def _verify(self, inputs: RoundInputs, draft: Draft) -> Forward:
         """Run one forward over [pending, *draft] of every row."""

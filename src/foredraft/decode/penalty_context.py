@@ -68,12 +68,18 @@ class PenaltyContext:
     @classmethod
     def of_prompt(cls, prompt: list[int], ahead: Tensor) -> PenaltyContext:
         """Return the context of one prompt: column t follows it and the first t of the tokens ahead [K]."""
+        return replace(cls.after(prompt, [], ahead.device), drafted=ahead[None])
+
+    @classmethod
+    def after(cls, prompt: list[int], output: list[int], device: torch.device) -> PenaltyContext:
+        """Return the context of the token after one prompt and what is committed of its output."""
         token_counts = TokenCounts(prompt)
+        for token in output:
+            token_counts.count(token, 1)
         ids, counts, prompted = (
-            upload(x[None], ahead.device)
-            for x in (token_counts.ids, token_counts.counts, token_counts.prompted)
+            upload(x[None], device) for x in (token_counts.ids, token_counts.counts, token_counts.prompted)
         )
-        return cls(ids, counts, prompted, torch.zeros_like(ids[:, 0]), ahead[None])
+        return cls(ids, counts, prompted, upload([len(output)], device))
 
     def along(self, drafted: Tensor, ahead: int = 0) -> PenaltyContext:
         """Return the context of a pass whose column t follows the first `ahead + t` of drafted [B, K]."""

@@ -27,11 +27,13 @@ class Cells:
     Attributes:
         probabilities: Probability of each cell, above 0; they sum to 1.
         branches: Prefix -> distribution of the next token, [V].
+        separate: Prefix -> its separate next tokens, the most likely first.
         index: (prefix, whether the rest follows it) -> number of the cell.
     """
 
     probabilities: list[float]
     branches: dict[Prefix, Tensor]
+    separate: dict[Prefix, list[int]]
     index: dict[tuple[Prefix, bool], int]
 
     @classmethod
@@ -42,7 +44,7 @@ class Cells:
             next_token: Distribution of the token after a prefix.
             widths: Number of separate tokens at each position; continuations have len(widths) tokens.
         """
-        cells = cls([], {}, {})
+        cells = cls([], {}, {}, {})
         cells._grow((), 1.0, next_token, widths)
         return cells
 
@@ -56,9 +58,10 @@ class Cells:
         rest = float(distribution[order[width:]].sum())
         if rest > 0:
             self._add(prefix, True, probability * rest)
-        for token in order[:width].tolist():
-            if distribution[token] > 0:
-                self._grow((*prefix, token), probability * float(distribution[token]), next_token, widths)
+        likely = [token for token in order[:width].tolist() if distribution[token] > 0]
+        self.separate[prefix] = likely
+        for token in likely:
+            self._grow((*prefix, token), probability * float(distribution[token]), next_token, widths)
 
     def _add(self, prefix: Prefix, rest: bool, probability: float) -> None:
         self.index[prefix, rest] = len(self.probabilities)
@@ -71,11 +74,22 @@ class Cells:
             token = tokens[len(prefix)]
             if distribution[token] == 0:
                 return None
-            longer = (*prefix, token)
-            if longer not in self.branches and (longer, False) not in self.index:
+            if token not in self.separate[prefix]:
                 return self.index[prefix, True]
-            prefix = longer
+            prefix = (*prefix, token)
         return self.index[prefix, False]
+
+    def next_probabilities(self, prefix: Prefix) -> list[float]:
+        """Return the probability of each separate token after a prefix, and last that of the rest."""
+        distribution, likely = self.branches[prefix], self.separate[prefix]
+        rest = distribution.clone()
+        rest[likely] = 0.0
+        return [*distribution[likely].tolist(), float(rest.sum())]
+
+    def next_cell(self, prefix: Prefix, token: int) -> int:
+        """Return the place of the token after a prefix in `next_probabilities`."""
+        likely = self.separate[prefix]
+        return likely.index(token) if token in likely else len(likely)
 
     @property
     def entropy(self) -> float:

@@ -1,51 +1,73 @@
-"""Token identity at temperature 0: every output must equal plain decoding of the same prompt alone.
+"""Token identity: every output must equal plain decoding of the same prompt alone.
 
-Three runs are compared with it: the drafter on one prompt at a time, plain decoding in a batch, and the
-drafter in a batch. A divergence is reported with the target's margin between its two most likely tokens at
-that position, and is a failure however small the margin.
+At temperature 0 the tokens are a function of the prompt. Under the `coupled` rule they are a function of
+prompt and seed at any temperature, so a seeded text is compared in the same way. Three runs are compared with
+plain decoding of one prompt at a time: the drafter on one prompt at a time, plain decoding in a batch, and
+the drafter in a batch. A divergence is reported with the target's margin between its two most likely tokens
+at that position, and is a failure however small the margin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from foredraft.decode.params import SamplingParams
 from foredraft.llm import LLM, Output
 from foredraft.verify.plain_target import PlainTarget
-from foredraft.verify.report import Divergence, Identity
+from foredraft.verify.records import Divergence, Identity
+from foredraft.verify.settings import Setting
 
-__all__ = ["compare_tokens"]
+__all__ = ["TextPlan", "compare_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlan:
+    """The texts of one comparison.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        setting: Sampling parameters.
+        seeds: A seed for each prompt; None at temperature 0.
+        tokens: Maximum number of new tokens per prompt.
+    """
+
+    prompts: Sequence[list[int]]
+    setting: Setting
+    seeds: Sequence[int] | None
+    tokens: int
+
+    def params(self, drafter: str) -> list[SamplingParams]:
+        """Return the parameters of each prompt."""
+        params = SamplingParams(**self.setting.options, max_new_tokens=self.tokens, drafter=drafter)
+        if self.seeds is None:
+            return [params] * len(self.prompts)
+        return [params.replace(seed=seed, acceptance="coupled") for seed in self.seeds]
 
 
 def compare_tokens(
-    llm: LLM,
-    plain: PlainTarget,
-    prompts: Sequence[list[int]],
-    drafter: str,
-    tokens: int,
-    progress: Callable[[int, int], None],
+    llm: LLM, plain: PlainTarget, plan: TextPlan, drafter: str, progress: Callable[[int, int], None]
 ) -> Identity:
-    """Compare greedy outputs with plain decoding's.
+    """Compare outputs with plain decoding's.
 
     Args:
         llm: The loaded models.
         plain: Computes the target's logits where an output diverges.
-        prompts: Token ids of each prompt.
+        plan: The texts.
         drafter: Name of the drafter.
-        tokens: Maximum number of new tokens per prompt.
         progress: Called as (outputs done, outputs in all).
     """
     runs = ((drafter, False), ("none", True), (drafter, True))
-    done, total = 0, len(prompts) * (1 + len(runs))
+    done, total = 0, len(plan.prompts) * (1 + len(runs))
 
     def generate(name: str, batched: bool) -> list[Output]:
         nonlocal done
-        params = SamplingParams(temperature=0.0, max_new_tokens=tokens, drafter=name)
+        requests = list(zip(plan.prompts, plan.params(name), strict=True))
         outputs: list[Output] = []
-        for group in [prompts] if batched else [[prompt] for prompt in prompts]:
+        for group in [requests] if batched else [[request] for request in requests]:
             # A single prompt runs beside a copy of itself, so that the batch has two rows.
             rows = [*group, *group] if batched and len(group) == 1 else group
-            outputs += llm.generate(rows, params)[: len(group)]
+            outputs += llm.generate([prompt for prompt, _ in rows], [own for _, own in rows])[: len(group)]
             done += len(group)
             progress(done, total)
         return outputs
@@ -60,22 +82,37 @@ def compare_tokens(
             if got.error:
                 errors.append(f"prompt {i}, {name}: {got.error}")
             elif not want.error and got.token_ids != want.token_ids:
-                at = _first_difference(want.token_ids, got.token_ids)
-                logits, best = plain.logits(prompts[i], want.token_ids[:at]).topk(2)
-                divergences.append(
-                    Divergence(
-                        prompt=i,
-                        drafter=name,
-                        batched=batched,
-                        position=at,
-                        expected=want.token_ids[at] if at < len(want.token_ids) else None,
-                        found=got.token_ids[at] if at < len(got.token_ids) else None,
-                        best=(int(best[0]), int(best[1])),
-                        logits=(float(logits[0]), float(logits[1])),
-                    )
-                )
-    count = sum(len(output.token_ids) for output in expected)
-    return Identity(len(prompts), count, runs, drafted, tuple(divergences), tuple(errors))
+                divergences.append(_divergence(plain, plan, (i, name, batched), want, got))
+    return Identity(
+        setting=plan.setting,
+        acceptance=None if plan.seeds is None else "coupled",
+        prompts=len(plan.prompts),
+        tokens=sum(len(output.token_ids) for output in expected),
+        runs=runs,
+        drafted=drafted,
+        divergences=tuple(divergences),
+        errors=tuple(errors),
+    )
+
+
+def _divergence(
+    plain: PlainTarget, plan: TextPlan, run: tuple[int, str, bool], want: Output, got: Output
+) -> Divergence:
+    """Return the first difference of two outputs; run: prompt, drafter and whether it is batched."""
+    i, name, batched = run
+    at = _first_difference(want.token_ids, got.token_ids)
+    logits, best = plain.logits(plan.prompts[i], want.token_ids[:at]).topk(2)
+    return Divergence(
+        prompt=i,
+        drafter=name,
+        batched=batched,
+        seed=None if plan.seeds is None else plan.seeds[i],
+        position=at,
+        expected=want.token_ids[at] if at < len(want.token_ids) else None,
+        found=got.token_ids[at] if at < len(got.token_ids) else None,
+        best=(int(best[0]), int(best[1])),
+        logits=(float(logits[0]), float(logits[1])),
+    )
 
 
 def _first_difference(expected: list[int], found: list[int]) -> int:

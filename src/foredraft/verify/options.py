@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from foredraft.errors import ConfigError, Option
+from foredraft.verify.defects import DEFECTS
+from foredraft.verify.settings import RULES, Rule
 
-__all__ = ["RULES", "Options", "no_drafter"]
-
-Rule: TypeAlias = Literal["speculative", "coupled"]
-RULES: tuple[Rule, ...] = ("speculative", "coupled")
+__all__ = ["Options", "no_drafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +16,12 @@ class Options:
     """Options of a verification.
 
     Attributes:
-        tokens: Maximum number of new tokens compared per prompt at temperature 0.
-        samples: Samples per chi-square test; None takes as many as `detect` needs.
-        detect: Total variation distance that each test of the drafter must detect.
+        tokens: Maximum number of new tokens of each text that is compared token for token.
+        samples: Samples per full chi-square test; None takes as many as `detect` needs.
+        detect: Total variation distance that each full test of the drafter must detect.
         seed: Random seed of the samples; None draws one.
         acceptance: The acceptance rule to test; None tests both lossless rules.
-        self_test: Plant a defect, the missing residual, which the tests must find.
+        self_test: Name of a defect to plant, which the checks must find; None plants none.
 
     Raises:
         ConfigError: A value is out of range.
@@ -34,7 +32,7 @@ class Options:
     detect: float = 0.03
     seed: int | None = None
     acceptance: Rule | None = None
-    self_test: bool = False
+    self_test: str | None = None
 
     def __post_init__(self) -> None:
         for option in ("tokens", "samples"):
@@ -58,12 +56,31 @@ class Options:
                 value=self.acceptance,
                 remedy=f"give {' or '.join(RULES)}, or leave it out",
             )
-        if self.self_test and self.acceptance == "coupled":
+        if self.self_test is not None:
+            self._check_defect(self.self_test)
+
+    def _check_defect(self, name: str) -> None:
+        defect = DEFECTS.get(name)
+        if defect is None:
             raise ConfigError(
-                ("removes the residual, but ", Option("acceptance", "coupled"), " has none"),
+                "which is no defect to plant",
                 option="self_test",
+                value=name,
+                remedy=f"give {', '.join(DEFECTS)}",
+            )
+        if self.acceptance is not None and defect.rule not in (None, self.acceptance):
+            raise ConfigError(
+                (f"but {defect.summary} breaks nothing under ", Option("acceptance", self.acceptance)),
+                option="self_test",
+                value=name,
                 remedy="leave one out",
             )
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The acceptance rules to test, the one that is tested in full first."""
+        only = self.acceptance or (DEFECTS[self.self_test].rule if self.self_test else None)
+        return RULES if only is None else (only,)
 
 
 def no_drafter() -> ConfigError:

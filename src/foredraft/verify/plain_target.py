@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.penalty_context import PenaltyContext
 from foredraft.decode.sampling import SamplingTable, distribution_of
 from foredraft.errors import RequestError
 from foredraft.llm import LLM
@@ -66,8 +67,10 @@ class PlainTarget:
 
         def distribution(prefix: tuple[int, ...]) -> Tensor:
             logits = self.logits(prompt, list(prefix))
+            # As plain decoding has it: the output so far is committed, and there is no draft.
+            context = PenaltyContext.after(prompt, list(prefix), logits.device) if params.penalised else None
             transformed, finite = distribution_of(
-                logits[None, None], SamplingTable.of([params], logits.device)
+                logits[None, None], SamplingTable.of([params], logits.device), None, context
             )
             if not finite.item():
                 raise RequestError(

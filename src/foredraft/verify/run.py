@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,33 +18,29 @@ from foredraft.errors import ConfigError
 from foredraft.llm import LLM, Prompts
 from foredraft.model.device import dtype_name
 from foredraft.verify.chi_square import samples_needed
-from foredraft.verify.defect import without_residual
-from foredraft.verify.distribution_tests import (
-    POWER,
-    WIDTHS,
-    Sampler,
-    SamplingCase,
-    choose_prompts,
-    run_test,
-)
-from foredraft.verify.identity import compare_tokens
-from foredraft.verify.options import RULES, Options, no_drafter
+from foredraft.verify.distribution_tests import POWER, DistributionPlan, run_test
+from foredraft.verify.identity import TextPlan, compare_tokens
+from foredraft.verify.options import Options, no_drafter
 from foredraft.verify.plain_target import PlainTarget
-from foredraft.verify.report import DistributionTest, Report
+from foredraft.verify.planting import planted
+from foredraft.verify.prompt_choice import choose_cases, choose_stand_in
+from foredraft.verify.records import DistributionTest, Identity
+from foredraft.verify.report import Report
+from foredraft.verify.sampler import WIDTHS, Sampler, SamplingCase, target_drafter
+from foredraft.verify.settings import GREEDY, GREEDY_PENALISED, PENALISED, SETTINGS
 
 __all__ = ["max_new_tokens", "verify"]
 
-# Probability that any of the chi-square tests rejects a lossless set-up. Each test gets an equal share of
-# it, by Bonferroni's inequality.
+# Probability that any of the chi-square tests rejects a lossless set-up. Each test, joint or of a draft
+# position, gets an equal share of it, by Bonferroni's inequality.
 FAMILY_LEVEL = 1e-3
-# Sampling parameters that are tested: the full distribution, and a truncated one.
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
-)
 DEFAULTS = Options()
-# A control has 1 / CONTROL_SHARE of the drafter's samples: it checks the method, and plain steps are slow.
-CONTROL_SHARE = 8
+# Tests that are not full have 1 / REDUCED_SHARE of the samples. Controls check the method, and plain steps
+# are slow. Under `coupled`, texts are compared token for token with plain decoding's, which finds far smaller
+# differences.
+REDUCED_SHARE = 16
+# Prompts of each comparison of texts beside the first one, which takes all of them.
+TEXTS = 8
 
 
 def verify(
@@ -58,11 +53,12 @@ def verify(
 ) -> Report:
     """Compare `llm` with its default drafter against plain decoding of its target.
 
-    Two things are checked. At temperature 0, the new tokens of every prompt must be those of plain decoding
-    of that prompt alone: with the drafter on one prompt at a time, plainly in a batch, and with the drafter
-    in a batch. At temperatures above 0, samples of three tokens must follow the target's exact joint
-    distribution, by chi-square tests under each lossless acceptance rule and two settings; the same tests
-    of plain decoding are the controls.
+    Two things are checked. At temperature 0, and under the `coupled` rule with a seed, the new tokens of a
+    prompt must be those of plain decoding of that prompt alone: with the drafter on one prompt at a time,
+    plainly in a batch, and with the drafter in a batch. At temperatures above 0, samples of four tokens must
+    follow the target's exact joint distribution, by chi-square tests under each lossless acceptance rule and
+    three settings, and under `speculative` the tokens of each draft position too; the joint tests of plain
+    decoding are the controls.
 
     Args:
         llm: The loaded models. The default drafter is verified.
@@ -85,26 +81,51 @@ def verify(
     encoded = [llm._fitting(ids, new_tokens, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
     plain = PlainTarget(llm, max(map(len, encoded)) + new_tokens)
-    with without_residual(llm._engine) if options.self_test else nullcontext():
-        identity = compare_tokens(
-            llm, plain, encoded, drafter, options.tokens, partial(progress, "Temperature 0")
-        )
-        tests = _run_tests(Sampler(llm, seed), plain, encoded, drafter, options, progress)
+    sampler = Sampler(llm, seed)
+    with planted(llm._engine, options.self_test), target_drafter(llm._engine):
+        identities = _compare_texts(sampler, plain, encoded, drafter, options, progress)
+        tests = _run_tests(sampler, plain, encoded, drafter, options, progress)
     return Report(
         about=_about(llm, drafter),
         seed=seed,
-        identity=identity,
+        identities=tuple(identities),
         tests=tuple(tests),
         detect=options.detect,
         power=POWER,
         family_level=FAMILY_LEVEL,
-        planted="no residual" if options.self_test else None,
+        planted=options.self_test,
     )
 
 
 def max_new_tokens(options: Options) -> int:
     """Return the new tokens of the longest continuation that a verification generates."""
     return max(options.tokens, len(WIDTHS))
+
+
+def _compare_texts(
+    sampler: Sampler,
+    plain: PlainTarget,
+    prompts: Sequence[list[int]],
+    drafter: str,
+    options: Options,
+    progress: Callable[[str, int, int], None],
+) -> list[Identity]:
+    """Compare texts token for token: greedy ones, and seeded ones where the `coupled` rule is tested."""
+    plans = [
+        TextPlan(prompts, GREEDY, None, options.tokens),
+        TextPlan(prompts[:TEXTS], GREEDY_PENALISED, None, options.tokens),
+    ]
+    if "coupled" in options.rules:
+        plans += [
+            TextPlan(prompts[:TEXTS], setting, [sampler.next_seed() for _ in prompts[:TEXTS]], options.tokens)
+            for setting in (SETTINGS[0], PENALISED)
+        ]
+    return [
+        compare_tokens(
+            sampler.llm, plain, plan, drafter, partial(progress, f"Texts {number} of {len(plans)}")
+        )
+        for number, plan in enumerate(plans, start=1)
+    ]
 
 
 def _run_tests(
@@ -115,39 +136,74 @@ def _run_tests(
     options: Options,
     progress: Callable[[str, int, int], None],
 ) -> list[DistributionTest]:
-    """Run a test for each rule and setting on prompts that take turns, and a control for each setting."""
-    rules = RULES if options.acceptance is None else (options.acceptance,)
-    drafted = [
-        SamplingParams(**setting, acceptance=rule, drafter=drafter) for rule in rules for setting in SETTINGS
-    ]
-    controls = [replace(params, drafter="none") for params in drafted[: len(SETTINGS)]]
-    chosen = choose_prompts(
-        sampler, plain, prompts, drafted[0], len(drafted), partial(progress, "Choosing prompts")
-    )
-    total = len(drafted) + len(controls)
-    level = FAMILY_LEVEL / total
+    """Run a test for each rule and setting, and a control for each setting."""
+    cases = _choose(sampler, plain, prompts, drafter, options, partial(progress, "Choosing prompts"))
+    plans = _plans(cases, drafter, options)
     tests: list[DistributionTest] = []
-    for number, params in enumerate([*drafted, *controls]):
-        # A control has the prompt of the first test of its setting.
-        prompt = chosen[number % len(drafted) % len(chosen)]
+    for number, plan in enumerate(plans, start=1):
         tests.append(
             run_test(
                 sampler,
                 plain,
-                SamplingCase(prompt, prompts[prompt], params),
-                level=level,
-                sample_count=partial(_sample_count, options, level, params.drafter == "none"),
-                progress=partial(progress, f"Chi-square test {number + 1} of {total}"),
+                plan,
+                partial(_sample_count, options, plan),
+                partial(progress, f"Chi-square test {number} of {len(plans)}"),
             )
         )
     return tests
 
 
-def _sample_count(options: Options, level: float, is_control: bool, cells: int) -> int:
-    share = CONTROL_SHARE if is_control else 1
+def _choose(
+    sampler: Sampler,
+    plain: PlainTarget,
+    prompts: Sequence[list[int]],
+    drafter: str,
+    options: Options,
+    progress: Callable[[int, int], None],
+) -> list[SamplingCase]:
+    """Return a case for each setting; the last one has a stand-in where a draft is judged by its q."""
+    first, *_, last = [
+        SamplingParams(**setting.options, acceptance=options.rules[0], drafter=drafter)
+        for setting in SETTINGS
+    ]
+    found = choose_cases(sampler, plain, prompts, first, len(SETTINGS), progress)
+    cases = [found[number % len(found)] for number in range(len(SETTINGS))]
+    if "speculative" in options.rules:
+        cases[-1] = choose_stand_in(sampler, plain, prompts, last) or cases[-1]
+    return cases
+
+
+def _plans(cases: Sequence[SamplingCase], drafter: str, options: Options) -> list[DistributionPlan]:
+    """Return the chi-square tests: one for each rule and setting, and a control for each setting."""
+    kinds = [*((rule, False) for rule in options.rules), (options.rules[0], True)]
+    positions = len(SETTINGS) * len(WIDTHS) if "speculative" in options.rules else 0
+    level = FAMILY_LEVEL / (len(kinds) * len(SETTINGS) + positions)
+    plans: list[DistributionPlan] = []
+    for rule, is_control in kinds:
+        judged = rule == "speculative" and not is_control
+        for case, setting in zip(cases, SETTINGS, strict=True):
+            # Where q has no part, there is no stand-in.
+            name = "none" if is_control else case.params.drafter if judged else drafter
+            params = SamplingParams(**setting.options, acceptance=rule, drafter=name)
+            temperature = case.draft_temperature if judged else 1.0
+            plans.append(
+                DistributionPlan(
+                    replace(case, params=params, draft_temperature=temperature),
+                    rule,
+                    setting,
+                    full=rule == (options.acceptance or "speculative") and not is_control,
+                    by_position=judged,
+                    level=level,
+                )
+            )
+    return plans
+
+
+def _sample_count(options: Options, plan: DistributionPlan, cells: int) -> int:
+    share = 1 if plan.full else REDUCED_SHARE
     if options.samples is not None:
         return max(1, options.samples // share)
-    return -(-samples_needed(options.detect, cells - 1, level, POWER) // share)
+    return -(-samples_needed(options.detect, cells - 1, plan.level, POWER) // share)
 
 
 def _about(llm: LLM, drafter: str) -> dict[str, Any]:

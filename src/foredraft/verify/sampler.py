@@ -1,0 +1,106 @@
+"""The sampler: draws continuations of one prompt, with a seed of its own for every call to the model.
+
+`target_drafter` lends the engine one drafter more: the target itself. At a draft temperature its drafts are
+as often right and wrong as a test needs them, whatever drafter the user has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from foredraft.decode.drafter import Stepper
+from foredraft.decode.engine import Engine
+from foredraft.decode.params import SamplingParams
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.skips import Skips
+from foredraft.llm import LLM, Output
+from foredraft.model.runner import Runner
+
+__all__ = ["BATCH", "TARGET", "TREE_WIDTHS", "WIDTHS", "Sampler", "SamplingCase", "target_drafter"]
+
+# Separate tokens at each position of a sample (`cells`). More cells need more samples: these widths make 9
+# cells; two tokens at each position make 31, and need 1.5 times the samples for the same distance. Four
+# tokens leave room for drafts of three, and so for corrections at a second and a third position.
+WIDTHS = (2, 1, 1, 1)
+# The same for tests by draft position, which compare tokens given the text before them. They tell more texts
+# apart, so that more of the tokens at later positions count.
+TREE_WIDTHS = (3, 2, 1, 1)
+TARGET = "target"  # name of the target as its own drafter
+BATCH = 512  # samples per `generate` call; progress is reported, and the seed changes, between calls
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingCase:
+    """The samples of one test: a prompt, sampling parameters, and how the drafter is changed.
+
+    Attributes:
+        number: Number of the prompt.
+        prompt: Token ids of the prompt.
+        params: Sampling parameters, drafter and acceptance rule included.
+        draft_temperature: Divides the drafter's logits; 1 leaves the drafter as it is, and less sharpens q.
+    """
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    draft_temperature: float = 1.0
+
+
+@contextmanager
+def target_drafter(engine: Engine) -> Iterator[None]:
+    """Let requests name the target as their drafter within the context.
+
+    A policy that needs the costs of every drafter knows none of this one; under it, nothing is added.
+    """
+    if engine.policy.uses_costs:
+        yield
+        return
+    assert isinstance(engine.target, Runner)
+    engine.drafters[TARGET] = LayerSkip(engine.target, engine.cache, Skips())
+    try:
+        yield
+    finally:
+        del engine.drafters[TARGET]
+
+
+class Sampler:
+    """Draws continuations of `len(WIDTHS)` tokens.
+
+    Args:
+        llm: The loaded models.
+        seed: The first seed; later calls take the next ones.
+    """
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.llm = llm
+        self._seeds: Iterator[int] = itertools.count(seed)
+
+    def next_seed(self) -> int:
+        """Return a seed that no other call takes."""
+        return next(self._seeds)
+
+    def has(self, drafter: str) -> bool:
+        """Return whether the engine has this drafter."""
+        return drafter in self.llm._engine.drafters
+
+    def draws(self, drafter: str | None) -> bool:
+        """Return whether the drafter draws from a q, which a draft temperature changes."""
+        engine = self.llm._engine
+        return isinstance(engine.drafters.get(drafter or ""), Stepper) and not engine.greedy_drafts
+
+    def draw(self, case: SamplingCase, count: int, *, trace: bool = False) -> Iterator[list[Output]]:
+        """Yield `count` samples, up to `BATCH` at a time; `trace` records their rounds."""
+        engine = self.llm._engine
+        while count > 0:
+            size = min(count, BATCH)
+            params = replace(case.params, max_new_tokens=len(WIDTHS), seed=self.next_seed(), ignore_eos=True)
+            engine.draft_temperature = case.draft_temperature
+            try:
+                outputs = self.llm.generate([case.prompt], params, n=size, trace=trace)
+            finally:
+                engine.draft_temperature = 1.0
+            yield outputs
+            count -= size

@@ -1,0 +1,119 @@
+"""Tests by draft position: tokens are counted where a draft gave them, and the stated power is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft.decode.trace import RoundTrace
+from foredraft.verify.cells import Cells
+from foredraft.verify.positions import PositionCounts
+from foredraft.verify.records import DraftPosition
+
+LENGTH, GAMMA, VOCABULARY = 4, 3, 5
+P = np.array([0.4, 0.3, 0.15, 0.1, 0.05])  # the target's distribution, whatever the text before
+Q = np.array([0.6, 0.1, 0.1, 0.1, 0.1])  # the drafter's
+LEVEL, POWER = 1e-3, 0.9
+Correction = Callable[[int], np.ndarray]
+
+
+def cells() -> Cells:
+    return Cells.of(lambda prefix: torch.from_numpy(P), (3, 2, 1, 1))
+
+
+def rounds(start: int, draft: list[int], accepted: int) -> RoundTrace:
+    return RoundTrace(start, "draft", len(draft), draft, [], [], accepted, 0, 0.0, accepted + 1)
+
+
+def residual(position: int) -> np.ndarray:
+    left = np.maximum(P - Q, 0)
+    return left / left.sum()
+
+
+def sampled(
+    random: np.random.Generator, correction: Correction = residual
+) -> tuple[list[int], list[RoundTrace]]:
+    """Sample a text by the speculative rule; correction: draft position -> distribution of a correction."""
+    tokens: list[int] = []
+    trace: list[RoundTrace] = []
+    while len(tokens) < LENGTH:
+        draft = random.choice(VOCABULARY, size=min(GAMMA, LENGTH - len(tokens) - 1), p=Q).tolist()
+        kept = [random.random() * Q[token] < P[token] for token in draft]
+        accepted = [*kept, False].index(False)
+        last = correction(accepted) if accepted < len(draft) else P
+        trace.append(rounds(len(tokens), draft, accepted))
+        tokens += [*draft[:accepted], int(random.choice(VOCABULARY, p=last))]
+    return tokens, trace
+
+
+def results_of(seed: int, samples: int, correction: Correction = residual) -> list[DraftPosition]:
+    random, counts = np.random.default_rng(seed), PositionCounts(cells(), GAMMA)
+    for _ in range(samples):
+        counts.add(*sampled(random, correction))
+    return list(counts.tests(LEVEL, POWER))
+
+
+def test_tokens_are_counted_at_their_position_in_the_draft() -> None:
+    counts = PositionCounts(cells(), GAMMA)
+    # one accepted and a correction, then a plain step, which no draft gave, and a draft accepted whole
+    counts.add([0, 1, 0, 0], [rounds(0, [0, 4, 4], 1), rounds(2, [], 0), rounds(3, [], 0)])
+    assert (counts.corrections, counts.bonuses) == ([0, 1, 0, 0], 0)
+    counts.add([0, 0, 0, 0], [rounds(0, [0, 0, 0], 3)])
+    assert (counts.corrections, counts.bonuses) == ([0, 1, 0, 0], 1)
+    # a rejection at once; the next round's draft begins at position 0 again
+    counts.add([1, 0, 1, 1], [rounds(0, [3, 3, 3], 0), rounds(1, [0, 2], 1), rounds(3, [], 0)])
+    assert (counts.corrections, counts.bonuses) == ([1, 2, 0, 0], 1)
+
+
+def test_tokens_after_a_text_that_the_cells_do_not_separate_are_left_out() -> None:
+    counts = PositionCounts(cells(), GAMMA)
+    counts.add([4, 0, 0, 0], [rounds(0, [4, 0, 0], 3)])  # token 4 is in the rest of the first position
+    first, *others = counts.tests(LEVEL, POWER)
+    assert (counts.bonuses, sum(each.seen + each.tokens for each in others)) == (0, 0)
+    assert first.position == 0
+
+
+def test_a_cut_draft_counts_as_far_as_it_was_emitted() -> None:
+    counts = PositionCounts(cells(), GAMMA)
+    cut = RoundTrace(0, "draft", 3, [0, 0, 0], [], [], 3, 0, 0.0, 2)
+    counts.add([0, 0], [cut])
+    assert counts.bonuses == 0
+
+
+def test_lossless_samples_are_rejected_at_the_level() -> None:
+    results = [results_of(seed, 400) for seed in range(60)]
+    low = [each.p_value < 0.05 for result in results for each in result if each.degrees]
+    assert 0.015 < np.mean(low) < 0.09
+    assert all(each.passed for result in results for each in result)
+
+
+@pytest.mark.parametrize("wrong", range(GAMMA))
+def test_a_wrong_correction_fails_the_test_of_its_position_alone(wrong: int) -> None:
+    result = results_of(3, 4000, lambda position: P if position == wrong else residual(position))
+    assert [each.passed for each in result] == [each.position != wrong for each in result]
+
+
+@pytest.mark.parametrize("position", range(GAMMA))
+def test_the_stated_distance_of_corrections_is_detected_with_the_power(position: int) -> None:
+    """Corrections at this distance from the residual over the cells are found about as often as stated."""
+    [result] = [each for each in results_of(0, 1500) if each.position == position]
+    shift = result.detectable_correction
+    assert 0 < shift < 1
+    toward = np.zeros(VOCABULARY)
+    toward[0] = 1.0  # no correction gives this token
+    wrong = (1 - shift) * residual(0) + shift * toward
+    assert np.abs(wrong - residual(0)).sum() / 2 == pytest.approx(shift)
+    found = [
+        not results_of(seed, 1500, lambda at: wrong if at == position else residual(at))[position].passed
+        for seed in range(1, 21)
+    ]
+    assert np.mean(found) >= 0.85
+
+
+def test_too_few_tokens_test_nothing() -> None:
+    for each in results_of(0, 3):
+        assert (each.tokens, each.degrees, each.detectable, each.passed) == (0, 0, 1.0, True)
+        assert each.detectable_correction == 1.0
