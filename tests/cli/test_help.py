@@ -13,6 +13,7 @@ from foredraft.cli import app, main
 from foredraft.cli.constraint_options import ConstraintOptions
 from foredraft.cli.help import EXAMPLES
 from foredraft.cli.measuring import BenchOptions, TuneOptions, VerifyOptions
+from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.options import (
     ChatOptions,
     DocumentOptions,
@@ -90,7 +91,7 @@ def test_each_policy_and_each_drafter_begins_a_line(
 
 @pytest.mark.parametrize("line", [line for _, examples in EXAMPLES.values() for line, _ in examples])
 def test_each_example_is_a_valid_command(line: str) -> None:
-    app.parse_args(shlex.split(line)[1:], print_error=False, exit_on_error=False)
+    app.parse_args(name_defaults(shlex.split(line)[1:]), print_error=False, exit_on_error=False)
 
 
 @pytest.mark.parametrize(

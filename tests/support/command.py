@@ -36,7 +36,7 @@ def foredraft(
 
 
 PROGRESS = re.compile(
-    rf"foredraft: ({'|'.join(re.escape(stage) for stage in STAGES.values())}|Temperature 0|Choosing prompts"
+    rf"foredraft: ({'|'.join(re.escape(stage) for stage in STAGES.values())}|Texts|Choosing prompts"
     r"|Chi-square test \d+ of \d+|.*, (plain outputs|batch \d+(, warm-up)?))($|[ ,].*)"
 )
 

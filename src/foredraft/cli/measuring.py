@@ -62,8 +62,7 @@ class VerifyOptions:
     """Random seed, for reproducible samples. Default: a fresh one, which the report shows."""
     self_test: Annotated[
         str | None,
-        common(
-            VERIFYING,
+        Parameter(
             help="Plant a defect and check that the tests find it; the exit code is then 1. Without a name:"
             f" {DEFAULT}.\n\n{DEFECT_HELP}- {ALL}: each in turn",
         ),

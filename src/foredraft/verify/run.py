@@ -75,7 +75,7 @@ def verify(
     if drafter is None:
         raise no_drafter()
     encoded = llm.encode(prompts)
-    if not all(encoded):
+    if not encoded or not all(encoded):
         raise ConfigError("a prompt is empty, or there are none", remedy="give at least one token")
     new_tokens = max_new_tokens(options)
     encoded = [llm._fitting(ids, new_tokens, truncate) for ids in encoded]
