@@ -81,7 +81,7 @@ def likeliest(x: Tensor, count: int) -> Tensor:
     Of equal numbers the smallest id comes first, whatever the count and the batch.
     """
     rows = x.reshape(-1, x.shape[-1])
-    found = [_likeliest(piece, count) for piece in rows.split(PIECE)]
+    found = [_likeliest(piece, count) for piece in torch.split(rows, PIECE)]
     return torch.cat(found).view(*x.shape[:-1], count)
 
 

@@ -163,7 +163,9 @@ def measure_profile(
         for draws in (False, True):
             host_work = [host_ms(engine, batch, length, draws=draws) for length in (0, longest)]
             believed &= None not in host_work
-            host[draws][batch] = [took or 0.0 for took in host_work]  # as if it were free, where it is not known
+            host[draws][batch] = [
+                took or 0.0 for took in host_work
+            ]  # as if it were free, where it is not known
     if not believed:
         passes = {batch: _assumed(by_width, longest) for batch, by_width in passes.items()}
     progress(len(batches), len(batches))
