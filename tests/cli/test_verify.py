@@ -188,7 +188,7 @@ def test_a_self_test_with_all_defects_is_inconclusive_if_one_is_not_found(
     assert [test["planted"] for test in found["self_tests"]] == list(DEFECTS)
     missed = [test["planted"] for test in found["self_tests"] if not test["found_planted"]]
     assert "residual" in missed and "round-noise" not in missed
-    assert [line.split("(")[1].split(":")[0] for line in printed.err.splitlines()] == missed
+    assert [line.split("(")[1].split(":")[0] for line in without_progress(printed.err)] == missed
 
 
 def test_all_defects_are_those_of_the_rule_under_test(
