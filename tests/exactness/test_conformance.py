@@ -136,7 +136,18 @@ def test_a_drafter_is_of_one_kind_and_keeps_to_its_budget(name: str) -> None:
     drafter = engine.drafters[name]
     assert isinstance(drafter, Stepper) != isinstance(drafter, Guesser)
     assert drafter.name == name
+    proposed: list[list[int]] = []
+    if isinstance(drafter, Guesser):  # its guesses, before the drafting room cuts them
+        propose = drafter.propose
+
+        def recording(requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+            proposed.extend(propose(requests))
+            return proposed
+
+        drafter.propose = recording  # type: ignore[method-assign]
     assert int(draft(engine, sequence).lengths) <= GAMMA
+    assert all(len(guess) <= GAMMA for guess in proposed)
+    assert bool(proposed) == isinstance(drafter, Guesser)
 
 
 def test_q_of_the_draft_model_is_its_own_table() -> None:

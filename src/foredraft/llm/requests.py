@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -57,10 +57,7 @@ class Requests:
         """
         if isinstance(prompts, str):
             return [self._encode_text(prompts)]
-        if not isinstance(prompts, Iterable):
-            raise RequestError(
-                f"the prompt is {prompts!r}", remedy="give text, token ids, or a list of either"
-            )
+        _check_kind("the prompt", prompts, "give text, token ids, or a list of either")
         items: list[Any] = list(prompts)
         if not items:
             return []  # no prompts; a prompt without tokens stands in a list: [[]]
@@ -68,10 +65,7 @@ class Requests:
             return [_token_ids(items)]
         encoded = []
         for item in items:
-            if not isinstance(item, str | Iterable):
-                raise RequestError(
-                    f"a prompt in the list is {item!r}", remedy="give text or a list of token ids"
-                )
+            _check_kind("a prompt in the list", item, "give text or a list of token ids")
             encoded.append(self._encode_text(item) if isinstance(item, str) else _token_ids(item))
         return encoded
 
@@ -234,6 +228,23 @@ class Requests:
         if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
             return None
         return self.engine.policy.why_plain(sequence)
+
+
+def _check_kind(what: str, prompt: object, remedy: str) -> None:
+    """Refuse what is neither text nor a sequence of tokens, though Python may iterate over it.
+
+    Raises:
+        RequestError: The prompt is bytes, a mapping, a set, or nothing to iterate over.
+    """
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise RequestError(f"{what} is bytes", remedy='decode it: prompt.decode("utf-8")')
+    if isinstance(prompt, Mapping):
+        remedy = 'give its token ids: encoding["input_ids"]' if "input_ids" in prompt else remedy
+        raise RequestError(f"{what} is a mapping, of which only the keys would be read", remedy=remedy)
+    if isinstance(prompt, Set):
+        raise RequestError(f"{what} is a set, which has no order", remedy=remedy)
+    if not isinstance(prompt, Iterable):
+        raise RequestError(f"{what} is {prompt!r}", remedy=remedy)
 
 
 def _token_id(item: Any) -> int | None:

@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error})", remedy=DOWNLOAD_AGAIN) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", remedy=DOWNLOAD_AGAIN)
