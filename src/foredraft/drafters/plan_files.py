@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -255,7 +255,7 @@ def _is(value: Any, type_: str) -> bool:
         case "int":
             return type(value) is int and value >= 1
         case "float":
-            return type(value) in (int, float) and math.isfinite(value)
+            return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
         case "float | None":
             return value is None or _is(value, "float")
         case "int | None":

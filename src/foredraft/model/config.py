@@ -78,6 +78,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+# Sizes beyond those of any model that a machine can hold: refused before anything is made of that size.
+MOST = {
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**24,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+}
+
+
 class ConfigReader:
     """Read the keys of a JSON object, check their values, and record which keys were read.
 
@@ -134,9 +146,9 @@ class ConfigReader:
             return if_null
         if allow_zero and value == 0 and not isinstance(value, bool):
             return 0
-        value = self.number(key, default)
-        if value != int(value) or value >= 2**31:
-            raise self.error(key, "it must be a whole number below 2^31")
+        value, most = self.number(key, default), MOST.get(key, 2**31 - 1)
+        if value != int(value) or value > most:
+            raise self.error(key, f"it must be a whole number, at most {most:,}")
         return int(value)
 
     def optional_number(
