@@ -24,7 +24,7 @@ class Loads:
         """Note that this process loads a model.
 
         Args:
-            threads: That compute. One needs no pool, so the child of an idle parent may load with it.
+            threads: That compute. With one there is no pool, so the child of an idle parent may load.
 
         Raises:
             ConfigError: This process was forked after its parent had loaded a model.

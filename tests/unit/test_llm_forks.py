@@ -55,6 +55,11 @@ def work():
     while not over.is_set():
         llm.generate(prompt, params)
 
+def close():
+    rows = list(llm._engine.rows.sequences)
+    stream.close()
+    assert rows and llm._engine.rows.sequences == rows  # no cache row is moved, which might hang
+
 thread = threading.Thread(target=work)
 if busy:
     thread.start()
@@ -63,7 +68,7 @@ in_child("generate", lambda: llm.generate(prompt, params))
 in_child("stream", lambda: llm.stream(prompt, params))
 in_child("next", lambda: next(stream))
 in_child("cancel_all", llm.cancel_all)
-in_child("close", stream.close)
+in_child("close", close)
 in_child("load", load)
 if not busy:
     in_child("load with one thread", lambda: (torch.set_num_threads(1), load().generate(prompt, params)))

@@ -94,6 +94,27 @@ def test_wishes_of_other_threads_survive_one_that_fails(
     assert found[5].error == "ValueError: unlucky"
 
 
+def test_a_thread_that_leaves_hands_the_next_step_to_a_thread_that_waits(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, found = llm._engine.step, list[foredraft.Output]()
+    worker = threading.Thread(target=lambda: found.extend(llm.generate([5, 6], LONG)), daemon=True)
+
+    def slow() -> Any:
+        if threading.current_thread() is not worker and not worker.is_alive():
+            worker.start()
+            while len(llm._driver._waiters) < 2:
+                worker.join(0.01)
+            worker.join(0.1)  # by now it waits
+        return step()
+
+    with monkeypatch.context() as planted:
+        planted.setattr(llm._engine, "step", slow)
+        llm.generate([6, 7], PARAMS.replace(max_new_tokens=1))
+    worker.join(timeout=60)
+    assert [output.finish_reason for output in found] == ["length"]
+
+
 def sequence_of(llm: foredraft.LLM) -> Sequence:
     [sequence] = llm._requests.sequences([5, 6], PARAMS, 1, None, False, False)
     return sequence
@@ -115,9 +136,7 @@ def test_cancelling_a_sequence_that_was_never_submitted_or_has_ended_changes_not
     assert engine.scheduler.idle
 
 
-def test_a_dropped_stream_is_cancelled_before_the_next_step(
-    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_stream_is_cancelled_before_the_next_step(llm: foredraft.LLM) -> None:
     stream = llm.stream([5, 6], LONG)
     next(stream)
     [dropped] = llm._engine.rows.sequences

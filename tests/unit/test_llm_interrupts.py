@@ -127,9 +127,11 @@ def check_calls(
 
 
 def sample(count: int) -> list[int]:
-    """Return the first instructions, where a call has only begun, the last ones, and some of the others."""
-    ends = {*range(1, 16), *range(count - 15, count + 1)}
-    return sorted(ends | {*random.Random(count).sample(range(1, count + 1), 150)})
+    """Return all instructions of a short call; of a long one the first and the last ones, and some others."""
+    if count <= 500:
+        return [*range(1, count + 1)]
+    ends = {*range(1, 31), *range(count - 30, count + 1)}
+    return sorted(ends | {*random.Random(count).sample(range(1, count + 1), 120)})
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -145,6 +147,24 @@ def test_an_interrupt_at_every_instruction_leaves_nothing_behind(
     llm: foredraft.LLM, texts: list[list[int]], call: Any
 ) -> None:
     check_calls(llm, call, texts[1], lambda count: [*range(1, count + 1)], (LLM_FOLDER, *LOCKS))
+
+
+def test_a_stream_that_an_interrupt_ended_has_no_more_pieces(
+    llm: foredraft.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, step = llm.stream(PROMPTS[0], LONG), llm._engine.step
+    next(stream)
+
+    def interrupted() -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    with monkeypatch.context() as planted, handler_of_sigint():
+        planted.setattr(llm._engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert llm._engine.scheduler.idle and not llm._driver.inbox
+    assert list(stream) == []
 
 
 def not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
