@@ -210,6 +210,7 @@ class LLM:
             True
         """
         driver, requests = self._open_driver(), self._requests
+        driver.check_process()
         chosen = with_keywords(params, self.default_params, options)
         for own in chosen if isinstance(chosen, list) else [chosen]:
             requests.drafters(own.drafter)  # refuses an unknown one before any work
@@ -267,6 +268,7 @@ class LLM:
             True
         """
         driver, requests = self._open_driver(), self._requests
+        driver.check_process()
         own = with_keywords(params, self.default_params, options)
         if isinstance(own, list):
             raise RequestError("stream takes one SamplingParams, not a list", remedy="give one")
@@ -323,12 +325,11 @@ class LLM:
         """Return the driver.
 
         Raises:
-            RequestError: The model is closed, or was loaded by another process.
+            RequestError: The model is closed.
         """
         driver = self._driver
         if driver is None:
             raise closed()
-        driver.check_process()
         return driver
 
     @property

@@ -168,13 +168,10 @@ class Driver:
             self._pass_turn()
 
     def close(self) -> None:
-        """Refuse further requests, and cancel those that there are.
-
-        Raises:
-            RequestError: As `cancel_all`.
-        """
+        """Refuse further requests, and cancel those that there are; in a forked process nothing runs."""
         self.closed = True
-        self.cancel_all()
+        if self._process == os.getpid():
+            self.cancel_all()
 
     def _drive(self, waiter: _Waiter[T], interrupts: Interrupts) -> T:
         """Step the engine, or wait while another thread does, until the waiter has its result."""
