@@ -16,8 +16,8 @@ from foredraft.verify.records import DistributionTest, DraftPosition, Identity
 __all__ = ["Report", "Verdict"]
 
 Verdict = Literal["passed", "failed", "inconclusive"]
-# Corrections at a draft position below which the tests have hardly seen it. The report states the power of the
-# others.
+# Corrections at a draft position below which the tests have hardly seen it. The report states the power of
+# the others.
 FEWEST_CORRECTIONS = 5
 
 
