@@ -332,7 +332,7 @@ def test_the_cache_has_the_rows_and_positions_of_the_verification(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--self-test", "all"], 1)], ids=str)
 def test_the_demo_models_pass_with_the_default_options(options: list[str], code: int) -> None:
-    done = foredraft("verify", "--json", "--seed", "11", *options, timeout=1800)
+    done = foredraft("verify", "--json", "--seed", "11", *options, timeout=3300)
     assert done.returncode == code, done.stderr
     found = json.loads(done.stdout)
     if not options:
