@@ -189,7 +189,7 @@ class Running:
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
     def outputs(self) -> list[Output]:
-        return [self.llm._output(sequence) for sequence in self.sequences]
+        return [self.llm._output(sequence, self.llm._requests) for sequence in self.sequences]
 
 
 @dataclass

@@ -33,7 +33,7 @@ from workload import fluent, machine, write
 import foredraft
 from foredraft import LLM, Output, SamplingParams
 from foredraft.bench.figures import divergence
-from foredraft.cli.render import table
+from foredraft.cli.layout import table
 from foredraft.decode.policy import Fallback
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated

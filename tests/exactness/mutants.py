@@ -242,7 +242,8 @@ DRAFT_LOOP = [
         checks.distribution_of_mixed_drafters,
     ),
     defect(
-        "p not masked along the draft", RoundInputs.masks, lambda _: lambda inputs, drafted: None,
+        "p not masked along the draft", RoundInputs.masks,
+        lambda sound: lambda inputs, drafted: (None, sound(inputs, drafted)[1]),
         checks.distribution_under_a_mask,
     ),
     defect(
