@@ -11,12 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foredraft.cli import main
+from foredraft.kinds import DRAFTERS, POLICIES
 from tests.support.command import COMMAND, foredraft
 from tests.support.running import environment
 
@@ -33,6 +35,10 @@ def pair(models: Path) -> list[str]:
 def stderr_lines(stderr: str) -> list[str]:
     """Return the lines of stderr without the warning of a machine that has no bit-identical shapes."""
     return [line for line in stderr.splitlines() if "using one fixed shape" not in line]
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def last_line(text: str) -> str:
@@ -180,7 +186,8 @@ def test_a_long_prompt_is_refused_with_both_lengths_or_truncated(pair: list[str]
     [
         (["--bogus", "1"], "Unknown option: --bogus"),
         (["--top-k", "many"], "--top-k"),
-        (["--drafter", "oracle"], '"draft-model"'),
+        (["--drafter", "oracle"], f"for --drafter. Choose from: {quoted(DRAFTERS)}."),
+        (["--policy", "oracle"], f"for --policy. Choose from: {quoted(POLICIES)}."),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "--top-p is 0.0"),
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1"),

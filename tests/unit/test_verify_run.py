@@ -461,6 +461,20 @@ def test_a_divergence_is_reported_with_the_margin(
     assert report.identities[0].diverged(drafter, batched) == 1
 
 
+def test_a_divergence_at_a_tie_names_the_smallest_ids(
+    llm: LLM, altered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered(
+        lambda params, count, output: replace(output, token_ids=output.token_ids[: 3 if count > 1 else 9])
+    )
+    tied = torch.ones(VOCABULARY).index_fill(0, torch.tensor([0]), 0.0)
+    monkeypatch.setattr(PlainTarget, "logits", lambda *given: tied)
+    report = verify(llm, PROMPTS, replace(QUICK, samples=20))
+    for found in report.identities[0].divergences:
+        assert (found.best, found.logits, found.margin) == ((1, 2), (1.0, 1.0), 0.0)
+    assert report.identities[0].divergences
+
+
 def test_an_output_that_ends_early_diverges_at_its_end(llm: LLM, altered: Any) -> None:
     altered(
         lambda params, count, output: replace(output, token_ids=output.token_ids[: 3 if count > 1 else 9])

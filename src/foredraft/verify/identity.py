@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.scores import likeliest
 from foredraft.llm import LLM, Output
 from foredraft.verify.plain_target import PlainTarget
 from foredraft.verify.records import Divergence, Identity
@@ -101,7 +102,8 @@ def _divergence(
     """Return the first difference of two outputs; run: prompt, drafter and whether it is batched."""
     i, name, batched = run
     at = _first_difference(want.token_ids, got.token_ids)
-    logits, best = plain.logits(plan.prompts[i], want.token_ids[:at]).topk(2)
+    logits = plain.logits(plan.prompts[i], want.token_ids[:at])
+    first, second = likeliest(logits, 2).tolist()
     return Divergence(
         prompt=i,
         drafter=name,
@@ -110,8 +112,8 @@ def _divergence(
         position=at,
         expected=want.token_ids[at] if at < len(want.token_ids) else None,
         found=got.token_ids[at] if at < len(got.token_ids) else None,
-        best=(int(best[0]), int(best[1])),
-        logits=(float(logits[0]), float(logits[1])),
+        best=(first, second),
+        logits=(float(logits[first]), float(logits[second])),
     )
 
 
