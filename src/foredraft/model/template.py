@@ -19,8 +19,8 @@ import jinja2
 from jinja2 import ext, meta, nodes, pass_context, sandbox, utils
 from jinja2.parser import Parser
 from jinja2.runtime import Context, markup_join, str_join
-from jinja2.visitor import NodeTransformer
 
+from foredraft.model.template_counting import Counting
 from foredraft.model.template_limits import FILTERS, MAX_LENGTH, METHODS, Excess, Meter, percent_growth
 
 __all__ = ["Refusal", "render", "variables_of"]
@@ -153,67 +153,6 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
     def tick(self, context: Context, size: int) -> bool:
         """Count one round of a loop, or one call of a macro, with `size` characters of fixed text."""
         return _meter(context).print(size)
-
-
-class Counting(NodeTransformer):
-    """Makes a parsed template count its loops, macros, lists, objects and slices, and the operator ~."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("joined", nodes.Tuple(node.nodes, "load", lineno=node.lineno))
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _made(node, node.items)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return node if node.ctx == "store" else _made(node, node.items)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _made(node, [each for pair in node.items for each in (pair.key, pair.value)])
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("made", node) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self._count_body(node)
-        if node.test is not None:
-            node.test = nodes.And(_tick(0, node.lineno), node.test, lineno=node.lineno)
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._count_body(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._count_body(node)
-
-    def _count_body(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        size = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-        node.body.insert(0, nodes.ExprStmt(_tick(size, node.lineno), lineno=node.lineno))
-        return node  # type: ignore[no-any-return]
-
-
-def _made(node: nodes.Expr, items: list[nodes.Expr]) -> nodes.Expr:
-    """Count a list or an object that holds values of variables; others are no larger than their source."""
-    if all(isinstance(item, nodes.Const) for item in items) or any(isinstance(i, nodes.Slice) for i in items):
-        return node
-    return _call("made", node)
-
-
-def _tick(size: int, line: int) -> nodes.Expr:
-    return _call("tick", nodes.Const(size, lineno=line))
-
-
-def _call(method: str, argument: nodes.Expr) -> nodes.Expr:
-    """Return a call of a method of `Environment`."""
-    line = argument.lineno
-    return nodes.Call(
-        nodes.EnvironmentAttribute(method, lineno=line), [argument], [], None, None, lineno=line
-    )
 
 
 class Formatter(sandbox.SandboxedFormatter):
