@@ -9,7 +9,8 @@ import pytest
 from foredraft.errors import RequestError
 from foredraft.model import template, template_limits
 from foredraft.model.chat import ChatTemplate
-from foredraft.model.template_limits import FILTERS, METHODS, Meter
+from foredraft.model.template_growth import FILTERS, ITERATING, METHODS
+from foredraft.model.template_limits import Meter
 
 LIMIT = 2**19  # characters that a value may have in these tests
 PEAK = 2**22  # bytes that a refused template may take
@@ -40,7 +41,14 @@ SIZES = r"""
 {% set n = namespace(x=a) %}{% for i in range(7) %}{% set n.x = n.x + n.x %}{% endfor %}
 {% set n = namespace(x=[1] * 1000) %}{% for i in range(10) %}{% set n.x = n.x + n.x %}{% endfor %}
 {% autoescape true %}{{ 'a' * N }}{% endautoescape %}
+{{ range(1000)|list|tojson(separators=('b' * 10000, ':')) }} {{ ('{:100000}' * 100).format(*range(100)) }}
+{{ ('http://a.de ' * 100)|urlize(target='b' * 100000) }} {{ ('http://a.de ' * 100)|urlize(rel='b' * 100000) }}
+{{ ('漢' * 100000)|list }} {{ ('漢' * 100000)|batch(2)|list }} {{ ('漢' * 100000)|select|list }} {{ ('漢' * 100000)|sort }}
+{{ ('漢' * 100000)|join }} {{ ''.join('漢' * 100000) }}
+{% set x = cycler(*('漢' * 100000)) %}
+{{ (' ab' * 100000)|title }} {{ (' ab' * 100000)|wordcount }}
 """
+TUPLES = "{% set t, u = ('b',) * 9999, ('b',) * 9999 %}"
 # Templates whose values are small, and take exponentially more when they are printed or compared.
 SHARED = """
 {% set n.x = [n.x, n.x] %}
@@ -136,6 +144,16 @@ def test_a_number_that_is_too_large_is_refused(number: str) -> None:
         ("{{ ('<!--' * 100000)|striptags }}", "makes a value"),
         ("{{ ([[1] * 1000] * 400)|pprint }}", "makes a value"),
         ("{% set n = namespace(x=[]) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}", "100 deep"),
+        ("{{ (['b'] * 9999)|select('in', a * 9)|list }}", "seconds"),
+        ("{{ (['b'] * 9999)|reject('in', a * 9)|list }}", "seconds"),
+        ("{% set x = 'b' in a %}" * 5000, "seconds"),
+        (TUPLES + "{% set x = t == u %}" * 5000, "seconds"),
+        (TUPLES + "{% set x = {}[t] %}" * 5000, "seconds"),
+        ("{{ (')' * 40000 ~ 'a)')|urlize }}", "makes a value"),
+        ("{{ (a * 10)|wordwrap(1) }}", "makes a value"),
+        ("{% set x %}{% for i in range(999) %}{{ a }}{% endfor %}{% endset %}", "makes a value"),
+        ("{{ lipsum('a', max=10**7) }}", "more than 100000 words"),
+        ("a" * 200_000, "it is longer than 131072 characters"),
     ],
 )  # fmt: skip
 def test_a_template_that_takes_too_long_is_stopped(
@@ -174,7 +192,8 @@ def test_the_memory_of_all_values_together_is_bounded(
 
 
 def test_values_that_are_gone_again_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_BYTES", 2**26)
+    """The values take 600 MB in all."""
+    monkeypatch.setattr(template_limits, "MAX_BYTES", 2**28)
     monkeypatch.setattr(template_limits, "LOOK", 2**22)
     source = (
         "{% set n = namespace(t='', l=[]) %}{% for i in range(3000) %}{% set n.t = n.t ~ 'abcdefgh' * 10 %}"
@@ -222,6 +241,21 @@ def test_a_long_conversation_is_far_below_the_bounds(monkeypatch: pytest.MonkeyP
         ("{{ {'a': [1]}|tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
         ("{{ [[1], [2]]|sum(start=[]) }}{{ [1, 2]|sum }}", "[1, 2]3"),
         ("{{ namespace(a=1) }}", "<Namespace>"),
+        ("{{ ('<b>{}</b>{:>3}'|safe).format('<', 'x') }}", "<b>&lt;</b>  x"),
+        ("{{ ('{a}'|safe).format_map({'a': '<'}) }}{{ '{}'.format('<') }}", "&lt;<"),
+        ("{% set x|upper %}a{{ m }}{% endset %}{{ x }}{% set y %}{% endset %}{{ y }}", "AUSER"),
+        (
+            "{{ 1 < 2 < 3 }}{{ m in [m] }}{{ m is in [m] }}{{ m != 'a' }}{{ {'a': 1}['a'] }}{{ {m: 2}[m] }}",
+            "TrueTrueTrueTrue12",
+        ),
+        (
+            "{{ [1, 2, 3]|select('gt', 1)|list }}{{ m is defined }}{{ q is defined }}{{ 'upper' is filter }}",
+            "[2, 3]TrueFalseTrue",
+        ),
+        (
+            "{% macro f(x, y) %}{{ x }}{{ y }}{% endmacro %}{{ f(*[1, 2]) }}{{ f(*'ab') }}{{ f(**{'x': 3, 'y': 4}) }}",
+            "12ab34",
+        ),
         (
             "{% autoescape true %}{{ '<' ~ ('<b>'|safe) }}{{ '%s'|safe % '<' }}{% endautoescape %}",
             "&lt;<b>&lt;",
@@ -237,4 +271,4 @@ def test_every_estimate_belongs_to_a_method_or_a_filter() -> None:
     """The names of estimates that no template could ever use would hide a misspelt one."""
     for name in METHODS:
         assert any(hasattr(kind, name) for kind in (str, bytes, int))
-    assert FILTERS.keys() <= template._environment().filters.keys()
+    assert FILTERS.keys() | ITERATING <= template._environment().filters.keys()

@@ -2,31 +2,27 @@
 
 Contract: a template is an untrusted program from the checkpoint. It runs in Jinja's immutable sandbox with
 the settings, filters and globals that `transformers` gives it. `chat.py` passes it plain values only. `dict`
-and `namespace` are replaced, because attributes of the real ones lead out of the sandbox. Every operator,
-call, filter, list and loop goes past the `Meter` of the rendering (`template_limits.py`).
+and `namespace` are replaced, because attributes of the real ones lead out of the sandbox. The sandbox is that
+of `template_sandbox.py`, which bounds memory and time.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
-from functools import cache, wraps
+from functools import cache
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import ext, meta, nodes, pass_context, sandbox, utils
+from jinja2 import ext, meta, nodes, utils
 from jinja2.parser import Parser
-from jinja2.runtime import Context, markup_join, str_join
-from jinja2.visitor import NodeTransformer
 
-from foredraft.model.template_limits import FILTERS, MAX_LENGTH, METHODS, Excess, Meter, percent_growth
+from foredraft.model.template_limits import MAX_LENGTH, Excess, Meter
+from foredraft.model.template_sandbox import METER, Environment, counted
 
 __all__ = ["Refusal", "render", "variables_of"]
 
-METER = " meter"  # the name of the meter among the variables; no template can spell it
-SCOPES = ("_loop_vars", "_block_vars")  # arguments that Jinja adds to calls, and takes away again
 MAX_TIME_FORMAT = 1000  # characters of a format of `strftime_now`: a field may become 256 times as long
 MAX_LIPSUM = 10**5  # words of the `lipsum` global
 
@@ -75,13 +71,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 @cache
-def _environment() -> sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> Environment:
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols], finalize=_counted
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols], finalize=counted
     )
     environment.filters["tojson"] = _to_json
-    for name, filter in environment.filters.items():
-        environment.filters[name] = _bounded(name, filter)
+    environment.bound_functions()
     environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": _now,
@@ -90,211 +85,6 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
         "lipsum": _lipsum,
     }
     return environment
-
-
-class Environment(sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, whose templates count what they make."""
-
-    intercepted_binops = frozenset("+ * ** %".split())
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed: nodes.Template = Counting().visit(super()._parse(source, name, filename))
-        return parsed
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        meter = _meter(context)
-        _check_operator(meter, operator, left, right)
-        return meter.made(super().call_binop(context, operator, left, right))
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:
-        """Call an object. A template may name its arguments freely, so these parameters have underscores."""
-        meter = _meter(__context)
-        meter.tick()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        if isinstance(owner, str | bytes | int) and name in METHODS:
-            if name == "join" and args:
-                args = (_listed(meter, args[0]), *args[1:])
-            own = {key: value for key, value in named.items() if key not in SCOPES}
-            meter.reserve(METHODS[name](meter, owner, *args, **own))
-        return meter.made(super().call(__context, __obj, *args, **named))
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return what replaces `str.format`, or None if the value is another one."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-        text, by_mapping = value.__self__, value.__name__ == "format_map"
-
-        @pass_context
-        def formatted(context: Context, /, *args: Any, **named: Any) -> str:
-            if by_mapping:
-                [named], args = args, ()
-            formatter = Formatter(self, _meter(context))
-            result: str = type(text)(formatter.vformat(text, args, named))
-            return result
-
-        return formatted
-
-    @pass_context
-    def made(self, context: Context, value: Any) -> Any:
-        """Return a list, an object or a slice that the template made."""
-        return _meter(context).made(value)
-
-    @pass_context
-    def joined(self, context: Context, values: tuple[Any, ...]) -> str:
-        """Return the texts of values, one after the other: the operator ~."""
-        meter = _meter(context)
-        meter.reserve(meter.weigh(values)[0])
-        join = markup_join if context.eval_ctx.autoescape else str_join
-        text: str = meter.made(join(values))
-        return text
-
-    @pass_context
-    def tick(self, context: Context, size: int) -> bool:
-        """Count one round of a loop, or one call of a macro, with `size` characters of fixed text."""
-        return _meter(context).print(size)
-
-
-class Counting(NodeTransformer):
-    """Makes a parsed template count its loops, macros, lists, objects and slices, and the operator ~."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("joined", nodes.Tuple(node.nodes, "load", lineno=node.lineno))
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _made(node, node.items)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return node if node.ctx == "store" else _made(node, node.items)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _made(node, [each for pair in node.items for each in (pair.key, pair.value)])
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("made", node) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self._count_body(node)
-        if node.test is not None:
-            node.test = nodes.And(_tick(0, node.lineno), node.test, lineno=node.lineno)
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._count_body(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._count_body(node)
-
-    def _count_body(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        size = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-        node.body.insert(0, nodes.ExprStmt(_tick(size, node.lineno), lineno=node.lineno))
-        return node  # type: ignore[no-any-return]
-
-
-def _made(node: nodes.Expr, items: list[nodes.Expr]) -> nodes.Expr:
-    """Count a list or an object that holds values of variables; others are no larger than their source."""
-    if all(isinstance(item, nodes.Const) for item in items) or any(isinstance(i, nodes.Slice) for i in items):
-        return node
-    return _call("made", node)
-
-
-def _tick(size: int, line: int) -> nodes.Expr:
-    return _call("tick", nodes.Const(size, lineno=line))
-
-
-def _call(method: str, argument: nodes.Expr) -> nodes.Expr:
-    """Return a call of a method of `Environment`."""
-    line = argument.lineno
-    return nodes.Call(
-        nodes.EnvironmentAttribute(method, lineno=line), [argument], [], None, None, lineno=line
-    )
-
-
-class Formatter(sandbox.SandboxedFormatter):
-    """The formatter of `str.format`, which checks every width before it is used."""
-
-    def __init__(self, environment: Environment, meter: Meter) -> None:
-        super().__init__(environment)
-        self.meter = meter
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        self.meter.reserve(sum(map(int, re.findall(r"\d+", format_spec))))
-        return self.meter.made(super().format_field(value, format_spec))
-
-
-def _meter(context: Context) -> Meter:
-    meter = context.parent[METER]
-    assert isinstance(meter, Meter)
-    return meter
-
-
-def _check_operator(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Check the result of an operator before it is made."""
-    meter.tick()
-    if isinstance(left, int) and isinstance(right, int):
-        if operator == "*":
-            meter.reserve_bits(left.bit_length() + right.bit_length())
-        elif operator == "**":
-            meter.reserve_bits(left.bit_length() * max(0, right))
-    elif operator == "%" and isinstance(left, str | bytes):
-        meter.reserve(percent_growth(meter, left, right))
-    elif operator == "*":
-        repeated, times = (right, left) if isinstance(left, int) else (left, right)
-        if isinstance(times, int) and isinstance(repeated, str | bytes):
-            meter.reserve(len(repeated) * max(0, times))
-        elif isinstance(times, int) and isinstance(repeated, list | tuple):
-            meter.reserve_items(len(repeated) * max(0, times))
-    elif operator == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
-        meter.reserve(len(left) + len(right))
-    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        meter.reserve_items(len(left) + len(right))
-
-
-@pass_context
-def _counted(context: Context, value: Any) -> Any:
-    """Count a value that is printed, whose text was not counted yet."""
-    meter = _meter(context)
-    size = meter.weigh(value)[0]
-    meter.print(size if not isinstance(value, str) or value.isascii() else 4 * size)
-    return value
-
-
-def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that checks its result before it is made, and counts it."""
-    passed, estimate = getattr(filter, "jinja_pass_arg", None), FILTERS.get(name)
-
-    @pass_context
-    @wraps(filter)
-    def bounded(context: Context, value: Any = "", /, *args: Any, **named: Any) -> Any:
-        meter = _meter(context)
-        meter.tick()
-        if name in ("join", "sum"):
-            value = _listed(meter, value)
-        if estimate is not None:
-            meter.reserve(estimate(meter, value, *args, **named))
-        own = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-        given = [] if passed is None else [own[passed.name]]
-        result = filter(*given, value, *args, **named)
-        return result if result is value else meter.made(result)
-
-    return bounded
-
-
-def _listed(meter: Meter, values: Iterable[Any]) -> Any:
-    """Return values of unknown number as a list; those of known number as they are."""
-    if hasattr(values, "__len__"):
-        return values
-    listed = []
-    for value in values:
-        meter.tick(64)
-        listed.append(value)
-    return listed
 
 
 class Generation(ext.Extension):
@@ -367,6 +157,6 @@ def _now(format: str) -> str:
 
 def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
     """Return filler text, as Jinja's own global does."""
-    if n * max > MAX_LIPSUM:
+    if not isinstance(n, int) or not isinstance(max, int) or n * max > MAX_LIPSUM:
         raise Excess(f"it asks for more than {MAX_LIPSUM} words of filler text")
     return utils.generate_lorem_ipsum(n, html, min, max)
