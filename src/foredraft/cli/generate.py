@@ -33,6 +33,7 @@ from foredraft.cli.stdin import STDIN
 from foredraft.errors import ConfigError, Option
 from foredraft.kinds import RULES, default_drafter, unused_options
 from foredraft.kinds.compatibility import check_effects
+from foredraft.unicode import invalid_at
 
 if TYPE_CHECKING:
     from foredraft import Output, SamplingParams, Stats
@@ -127,12 +128,8 @@ def read_prompt(prompt: str | None, model: str | None) -> str:
 
 def check_text(what: str, text: str) -> None:
     """Refuse text that UTF-8 cannot encode, such as undecodable bytes of an argument."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{what} is not UTF-8 text (character {error.start})", remedy="convert it first"
-        ) from error
+    if (at := invalid_at(text)) is not None:
+        raise ConfigError(f"{what} is not UTF-8 text (character {at})", remedy="convert it first")
 
 
 def check_request(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, get_args
 
 from foredraft.errors import Option, RequestError, did_you_mean
+from foredraft.unicode import invalid_at
 
 __all__ = ["ELSEWHERE", "SamplingKeywords", "SamplingParams", "is_number", "is_whole"]
 
@@ -234,7 +235,7 @@ class SamplingParams:
         _within("ban_mode", self.ban_mode, self.ban_mode in ("mask", "rollback"), "'mask' or 'rollback'")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            _within(name, value, value is None or (isinstance(value, str) and is_unicode(value)), "text")
+            _within(name, value, value is None or _is_text(value), "text")
         given = [name for name in GRAMMARS if getattr(self, name)]
         if len(given) > 1:
             raise RequestError(
@@ -314,16 +315,13 @@ def _within(name: str, value: object, holds: bool, remedy: str) -> None:
         raise RequestError(option=name, value=value, remedy=f"give {remedy}")
 
 
-def is_unicode(text: str) -> bool:
-    """Return whether a string is text: it holds no half of a surrogate pair."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and invalid_at(value) is None
 
 
 def _strings(name: str, given: object) -> tuple[str, ...]:
     several = (given,) if isinstance(given, str) else given
-    fits = isinstance(several, tuple | list) and all(
-        isinstance(each, str) and each and is_unicode(each) for each in several
-    )
+    fits = isinstance(several, tuple | list) and all(_is_text(each) and each for each in several)
     _within(name, given, fits, "a string or several, none of them empty")
     assert isinstance(several, tuple | list)
     return tuple(dict.fromkeys(several))

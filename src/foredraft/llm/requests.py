@@ -21,6 +21,7 @@ from foredraft.errors import Option, RequestError
 from foredraft.kinds.compatibility import PolicyTraits, select_drafters
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.unicode import invalid_at
 
 __all__ = ["Prompts", "Requests"]
 
@@ -76,12 +77,10 @@ class Requests:
             )
         if not text:
             raise RequestError("the prompt is empty", remedy="give at least one character")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
+        if (at := invalid_at(text)) is not None:
             raise RequestError(
-                f"the prompt is not valid Unicode at character {error.start}", remedy="give it as UTF-8"
-            ) from None
+                f"the prompt is not valid Unicode at character {at}", remedy="give it as UTF-8"
+            )
         return self.tokenizer.encode(text)
 
     def sequences(

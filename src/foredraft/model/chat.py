@@ -17,6 +17,7 @@ import numpy as np
 from foredraft.errors import CheckpointError, Option, RequestError, Text, did_you_mean
 from foredraft.model.config import DOWNLOAD_AGAIN, read_json
 from foredraft.model.template import Refusal, render, variables_of
+from foredraft.unicode import invalid_at
 
 __all__ = ["ChatTemplate", "Message"]
 
@@ -114,12 +115,10 @@ class ChatTemplate:
                 remedy=f"change the messages, or put another {FILE} into the model's folder",
             ) from error
         _check_variables(variables, read)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        if invalid_at(text) is not None:
             raise RequestError(
                 "a message is not valid Unicode", remedy="give text that can be encoded as UTF-8"
-            ) from None
+            )
         return text
 
     def _source(self, with_tools: bool) -> str:
