@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeAlias
 
 from llguidance import LLMatcher
 
@@ -27,6 +28,7 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["ConstraintFactory"]
 
+Ban: TypeAlias = tuple[tuple[str, ...], bool, bool, tuple[str, ...]]  # phrases, options, endings of a text
 KEPT_LISTS = 16  # compiled ban lists; one of 10,000 phrases takes some 100 MB with its masks
 KEPT_GRAMMARS = 256  # compiled grammars, some 100 kB each
 
@@ -46,6 +48,7 @@ class ConstraintFactory:
         self._table = lru_cache(4)(self._make_table)
         self._automaton = lru_cache(KEPT_LISTS)(self._make_automaton)
         self._masks = lru_cache(KEPT_LISTS)(self._make_masks)
+        self._safe = lru_cache(KEPT_LISTS)(self._has_safe_token)
         self._ll_tokenizer = lru_cache(1)(lambda: grammar_tokenizer(self._codec(), vocabulary, ends))
         self._matcher = lru_cache(KEPT_GRAMMARS)(self._compile)
 
@@ -65,11 +68,12 @@ class ConstraintFactory:
         if not params.ban and params.text_grammar is None:
             return lambda: None
         ends = frozenset[int]() if params.ignore_eos else self._ends
+        banned = self._ban_maker(prompt, params, ends, show_special) if params.ban else None
 
         def make() -> Constraint:
             parts: dict[str, Constraint] = {}
-            if params.ban:
-                parts["ban"] = self._banned(prompt, params, ends, show_special)
+            if banned is not None:
+                parts["ban"] = banned()
             if params.text_grammar is not None:
                 option, _ = params.text_grammar
                 matcher = self._matcher(params.text_grammar).deep_copy()
@@ -83,23 +87,26 @@ class ConstraintFactory:
             raise RequestError("leaves no token to begin with", option=option, remedy="allow some text")
         return make
 
-    def _banned(
+    def _ban_maker(
         self, prompt: list[int], params: SamplingParams, ends: frozenset[int], show_special: bool
-    ) -> Constraint:
-        table = self._table(ends, show_special)
+    ) -> Callable[[], Constraint]:
+        """Return a function that makes the ban of each sequence; what they share is made here."""
         endings = () if params.include_stop else tuple(params.stop)
-        key = (tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, endings)
-        automaton = self._automaton(key)
+        ban = tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, endings
+        automaton, table = self._automaton(ban), self._table(ends, show_special)
         start = automaton.start
         if params.ban_prompt:
             start = self._prompt_state(automaton, table, prompt, show_special)
-        track = PhraseTrack(automaton, table, start, params.max_new_tokens)
         if params.ban_mode == "mask":
-            return BannedByMask(self._masks(key, ends, show_special), track)
-        holds_all = params.text_grammar is not None or not _has_safe_token(
-            automaton, table, ends if params.min_new_tokens else frozenset()
+            masks = self._masks(ban, ends, show_special)
+            return lambda: BannedByMask(masks, PhraseTrack(automaton, table, start, params.max_new_tokens))
+        holds_all = params.text_grammar is not None or not self._safe(
+            ban, ends, show_special, params.min_new_tokens > 0
         )
-        return BannedByRollback(track, self._vocabulary, params.ban_rollbacks, holds_all=holds_all)
+        return lambda: BannedByRollback(
+            PhraseTrack(automaton, table, start, params.max_new_tokens),
+            self._vocabulary, params.ban_rollbacks, holds_all=holds_all,
+        )  # fmt: skip
 
     def _prompt_state(
         self, automaton: PhraseAutomaton, table: TokenTable, prompt: list[int], show_special: bool
@@ -115,31 +122,26 @@ class ConstraintFactory:
         return prompt_state(automaton, texts[::-1])
 
     def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
-        return TokenTable.of(
-            self._codec(), self._tokenizer, self._vocabulary, ends, show_special=show_special
-        )
+        return TokenTable.of(self._codec(), self._vocabulary, ends, show_special=show_special)
 
-    def _make_automaton(self, key: tuple[tuple[str, ...], bool, bool, tuple[str, ...]]) -> PhraseAutomaton:
-        phrases, ignore_case, whole_words, endings = key
+    def _make_automaton(self, ban: Ban) -> PhraseAutomaton:
+        phrases, ignore_case, whole_words, endings = ban
         return PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), endings)
 
-    def _make_masks(
-        self,
-        key: tuple[tuple[str, ...], bool, bool, tuple[str, ...]],
-        ends: frozenset[int],
-        show_special: bool,
-    ) -> TokenMasks:
-        return TokenMasks(self._automaton(key), self._table(ends, show_special))
+    def _make_masks(self, ban: Ban, ends: frozenset[int], show_special: bool) -> TokenMasks:
+        return TokenMasks(self._automaton(ban), self._table(ends, show_special))
+
+    def _has_safe_token(
+        self, ban: Ban, ends: frozenset[int], show_special: bool, ends_are_barred: bool
+    ) -> bool:
+        """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
+        automaton, table = self._automaton(ban), self._table(ends, show_special)
+        first = {pattern.lstrip(BOUNDARY)[0] for pattern in automaton.patterns}
+        for id, text in enumerate(table.texts):
+            symbols, pending = automaton.decoded(b"", text)
+            if not (ends_are_barred and id in ends) and not pending and not first.intersection(symbols):
+                return True
+        return False
 
     def _compile(self, grammar: tuple[str, str]) -> LLMatcher:
         return compile_grammar(*grammar, self._ll_tokenizer())
-
-
-def _has_safe_token(automaton: PhraseAutomaton, table: TokenTable, barred: frozenset[int]) -> bool:
-    """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
-    first = {pattern.lstrip(BOUNDARY)[0] for pattern in automaton.patterns}
-    for id, text in enumerate(table.texts):
-        symbols, pending = automaton.decoded(b"", text)
-        if id not in barred and not pending and not first.intersection(symbols):
-            return True
-    return False

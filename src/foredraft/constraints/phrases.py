@@ -127,6 +127,12 @@ class PhraseAutomaton:
             node = self.fallback[node]
         return child
 
+    def walk(self, node: int, symbols: str) -> int:
+        """Return the node after several more symbols."""
+        for symbol in symbols:
+            node = self.step(node, symbol)
+        return node
+
     def path(self, pattern: str) -> list[int]:
         """Return the nodes of a pattern's beginnings, the root left out."""
         nodes, node = [], ROOT

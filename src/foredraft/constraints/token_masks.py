@@ -62,7 +62,10 @@ class TokenMasks:
         self._ranges: dict[tuple[int, bool], Ids] = {}
         self._masks: dict[tuple[State, bool], Tensor] = {}
         self._most = max(256, KEPT_BYTES // size)
-        self._look_up_large_nodes()
+        self._spans = _spans(automaton)
+        for node, (first, stop) in enumerate(self._spans):
+            if node != ROOT and stop - first >= EAGER:
+                self._starting(node, False)
 
     def allowed(self, state: State, last: bool = False) -> Tensor:
         """Return the tokens that complete no phrase after `state`, [V] bool; it must not be written to.
@@ -96,9 +99,7 @@ class TokenMasks:
         if automaton.completes(node, broken):
             forbidden = np.ones(len(texts), dtype=bool)
         else:
-            for symbol in broken:
-                node = automaton.step(node, symbol)
-            forbidden = self._forbidden(State(node), last)
+            forbidden = self._forbidden(State(automaton.walk(node, broken)), last)
         ends = automaton.completes(state.node, automaton.end_symbols(state.pending))
         forbidden[self._silent] = last and ends
         for id in self.table.ends:
@@ -119,7 +120,7 @@ class TokenMasks:
         """
         found = self._ranges.get((node, whole))
         if found is None:
-            first, stop, depth = self._patterns_below(node)
+            (first, stop), depth = self._spans[node], self.automaton.depth[node]
             remainders = {pattern[depth:] for pattern in self.automaton.patterns[first:stop]} - {""}
             ranges = [self._equal(each) if whole else self._prefixed(each) for each in remainders]
             parts = [self._order[low:high] for low, high in ranges if low < high]
@@ -140,18 +141,11 @@ class TokenMasks:
         text = remainder[:-1]
         return bisect_left(self._sorted, text), bisect_right(self._sorted, text)
 
-    def _patterns_below(self, node: int) -> tuple[int, int, int]:
-        """Return the range of the sorted patterns that begin as `node` does, and the symbols of `node`."""
-        return (*self._spans[node], self.automaton.depth[node])
 
-    def _look_up_large_nodes(self) -> None:
-        """Find every node's patterns, and look up the ranges of the nodes that have many."""
-        automaton = self.automaton
-        self._spans: list[tuple[int, int]] = [(0, 0)] * len(automaton.depth)
-        for place, pattern in enumerate(automaton.patterns):
-            for node in automaton.path(pattern):
-                first, _ = self._spans[node]
-                self._spans[node] = (place if self._spans[node] == (0, 0) else first), place + 1
-        for node, (first, stop) in enumerate(self._spans):
-            if node != ROOT and stop - first >= EAGER:
-                self._starting(node, False)
+def _spans(automaton: PhraseAutomaton) -> list[tuple[int, int]]:
+    """Return each node's range of the sorted patterns: those that begin as the node does."""
+    spans = [(0, 0)] * len(automaton.depth)
+    for place, pattern in enumerate(automaton.patterns):
+        for node in automaton.path(pattern):
+            spans[node] = (place if spans[node] == (0, 0) else spans[node][0]), place + 1
+    return spans

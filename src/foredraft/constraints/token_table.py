@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foredraft.model.byte_codec import ByteCodec
-from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["TokenTable"]
 
@@ -30,7 +29,6 @@ class TokenTable:
     def of(
         cls,
         codec: ByteCodec,
-        tokenizer: Tokenizer,
         vocabulary: int,
         ends: frozenset[int] = frozenset(),
         *,
@@ -39,15 +37,14 @@ class TokenTable:
         """Return the table of a tokenizer.
 
         Args:
-            codec: Of the tokenizer.
-            tokenizer: The target's.
+            codec: Of the target's tokenizer.
             vocabulary: Size V of the model.
             ends: Ids that end a text.
             show_special: Special tokens belong to the text.
         """
         texts = codec.table(vocabulary)
         if show_special:
-            for id in tokenizer.special:
+            for content, id in codec.specials.items():
                 if id < vocabulary:
-                    texts[id] = (tokenizer.inner.id_to_token(id) or "").encode()
+                    texts[id] = content.encode()
         return cls(tuple(texts), ends)

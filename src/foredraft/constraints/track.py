@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import NamedTuple
 
 from foredraft.constraints.phrases import PhraseAutomaton, State
 from foredraft.constraints.token_table import TokenTable
 
 __all__ = ["PhraseTrack", "prompt_state"]
+
+
+class _Step(NamedTuple):
+    """Where a text stands after some tokens.
+
+    Attributes:
+        state: Of the automaton.
+        emitted: Symbols of all these tokens.
+        begun: The token with the first byte of an incomplete character; -1 where it is in the prompt.
+        joined: Symbols of the character that the last token completed.
+    """
+
+    state: State
+    emitted: int
+    begun: int
+    joined: int
 
 
 class PhraseTrack:
@@ -26,14 +43,11 @@ class PhraseTrack:
     def __init__(self, automaton: PhraseAutomaton, table: TokenTable, start: State, last: int) -> None:
         self.automaton, self.table, self._last = automaton, table, last
         self.tokens: list[int] = []
-        self._states = [start]  # after n tokens
-        self._symbols = [0]  # emitted by the first n tokens
-        self._begun = [-1 if start.pending else 0]  # the token with the first byte of an incomplete character
-        self._joined = [0]  # symbols of the character that token n - 1 completes
+        self._steps = [_Step(start, 0, -1 if start.pending else 0, 0)]  # after n tokens
 
     @property
     def state(self) -> State:
-        return self._states[-1]
+        return self._steps[-1].state
 
     @property
     def may_end(self) -> bool:
@@ -47,29 +61,23 @@ class PhraseTrack:
             The index of the new token with the first byte of the phrase that is complete now, -1 where it
             lies in the prompt; None where no phrase is. Of several phrases, the one that began last counts.
         """
-        automaton, state, index = self.automaton, self.state, len(self.tokens)
+        automaton, index, (state, emitted, begun, _) = self.automaton, len(self.tokens), self._steps[-1]
         symbols, pending = automaton.decoded(state.pending, self.table.texts[token])
         joined = len(automaton.first_symbols(state.pending, self.table.texts[token])) if state.pending else 0
         waits = bool(state.pending) and not symbols
         if token in self.table.ends or index + 1 == self._last:
             symbols += automaton.end_symbols(pending)
-        node, found = state.node, None
-        for count, symbol in enumerate(symbols, start=1):
-            node = automaton.step(node, symbol)
-            if found is None and (length := automaton.shortest[node]):
-                found = self._symbols[-1] + count - length + automaton.symbols.whole_words
+        node, found = self._search(symbols)
         self.tokens.append(token)
-        self._states.append(State(node, pending))
-        self._symbols.append(self._symbols[-1] + len(symbols))
-        self._begun.append(self._begun[-1] if waits else index)
-        self._joined.append(joined)
+        self._steps.append(
+            _Step(State(node, pending), emitted + len(symbols), begun if waits else index, joined)
+        )
         return None if found is None else self._owner(found)
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
         del self.tokens[length:]
-        for history in (self._states, self._symbols, self._begun, self._joined):
-            del history[length + 1 :]
+        del self._steps[length + 1 :]
 
     def settled(self) -> int:
         """Return the leading tokens that no phrase can take back.
@@ -87,30 +95,39 @@ class PhraseTrack:
 
         Where there is none, it is `length`.
         """
-        automaton, state = self.automaton, self._states[length]
+        automaton, (state, emitted, begun, _) = self.automaton, self._steps[length]
         symbols = automaton.depth[state.node] - automaton.symbols.whole_words
         first = length
         if symbols > 0:
-            first = max(0, self._owner(self._symbols[length] - symbols))
-        return max(0, min(first, self._begun[length])) if state.pending else first
+            first = max(0, self._owner(emitted - symbols))
+        return max(0, min(first, begun)) if state.pending else first
 
     def awaits_boundary(self) -> int | None:
         """Return the first token of a phrase that the end of the text would complete; None without one."""
-        automaton, symbols = self.automaton, self._symbols[-1]
-        node = self.state.node
-        for count, symbol in enumerate(automaton.end_symbols(self.state.pending), start=1):
+        _, found = self._search(self.automaton.end_symbols(self.state.pending))
+        return None if found is None else max(0, self._owner(found))
+
+    def _search(self, symbols: str) -> tuple[int, int | None]:
+        """Return the node after more symbols, and the symbol with which the first phrase in them begins.
+
+        That is the first one to be complete and, of those complete at once, the one that began last.
+        """
+        automaton, (state, emitted, *_) = self.automaton, self._steps[-1]
+        node, found = state.node, None
+        for count, symbol in enumerate(symbols, start=1):
             node = automaton.step(node, symbol)
-            if length := automaton.shortest[node]:
-                return max(0, self._owner(symbols + count - length + automaton.symbols.whole_words))
-        return None
+            if found is None and (length := automaton.shortest[node]):
+                found = emitted + count - length + automaton.symbols.whole_words
+        return node, found
 
     def _owner(self, symbol: int) -> int:
         """Return the index of the token with the first byte of a symbol; -1 for one of the prompt."""
         if symbol < 0:
             return -1
-        index = bisect_right(self._symbols, symbol) - 1
-        if index < len(self.tokens) and symbol - self._symbols[index] < self._joined[index + 1]:
-            return self._begun[index]
+        index = bisect_right(self._steps, symbol, key=lambda step: step.emitted) - 1
+        step = self._steps[index]
+        if index < len(self.tokens) and symbol - step.emitted < self._steps[index + 1].joined:
+            return step.begun
         return min(index, len(self.tokens) - 1)
 
 
@@ -122,6 +139,5 @@ def prompt_state(automaton: PhraseAutomaton, texts: list[bytes | None]) -> State
             node, pending = automaton.start
             continue
         symbols, pending = automaton.decoded(pending, text)
-        for symbol in symbols:
-            node = automaton.step(node, symbol)
+        node = automaton.walk(node, symbols)
     return State(node, pending)

@@ -41,6 +41,7 @@ class ByteCodec:
         self._literal.encode_special_tokens = True
         self._byte_level = has_decoder("ByteLevel", content.get("decoder"))
         self._context = self.encode("a")
+        self._before = tokenizer.text(self._context, skip_special=False)
         self._bytes: dict[int, bytes | None] = {}
         self.specials = {str(tokenizer.inner.id_to_token(id)): id for id in tokenizer.special if id in within}
         self.prefix = [id for id in _before(tokenizer.encode("a"), self._context) if id in within]
@@ -54,18 +55,12 @@ class ByteCodec:
 
     def table(self, size: int) -> list[bytes]:
         """Return the bytes of the ids from 0 to `size` - 1; an id that has none adds no byte."""
-        if self._byte_level:
-            return [self.of(id) or b"" for id in range(size)]
-        inner = self._tokenizer.inner  # decodes all ids at once: a call for each would take seconds
-        texts = inner.decode_batch([[*self._context, id] for id in range(size)], skip_special_tokens=False)
-        before = self._tokenizer.text(self._context, skip_special=False)
-        found = []
-        for id, text in enumerate(texts):
-            byte = self._tokenizer.byte(id)
-            shown = id not in self._tokenizer.special and self._tokenizer.has(id)
-            added = text[len(before) :].encode() if shown and text.startswith(before) else b""
-            found.append(added if byte is None else byte)
-        return found
+        missing = [id for id in range(size) if id not in self._bytes]
+        if not self._byte_level and missing:  # decoded at once: a call for each would take seconds
+            texts = [[*self._context, id] for id in missing]
+            for id, after in zip(missing, self._tokenizer.texts(texts, skip_special=False), strict=True):
+                self._bytes[id] = self._look_up(id, after)
+        return [self.of(id) or b"" for id in range(size)]
 
     def join(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of ids, up to the first id that has none."""
@@ -121,7 +116,8 @@ class ByteCodec:
             place += len(part)
         return ids
 
-    def _look_up(self, id: int) -> bytes | None:
+    def _look_up(self, id: int, after: str | None = None) -> bytes | None:
+        """Return the bytes of an id; `after` is the text of the context and the id, decoded where None."""
         token = self._tokenizer.inner.id_to_token(id)
         if token is None or id in self._tokenizer.special:
             return None
@@ -130,9 +126,9 @@ class ByteCodec:
         byte = self._tokenizer.byte(id)
         if byte is not None:
             return byte
-        before = self._tokenizer.text(self._context, skip_special=False)
-        after = self._tokenizer.text([*self._context, id], skip_special=False)
-        return after[len(before) :].encode() if after.startswith(before) else None
+        if after is None:
+            after = self._tokenizer.text([*self._context, id], skip_special=False)
+        return after[len(self._before) :].encode() if after.startswith(self._before) else None
 
 
 def characters(data: bytes) -> str:

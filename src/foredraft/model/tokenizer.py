@@ -180,6 +180,11 @@ class Tokenizer:
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special)
         return text
 
+    def texts(self, several: list[list[int]], skip_special: bool) -> list[str]:
+        """Return the text of each list of ids, as `text` does."""
+        texts: list[str] = self._inner.decode_batch(several, skip_special_tokens=skip_special)
+        return texts
+
 
 class Detokenizer:
     """The text of a growing sequence of ids, piece by piece.
