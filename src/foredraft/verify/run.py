@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -81,10 +81,10 @@ def verify(
     encoded = [llm._fitting(ids, new_tokens, truncate) for ids in encoded]
     seed = secrets.randbits(53) if options.seed is None else options.seed
     plain = PlainTarget(llm, max(map(len, encoded)) + new_tokens)
-    sampler = Sampler(llm, seed)
+    task = _Task(Sampler(llm, seed), plain, encoded, drafter, options, progress)
     with planted(llm._engine, options.self_test), target_drafter(llm._engine):
-        identities = _compare_texts(sampler, plain, encoded, drafter, options, progress)
-        tests = _run_tests(sampler, plain, encoded, drafter, options, progress)
+        identities = _compare_texts(task)
+        tests = _run_tests(task)
     return Report(
         about=_about(llm, drafter),
         seed=seed,
@@ -102,74 +102,75 @@ def max_new_tokens(options: Options) -> int:
     return max(options.tokens, len(WIDTHS))
 
 
-def _compare_texts(
-    sampler: Sampler,
-    plain: PlainTarget,
-    prompts: Sequence[list[int]],
-    drafter: str,
-    options: Options,
-    progress: Callable[[str, int, int], None],
-) -> list[Identity]:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What all checks of a verification share.
+
+    Attributes:
+        sampler: Decodes with the drafter.
+        plain: The target's exact distributions, and plain decoding.
+        prompts: As token ids.
+        drafter: The drafter that is verified.
+        options: Options of the verification.
+        progress: Called as (stage, done, total).
+    """
+
+    sampler: Sampler
+    plain: PlainTarget
+    prompts: Sequence[list[int]]
+    drafter: str
+    options: Options
+    progress: Callable[[str, int, int], None]
+
+
+def _compare_texts(task: _Task) -> list[Identity]:
     """Compare texts token for token: greedy ones, and seeded ones where the `coupled` rule is tested."""
+    prompts, options = task.prompts, task.options
     plans = [
         TextPlan(prompts, GREEDY, None, options.tokens),
         TextPlan(prompts[:TEXTS], GREEDY_PENALISED, None, options.tokens),
     ]
     if "coupled" in options.rules:
         plans += [
-            TextPlan(prompts[:TEXTS], setting, [sampler.next_seed() for _ in prompts[:TEXTS]], options.tokens)
+            TextPlan(
+                prompts[:TEXTS], setting, [task.sampler.next_seed() for _ in prompts[:TEXTS]], options.tokens
+            )
             for setting in (SETTINGS[0], PENALISED)
         ]
     return [
         compare_tokens(
-            sampler.llm, plain, plan, drafter, partial(progress, f"Texts {number} of {len(plans)}")
+            task.sampler.llm,
+            task.plain,
+            plan,
+            task.drafter,
+            partial(task.progress, f"Texts {number} of {len(plans)}"),
         )
         for number, plan in enumerate(plans, start=1)
     ]
 
 
-def _run_tests(
-    sampler: Sampler,
-    plain: PlainTarget,
-    prompts: Sequence[list[int]],
-    drafter: str,
-    options: Options,
-    progress: Callable[[str, int, int], None],
-) -> list[DistributionTest]:
+def _run_tests(task: _Task) -> list[DistributionTest]:
     """Run a test for each rule and setting, and a control for each setting."""
-    cases = _choose(sampler, plain, prompts, drafter, options, partial(progress, "Choosing prompts"))
-    plans = _plans(cases, drafter, options)
-    tests: list[DistributionTest] = []
-    for number, plan in enumerate(plans, start=1):
-        tests.append(
-            run_test(
-                sampler,
-                plain,
-                plan,
-                partial(_sample_count, options, plan),
-                partial(progress, f"Chi-square test {number} of {len(plans)}"),
-            )
+    plans = _plans(_choose(task), task.drafter, task.options)
+    return [
+        run_test(
+            task.sampler, task.plain, plan, partial(_sample_count, task.options, plan),
+            partial(task.progress, f"Chi-square test {number} of {len(plans)}"),
         )
-    return tests
+        for number, plan in enumerate(plans, start=1)
+    ]  # fmt: skip
 
 
-def _choose(
-    sampler: Sampler,
-    plain: PlainTarget,
-    prompts: Sequence[list[int]],
-    drafter: str,
-    options: Options,
-    progress: Callable[[int, int], None],
-) -> list[SamplingCase]:
+def _choose(task: _Task) -> list[SamplingCase]:
     """Return a case for each setting; the last one has a stand-in where a draft is judged by its q."""
+    rules, chosen = task.options.rules, (task.sampler, task.plain, task.prompts)
     first, *_, last = [
-        SamplingParams(**setting.options, acceptance=options.rules[0], drafter=drafter)
-        for setting in SETTINGS
+        SamplingParams(**setting.options, acceptance=rules[0], drafter=task.drafter) for setting in SETTINGS
     ]
-    found = choose_cases(sampler, plain, prompts, first, len(SETTINGS), progress)
+    found = choose_cases(*chosen, first, len(SETTINGS), partial(task.progress, "Choosing prompts"))
     cases = [found[number % len(found)] for number in range(len(SETTINGS))]
-    if "speculative" in options.rules:
-        cases[-1] = choose_stand_in(sampler, plain, prompts, last) or cases[-1]
+    if "speculative" in rules:
+        cases[-1] = choose_stand_in(*chosen, last) or cases[-1]
     return cases
 
 
