@@ -18,9 +18,7 @@ from pathlib import Path
 __all__ = ["NotPrivateError", "check_file", "check_folder", "make_folder", "read_private"]
 
 MAX_BYTES = 2**28  # of a file that is read whole; the largest that Foredraft keeps have a few MB
-NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(
-    os, "O_BINARY", 0
-)  # opening a pipe must not wait for a writer
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # opening a pipe must not wait for a writer
 ROOT = 0  # user id
 
 
