@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
@@ -90,3 +91,47 @@ def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[
     if name != "from the prompt on":
         for tokens in plain:
             assert not ban.matches(tokens)
+
+
+@pytest.mark.parametrize(
+    "fault", [None, float("nan"), float("-inf")], ids=["sound", "NaN", "no allowed logit"]
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BANS)
+def test_one_call_a_step_drafts_as_the_loop_does(name: str, mode: str, fault: float | None) -> None:
+    """The same draws by the same noise: texts, drafts, p and q; rows without a constraint beside."""
+    ban = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12})
+
+    def rounds(drafter: str) -> list[Any]:
+        sequences = [
+            request(
+                (0, 1 + seed % 3), drafter, seed=seed, eos=ban.ends, max_new_tokens=12,
+                constraint=ban.shipped() if seed % 3 else None,
+                acceptance="speculative", temperature=(0.7, 1.0)[seed % 2], top_p=0.9,
+            )
+            for seed in range(8)
+        ]  # fmt: skip
+        for sequence in sequences:
+            sequence.traced = True
+        engine = make_engine(*WORLD, Fixed(3))
+        if fault is not None:
+            spoil(engine.drafters[drafter], fault)
+        run(engine, sequences)
+        return [r for s in sequences for r in s.trace]
+
+    for one, other in zip(rounds("looping"), rounds("draft-model"), strict=True):
+        assert (one.draft, one.emitted, one.legal) == (other.draft, other.emitted, other.legal)
+        assert one.p == pytest.approx(other.p, abs=1e-6) and one.q == pytest.approx(other.q, abs=1e-6)
+
+
+def spoil(drafter: Any, value: float) -> None:
+    """Make the logits of all tokens but 0 this value where a draft model has read a token of every third id."""
+    runner, forward = drafter.draft_pass.runner, drafter.draft_pass.runner.forward
+
+    def spoilt(cache: Any, tokens: Tensor, *args: Any, at: Tensor | None = None, **more: Any) -> Any:
+        found = forward(cache, tokens, *args, at=at, **more)
+        last = tokens[:, -1] if at is None else tokens.gather(1, at[:, None])[:, 0]
+        found.logits[last % 3 == 2, -1, 1:] = value
+        return found
+
+    runner.forward = spoilt

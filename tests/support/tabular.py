@@ -229,6 +229,7 @@ class Tabular:
         lengths: list[int],
         sampling_inputs: SamplingInputs | None = None,
         *,
+        allowed: Seq[Tensor | None] | None = None,
         plan: Plan | None = None,
     ) -> FusedDraft | None:
         """Draft by the definition, a row and a step at a time."""
@@ -242,9 +243,11 @@ class Tabular:
             for step in range(count):
                 logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
                 assert logits is not None
-                at = logits[:, -1:]
-                distribution, known = distribution_of(
-                    at, SamplingTable.of([_params(sampling_inputs, row)], at.device)
+                at, mask = logits[:, -1:], None if allowed is None or step else allowed[row]
+                distribution, drawable = distribution_of(
+                    at,
+                    SamplingTable.of([_params(sampling_inputs, row)], at.device),
+                    None if mask is None else mask[None, None],
                 )
                 key = Raced(
                     torch.zeros(1, 1)
@@ -252,7 +255,8 @@ class Tabular:
                     else sampling_inputs.keys[row : row + 1, step : step + 1]
                 )
                 token = distribution.draw(lambda weights: Noise().pick(weights, key, DRAFT))  # noqa: B023
-                finite[row, step], drawn[row, step] = known.item(), token.item()
+                finite[row, step] = (drawable if mask is None else at.amax(-1).isfinite()).item()
+                drawn[row, step] = token.item() if mask is None or drawable.item() else -1
                 if probs is not None:
                     assert distribution.probs is not None
                     probs[row, step] = distribution.probs[0, 0]

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler
 
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
+V = 97
 READ = [[5, 9], [11], [7, 8, 30], [2], [13]]  # the tokens that each row reads first
 STARTS = [10, 0, 3, 17, 9]
 LENGTHS = [4, 1, 6, 0, 3]
@@ -72,16 +73,33 @@ def filled(runner: Runner) -> KVCache:
     return cache
 
 
-def fused(runner: Runner, cache: KVCache, sampled: bool, plan: Plan | None = None) -> FusedDraft:
+def masks() -> list[Tensor | None]:
+    """Return a mask of each row's first step that forbids what the row would say most; rows 1 and 3 have none."""
+    third = torch.arange(V) % 3
+    return [third == 0, None, third == 1, None, third == 2]
+
+
+def fused(
+    runner: Runner,
+    cache: KVCache,
+    sampled: bool,
+    plan: Plan | None = None,
+    allowed: list[Tensor | None] | None = None,
+) -> FusedDraft:
     table = SamplingTable.of(PARAMS, CPU)
     sampling_inputs = table.sampling_inputs(noise().bits(DRAFT)) if sampled else None
-    drafted = runner.draft(cache, READ, STARTS, LENGTHS, sampling_inputs, plan=plan)
+    drafted = runner.draft(cache, READ, STARTS, LENGTHS, sampling_inputs, allowed=allowed, plan=plan)
     assert drafted is not None
     return drafted
 
 
 def by_steps(
-    runner: Runner, cache: KVCache, row: int, sampled: bool, plan: Plan | None = None
+    runner: Runner,
+    cache: KVCache,
+    row: int,
+    sampled: bool,
+    plan: Plan | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[list[int], list[Tensor]]:
     """Draft for one row a step at a time, and return its tokens and their distributions."""
     params = PARAMS[row] if sampled else SamplingParams(temperature=0)
@@ -90,7 +108,8 @@ def by_steps(
     for step in range(LENGTHS[row]):
         logits = runner.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
         assert logits is not None
-        distribution, finite = distribution_of(logits[:, -1:], table)
+        first = None if mask is None or step else mask[None, None]
+        distribution, finite = distribution_of(logits[:, -1:], table, first)
         assert finite.all()
         keys = noise().column(step)
         token = distribution.draw(
@@ -102,12 +121,19 @@ def by_steps(
     return tokens, distributions
 
 
-def assert_equal_drafts(family: str, dtype: torch.dtype, sampled: bool, plan: Plan | None = None) -> None:
+def assert_equal_drafts(
+    family: str,
+    dtype: torch.dtype,
+    sampled: bool,
+    plan: Plan | None = None,
+    allowed: list[Tensor | None] | None = None,
+) -> None:
     runner = Runner(decoder(family, dtype))
     cache, other = filled(runner), filled(runner)
-    drafted = fused(runner, cache, sampled, plan)
+    drafted = fused(runner, cache, sampled, plan, allowed)
     for row, count in enumerate(LENGTHS):
-        tokens, distributions = by_steps(runner, other, row, sampled, plan)
+        mask = None if allowed is None else allowed[row]
+        tokens, distributions = by_steps(runner, other, row, sampled, plan, mask)
         assert drafted.tokens[row].tolist() == tokens + [0] * (max(LENGTHS) - count)
         assert drafted.finite[row, :count].all() and not drafted.finite[row, count:].any()
         for step, distribution in enumerate(distributions):
@@ -117,11 +143,23 @@ def assert_equal_drafts(family: str, dtype: torch.dtype, sampled: bool, plan: Pl
     assert torch.equal(cache.memory, other.memory)  # no other position was written
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_fused_draft_equals_single_steps(family: str, dtype: torch.dtype, sampled: bool) -> None:
-    assert_equal_drafts(family, dtype, sampled)
+def test_a_fused_draft_equals_single_steps(
+    family: str, dtype: torch.dtype, sampled: bool, masked: bool
+) -> None:
+    assert_equal_drafts(family, dtype, sampled, allowed=masks() if masked else None)
+
+
+def test_a_mask_without_a_finite_logit_draws_nothing() -> None:
+    runner = Runner(decoder("llama", torch.float32))
+    nothing: list[Tensor | None] = [torch.zeros(V, dtype=torch.bool), *[None] * (len(READ) - 1)]
+    for sampled in (False, True):
+        drafted = fused(runner, filled(runner), sampled, allowed=nothing)
+        assert drafted.tokens[0, 0] == -1 and drafted.finite[0, 0]
+        assert (drafted.tokens[1:] >= 0).all()
 
 
 def test_a_plan_skips_sub_layers() -> None:
@@ -152,6 +190,7 @@ def test_non_finite_logits_are_reported() -> None:
         drafted = fused(runner, cache, sampled)
         assert not drafted.finite[2].any()
         assert all(drafted.finite[row, :count].all() for row, count in enumerate(LENGTHS) if row != 2)
+        assert not fused(runner, cache, sampled, allowed=masks()).finite[2].any()
 
 
 def test_forwarded_counts_the_columns_of_a_fused_draft() -> None:
@@ -170,7 +209,9 @@ def test_a_draft_past_the_cache_is_refused() -> None:
 
 
 def check_all() -> None:
-    test_a_fused_draft_equals_single_steps("gemma2", torch.float32, True)
+    test_a_fused_draft_equals_single_steps("gemma2", torch.float32, True, True)
+    test_a_mask_without_a_finite_logit_draws_nothing()
+    test_non_finite_logits_are_reported()
     test_a_plan_skips_sub_layers()
 
 
@@ -179,7 +220,12 @@ DEFECTS = {
     "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
     "limit of the longest row for all": ("step + 1 == d->length[from]", "step + 1 == d->steps"),
     "cache row of another group": ("row[left] = row[g];", "row[left] = left;"),
-    "parameters of another row": ("draw(d->sampling, row, logits", "draw(d->sampling, 0, logits"),
+    "parameters of another row": ("        d->sampling, row, logits", "        d->sampling, 0, logits"),
+    "mask of another row": ("d->allowed[at]", "d->allowed[4 - at]"),
+    "mask of the first step in all": ("step == 0 && d->allowed ?", "d->allowed ?"),
+    "mask not applied": ("logits[i] = allowed[i] ? logits[i]", "logits[i] = 1 ? logits[i]"),
+    "a token drawn though none is allowed": ("d->drawn[cell] = -1;", ";"),
+    "faults hidden by a mask": ("if (allowed) d->finite[cell] = finite;", ";"),
     "noise of the step before": ("d->keys ? d->keys + cell : NULL", "d->keys ? d->keys + cell - (step > 0) : NULL"),
     "skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
 }  # fmt: skip

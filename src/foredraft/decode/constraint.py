@@ -120,9 +120,13 @@ class Walks:
         self._everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
         self._device = device
 
+    def allowed(self) -> list[Tensor | None]:
+        """Return which tokens each row may draw now, [B] of [V] bool on the CPU; None allows all."""
+        return [None if walk is None else walk.constraint.mask() for walk in self._walks]
+
     def masks(self) -> Tensor:
         """Return which tokens each row may draw now, [B, 1, V] bool."""
-        found = [None if walk is None else walk.constraint.mask() for walk in self._walks]
+        found = self.allowed()
         masks = [self._everything if mask is None else upload(mask, self._device) for mask in found]
         return torch.stack(masks)[:, None]
 
@@ -132,11 +136,13 @@ class Walks:
         A row whose token would be taken back, or after which no token is allowed, stops.
         """
         read = torch.stack([token[:, 0], alive.long()], 1).tolist()
-        on = [
-            bool(a) and (walk is None or walk.advance(t))
-            for walk, (t, a) in zip(self._walks, read, strict=True)
-        ]
+        on = [bool(is_alive) and self.goes_on(row, token) for row, (token, is_alive) in enumerate(read)]
         return upload(on, alive.device)
+
+    def goes_on(self, row: int, token: int) -> bool:
+        """Read the token just drawn in a row; return whether its draft goes on."""
+        walk = self._walks[row]
+        return walk is None or walk.advance(token)
 
     def undo(self) -> None:
         """Leave every constraint as it was found."""

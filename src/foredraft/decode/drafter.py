@@ -74,11 +74,12 @@ class DraftPass:
         starts: list[int],
         lengths: list[int],
         sampling: SamplingInputs | None = None,
+        allowed: Seq[Tensor | None] | None = None,
     ) -> FusedDraft | None:
         """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
         if self.exact:
             return None
-        return self.runner.draft(cache, tokens, starts, lengths, sampling, plan=self.plan)
+        return self.runner.draft(cache, tokens, starts, lengths, sampling, allowed=allowed, plan=self.plan)
 
 
 class Drafter:
@@ -169,6 +170,7 @@ class Stepper(Drafter):
         starts: list[int],
         lengths: list[int],
         sampling: SamplingInputs | None,
+        allowed: Seq[Tensor | None] | None = None,
     ) -> FusedDraft | None:
         """Take all steps of a round in one call: the same draws as the draft loop, by the same noise.
 
@@ -177,6 +179,7 @@ class Stepper(Drafter):
             starts: Position of each row's first token.
             lengths: [B] tokens to draft; 0 in rows that do not draft.
             sampling: Parameters and noise of the draws; None drafts the argmax.
+            allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
 
         Returns:
             The draft, or None where this drafter has to take single steps.

@@ -1,9 +1,9 @@
 """Drafting: each row's draft of a round, and the one draft loop.
 
 The loop transforms a stepper's logits, draws, keeps q and asks the policy, so q is the distribution that the
-token was drawn from, and no drawn token is ever dropped. Where no policy, mask or penalty has to look at a
-token before the next one is drawn, a stepper may take all steps in one call: the same draws by the same
-noise.
+token was drawn from, and no drawn token is ever dropped. Where no policy or penalty has to look at a token
+before the next one is drawn, a stepper may take all steps in one call, or one call a step under a mask: the
+same draws by the same noise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import distribution_of
 from foredraft.model.device import upload
-from foredraft.model.runner import Resume
+from foredraft.model.runner import Resume, SamplingInputs
 
 __all__ = ["DraftTools", "propose"]
 
@@ -109,9 +109,10 @@ def _draft_loop(
         q, finite = distribution_of(logits, inputs.table, masks, penalties, argmax=tools.greedy)
         may_draw = policy.may_draw(sequences, j, q, logits) if policy.stops_by_content else None
         token = _draw(q, inputs, j, tools.noise)  # [B, 1]
-        drawable = finite if may_draw is None else finite & may_draw[:, None]
         # A mask may leave a drafter nothing to draw; that is no fault of its logits.
-        steps.add(token, q, drawable, finite if masks is None else logits.amax(-1).isfinite())
+        sound = finite if masks is None else logits.amax(-1).isfinite()
+        drawable = finite & sound if may_draw is None else finite & sound & may_draw[:, None]
+        steps.add(token, q, drawable, sound)
         if j + 1 == max(budgets):
             break
         go_on = policy.go_on(sequences, j, q, logits) if policy.stops_by_content else None
@@ -142,8 +143,6 @@ def _fused_draft(
     table = inputs.table
     if tools.policy.stops_by_content or inputs.penalty_context is not None or table.edits_logits:
         return None
-    if any(s.constraint is not None for s, budget in zip(inputs.sequences, budgets, strict=True) if budget):
-        return None
     sampling = None
     if not (tools.greedy or table.all_greedy):
         if not tools.noise.uses_gumbel_argmax:
@@ -153,6 +152,9 @@ def _fused_draft(
             return None
         if tools.temperature != 1:
             sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
+    walks = _walks(budgets, inputs)
+    if walks is not None:
+        return _masked_draft(drafter, first_inputs, starts, budgets, inputs, sampling, walks)
     fused = drafter.fused_draft(first_inputs, starts, budgets, sampling)
     if fused is None:
         return None
@@ -165,6 +167,48 @@ def _fused_draft(
         nonfinite = upload([n < budget for n, budget in zip(lengths, budgets, strict=True)], inputs.device)
     q = Distribution(ids=tokens) if fused.probs is None else Distribution(fused.probs[:, :width])
     return Draft(tokens, on_device, q, drafter.resume(), nonfinite, lengths)
+
+
+def _masked_draft(
+    drafter: Stepper,
+    first_inputs: list[list[int]],
+    starts: list[int],
+    budgets: list[int],
+    inputs: RoundInputs,
+    sampling: SamplingInputs | None,
+    walks: Walks,
+) -> Draft | None:
+    """Return the draft of the loop under masks by one call of the drafter a step; None where it has none."""
+    drafts: list[list[int]] = [[] for _ in budgets]
+    nonfinite = [False] * len(budgets)
+    columns: list[Tensor] = []
+    going = [budget > 0 for budget in budgets]
+    tokens = first_inputs
+    for j in range(max(budgets)):
+        step = None if sampling is None else sampling.step(j)
+        fused = drafter.fused_draft(tokens, starts, list(map(int, going)), step, walks.allowed())
+        if fused is None:
+            return None
+        if fused.probs is not None:
+            columns.append(fused.probs)
+        found = fused.tokens[:, 0].tolist()
+        for row, (token, finite) in enumerate(zip(found, fused.finite[:, 0].tolist(), strict=True)):
+            if going[row]:
+                nonfinite[row] = not finite
+                drawn = finite and token >= 0
+                drafts[row] += [token] * drawn
+                going[row] = drawn and j + 1 < budgets[row] and walks.goes_on(row, token)
+        if not any(going):
+            break
+        starts = [start + len(own) for start, own in zip(starts, tokens, strict=True)]
+        tokens = [[token] for token in found]
+    walks.undo()
+    lengths = list(map(len, drafts))
+    drafted, width = upload(pad_rows(drafts), inputs.device, torch.int64), max(lengths)
+    q = Distribution(torch.cat(columns, 1)[:, :width]) if columns else Distribution(ids=drafted)
+    faults = upload(nonfinite, inputs.device) if any(nonfinite) else None
+    on_device = lengths_tensor(tuple(lengths), inputs.device)
+    return Draft(drafted, on_device, q, drafter.resume(), faults, lengths)
 
 
 def _catch_up(

@@ -8,6 +8,8 @@ translates ids both ways.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
@@ -85,10 +87,11 @@ class DraftModel(Stepper):
         starts: list[int],
         lengths: list[int],
         sampling: SamplingInputs | None,
+        allowed: Seq[Tensor | None] | None = None,
     ) -> FusedDraft | None:
         if self.vocabulary is not None:
             return None
-        draft = self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling)
+        draft = self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
         if draft is not None:
             for row, (start, own, length) in enumerate(zip(starts, tokens, lengths, strict=True)):
                 if length:

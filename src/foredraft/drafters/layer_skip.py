@@ -11,6 +11,8 @@ token, which no step read, still goes through these layers. For that the draft's
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
@@ -68,8 +70,9 @@ class LayerSkip(Stepper):
         starts: list[int],
         lengths: list[int],
         sampling: SamplingInputs | None,
+        allowed: Seq[Tensor | None] | None = None,
     ) -> FusedDraft | None:
-        return self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling)
+        return self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
 
     def resume(self) -> Resume | None:
         if self.skips.exit is None:

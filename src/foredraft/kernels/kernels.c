@@ -206,13 +206,14 @@ typedef struct {
     const int64_t *slot, *length;  // [groups]; length: the tokens that a group draws, 1 to steps
     const Sampling *sampling;
     const int64_t *keys;           // [rows, steps] keys of the noise; null where every row is greedy
-    int64_t *drawn;                // [rows, steps] output: the tokens
-    uint8_t *finite;               // [rows, steps] output: whether each token's logits are finite
+    const uint8_t *const *allowed; // [rows] the tokens [vocabulary] that the first step may draw; null: all
+    int64_t *drawn;                // [rows, steps] output: the tokens; -1 where no allowed one has a finite logit
+    uint8_t *finite;               // [rows, steps] output: whether each token's logits are finite, allowed or not
     float *probs;                  // [rows, steps, vocabulary] output: each token's distribution; null where greedy
 } Draft;
 
 static int draft_token(
-    const Draft *d, int64_t row, int64_t step, const float *logits, int64_t vocabulary, int threads);
+    const Draft *d, int64_t row, int64_t step, const uint8_t *allowed, float *logits, int64_t vocabulary, int threads);
 
 // One step of the online softmax of a query row at position `at`, over `count` keys from position `from` on. Turns the
 // products s [count] into scores, soft-capped and masked, and then into unnormalised probabilities; updates the row's

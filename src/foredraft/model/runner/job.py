@@ -47,13 +47,18 @@ class SamplingInputs:
     cut: Tensor | None
     keys: Tensor
 
+    def step(self, column: int) -> SamplingInputs:
+        """Return the inputs of one draw of each row."""
+        return replace(self, keys=self.keys[:, column : column + 1].contiguous())
+
 
 @dataclass(frozen=True, slots=True)
 class FusedDraft:
     """The draft of a batch whose steps all ran in one call.
 
     Attributes:
-        tokens: The drafted tokens, [B, K] int64; 0 past a row's draft length.
+        tokens: The drafted tokens, [B, K] int64; 0 past a row's draft length. -1 where no allowed token has a
+            finite logit.
         finite: Whether the logits of each token are finite, [B, K] bool; False past a row's draft length.
         probs: The distribution of each token, [B, K, V] float32; None: the draft is greedy.
     """

@@ -250,6 +250,7 @@ class Runner:
         lengths: list[int],
         sampling_inputs: SamplingInputs | None = None,
         *,
+        allowed: Sequence[Tensor | None] | None = None,
         plan: Plan | None = None,
     ) -> FusedDraft | None:
         """Run a fused draft: all draft steps of the batch in one call of the C kernels.
@@ -262,6 +263,7 @@ class Runner:
             starts: The position of the first of them, [B].
             lengths: The tokens that each row drafts, [B]; 0: the row does nothing.
             sampling_inputs: Sampling parameters and noise; None drafts greedily.
+            allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
             plan: The sub-layers that run; None runs all.
 
         Returns:
@@ -280,7 +282,9 @@ class Runner:
                 f"a draft up to position {last} overruns a cache row of {cache.positions} positions"
             )
         self.forwarded += sum(len(tokens[row]) + lengths[row] - 1 for row in active)
-        return self._native.draft(cache, tokens, starts, lengths, plan or self._full, sampling_inputs)
+        return self._native.draft(
+            cache, tokens, starts, lengths, plan or self._full, sampling_inputs, allowed
+        )
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

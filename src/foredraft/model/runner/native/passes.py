@@ -83,7 +83,7 @@ class CDraft(ctypes.Structure):
     _fields_ = (
         ("tokens", c_void_p),
         *((name, c_int64) for name in ("columns", "steps")),
-        *((name, c_void_p) for name in ("slot", "length", "sampling", "keys")),
+        *((name, c_void_p) for name in ("slot", "length", "sampling", "keys", "allowed")),
         *((name, c_void_p) for name in ("drawn", "finite", "probs")),
     )
 
@@ -206,6 +206,7 @@ class NativePasses:
         lengths: Sequence[int],
         plan: Plan,
         sampling_inputs: SamplingInputs | None,
+        allowed: Sequence[Tensor | None] | None,
     ) -> FusedDraft:
         """Run all steps of a draft in one call; see `Runner.draft` for the arguments."""
         rows, steps, vocabulary = len(lengths), max(lengths), self.decoder.spec.vocab_size
@@ -221,6 +222,7 @@ class NativePasses:
         if sampling_inputs is not None:
             sampling = CSampling(*(_address(getattr(sampling_inputs, name)) for name in SAMPLING))
             keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
+        masks = None if allowed is None else (c_void_p * rows)(*map(_address, allowed))
         draft = CDraft(
             tokens=address,
             columns=len(read),
@@ -229,6 +231,7 @@ class NativePasses:
             length=active_address + numbers.itemsize * len(active),
             sampling=ctypes.addressof(sampling),
             keys=_address(keys),
+            allowed=None if masks is None else ctypes.addressof(masks),
             drawn=drawn.data_ptr(),
             finite=finite.data_ptr(),
             probs=_address(probs),
