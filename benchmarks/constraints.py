@@ -1,12 +1,13 @@
 """Time constraints: JSON under speculation, a long list of banned text, its masks, and a long schema.
 
-    json      a schema: plain decoding, which jumps forward, too, and drafters in turns, on the demo pair
-    ban       10,000 phrases that never come up against no constraint, in turns, by the same drafter: on the
-              demo target, and with layers added that change nothing, so that a step takes 5 ms
+    json      a schema: plain decoding, which jumps forward, too, and drafters in turns
+    ban       10,000 phrases that never come up against no constraint, in turns, by the same drafter
     masks     the mask of an unseen state at 131,072 words and 10,000 phrases; compiling both
     schema    the first token of a request with a schema of 200 lines, compiled anew, against one without
 
-Ratios are of the seconds of the same requests, medians and quartiles. Texts of a ratio are compared.
+The first two run on the demo target, and on the same with layers added that change nothing, so that a step
+takes 5 ms. Ratios are of the seconds of the same requests, medians and quartiles. Texts of a ratio are
+compared.
 
     python benchmarks/constraints.py --repeats 8
 """
@@ -18,14 +19,15 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from timing import spread
-from workload import demo_plan, heldout, machine, padded_demo, write
+from workload import DEMO_LAYERS, demo_plan, heldout, machine, padded_demo, write
 
 import foredraft
 from foredraft import LLM, Output, SamplingParams
@@ -105,19 +107,26 @@ def first_output(llm: LLM, prompt: str, params: SamplingParams) -> Output:
     return llm.generate([prompt], params)[0]
 
 
-def json_case(repeats: int, new_tokens: int) -> dict[str, Any]:
-    llm = foredraft.load(policy="auto", plan=demo_plan(16))
-    free = SamplingParams(temperature=0, max_new_tokens=new_tokens, json_schema=RECORD)
-    requests = {name: free.replace(drafter=name) for name in ("none", "auto", "draft-model", "layer-skip")}
-    prompts = [f"{head}\n# The function above as a JSON record:\n" for head in heldout(6)]
-    return {"base": "none", "rows": compared(llm, requests, prompts, repeats, "none")}
+@contextmanager
+def loaded(layers: int, **options: Any) -> Iterator[LLM]:
+    """Load the demo pair, the target with as many layers."""
+    with TemporaryDirectory() as folder:
+        big = None if layers == DEMO_LAYERS else str(padded_demo(Path(folder) / "big", layers))
+        draft = None if big is None else str(foredraft.demo.draft_path())
+        yield foredraft.load(big, draft=draft, **options)
+
+
+def json_case(layers: int, repeats: int, new_tokens: int) -> dict[str, Any]:
+    with loaded(layers, policy="auto", plan=demo_plan(layers)) as llm:
+        free = SamplingParams(temperature=0, max_new_tokens=new_tokens, json_schema=RECORD)
+        names = ("none", "auto", "draft-model", "layer-skip", "lookup")
+        requests = {name: free.replace(drafter=name) for name in names}
+        prompts = [f"{head}\n# The function above as a JSON record:\n" for head in heldout(6)]
+        return {"base": "none", "layers": layers, "rows": compared(llm, requests, prompts, repeats, "none")}
 
 
 def ban_case(layers: int, repeats: int, new_tokens: int, phrases: list[str]) -> dict[str, Any]:
-    with TemporaryDirectory() as folder:
-        big = None if layers == 16 else str(padded_demo(Path(folder) / "big", layers))
-        draft = None if big is None else str(foredraft.demo.draft_path())
-        llm = foredraft.load(big, draft=draft, policy="fixed")
+    with loaded(layers, policy="fixed") as llm:
         rows = []
         for drafter in ("none", "draft-model"):
             free = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, drafter=drafter)
@@ -200,11 +209,10 @@ def main() -> None:
     given = parser.parse_args()
     dice = random.Random(0)
     phrases = banned(dice)
+    shapes = (DEMO_LAYERS, given.layers)
     made: dict[str, Callable[[], Any]] = {
-        "json": lambda: json_case(given.repeats, given.new_tokens),
-        "ban": lambda: [
-            ban_case(each, given.repeats, given.new_tokens, phrases) for each in (16, given.layers)
-        ],
+        "json": lambda: [json_case(each, given.repeats, given.new_tokens) for each in shapes],
+        "ban": lambda: [ban_case(each, given.repeats, given.new_tokens, phrases) for each in shapes],
         "masks": lambda: masks_case(dice, 400),
         "schema": lambda: schema_case(4 * given.repeats),
     }

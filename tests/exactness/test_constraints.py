@@ -5,13 +5,18 @@ The definition of a ban (`tests.support.bans`) searches the whole text at every 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from foredraft.decode.constraint import Constraint
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed
+from foredraft.decode.trace import RoundTrace
 from tests.support import distributions
 from tests.support.bans import Ban
 from tests.support.forking import Case, outputs_of
@@ -93,29 +98,57 @@ def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[
             assert not ban.matches(tokens)
 
 
-@pytest.mark.parametrize(
-    "fault", [None, float("nan"), float("-inf")], ids=["sound", "NaN", "no allowed logit"]
-)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", BANS)
-def test_one_call_a_step_drafts_as_the_loop_does(name: str, mode: str, fault: float | None) -> None:
-    """The same draws by the same noise: texts, drafts, p and q; rows without a constraint beside."""
-    ban = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12})
+class Alternating(Constraint):
+    """Allows even tokens alone at every other length."""
 
-    def rounds(drafter: str) -> list[Any]:
+    narrow = False
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> Tensor | None:
+        return torch.arange(V) % 2 == 0 if self.length % 2 else None
+
+    def advance(self, token: int) -> int:
+        self.tokens.append(token)
+        return self.length
+
+    def rewind(self, length: int) -> None:
+        del self.tokens[length:]
+
+
+FAULTS = {"sound": None, "NaN": float("nan"), "no allowed logit": float("-inf")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("temperatures", [(0.7, 1.0), (0, 0)], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(("name", "mode"), [*itertools.product(BANS, MODES), ("alternating", "mask")])
+def test_fused_drafts_are_those_of_the_loop(
+    name: str, mode: str, temperatures: tuple[float, float], fault: str
+) -> None:
+    """The same draws by the same noise: texts, drafts, p and q; rows without a constraint beside."""
+    constraint: Callable[[], Constraint] = Alternating
+    if name in BANS:
+        constraint = Ban(**{**BANS[name].__dict__, **MODES[mode], "rollbacks": 20, "last": 12}).shipped
+
+    def rounds(drafter: str) -> list[RoundTrace]:
         sequences = [
             request(
-                (0, 1 + seed % 3), drafter, seed=seed, eos=ban.ends, max_new_tokens=12,
-                constraint=ban.shipped() if seed % 3 else None,
-                acceptance="speculative", temperature=(0.7, 1.0)[seed % 2], top_p=0.9,
+                (0, 1 + seed % 3), drafter, seed=seed, eos=frozenset({4}), max_new_tokens=12,
+                constraint=constraint() if seed % 3 else None,
+                acceptance="speculative", temperature=temperatures[seed % 2], top_p=0.9,
             )
             for seed in range(8)
         ]  # fmt: skip
         for sequence in sequences:
             sequence.traced = True
         engine = make_engine(*WORLD, Fixed(3))
-        if fault is not None:
-            spoil(engine.drafters[drafter], fault)
+        if (value := FAULTS[fault]) is not None:
+            spoil(engine.drafters[drafter], value)
         run(engine, sequences)
         return [r for s in sequences for r in s.trace]
 

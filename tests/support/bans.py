@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.constraints.banned import BannedByMask, BannedByRollback
 from foredraft.constraints.phrases import PhraseAutomaton, Symbols
+from foredraft.constraints.token_automaton import TokenAutomaton
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
 from foredraft.constraints.track import PhraseTrack, prompt_state
@@ -38,7 +39,7 @@ class Ban:
         start = automaton.start
         if self.prompt:
             start = prompt_state(automaton, [self.texts[token] for token in self.prompt])
-        track = PhraseTrack(automaton, table, start, self.last)
+        track = PhraseTrack(TokenAutomaton(automaton, table), start, self.last)
         if self.mode == "mask":
             return BannedByMask(TokenMasks(automaton, table), track)
         return BannedByRollback(track, len(self.texts), self.rollbacks, holds_all=True)

@@ -63,6 +63,8 @@ class CheckedEngine(Engine):
             assert idle or self.cache.lengths[sequence.row] == len(sequence.tokens) - 1, "a draft moves none"
         if isinstance(self.noise, ForkingNoise):
             self.noise.lengths = draft.lengths.tolist()
+        beyond = torch.arange(draft.tokens.shape[1]) >= draft.lengths[:, None]
+        assert not draft.tokens[beyond].any(), "padded with 0"
         return super()._verify(inputs, draft)
 
     def check(self) -> None:

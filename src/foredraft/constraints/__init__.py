@@ -17,6 +17,7 @@ from foredraft.constraints.combined import Combined
 from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
 from foredraft.constraints.grammar import Grammar
 from foredraft.constraints.phrases import BOUNDARY, PhraseAutomaton, State, Symbols
+from foredraft.constraints.token_automaton import TokenAutomaton
 from foredraft.constraints.token_masks import TokenMasks
 from foredraft.constraints.token_table import TokenTable
 from foredraft.constraints.track import PhraseTrack, prompt_state
@@ -46,6 +47,7 @@ class ConstraintFactory:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._codec = lru_cache(1)(lambda: ByteCodec(tokenizer))
         self._table = lru_cache(4)(self._make_table)
+        self._phrases = lru_cache(KEPT_LISTS)(self._make_phrases)
         self._automaton = lru_cache(KEPT_LISTS)(self._make_automaton)
         self._masks = lru_cache(KEPT_LISTS)(self._make_masks)
         self._safe = lru_cache(KEPT_LISTS)(self._has_safe_token)
@@ -93,52 +95,54 @@ class ConstraintFactory:
         """Return a function that makes the ban of each sequence; what they share is made here."""
         endings = () if params.include_stop else tuple(params.stop)
         ban = tuple(params.ban), params.ban_ignore_case, params.ban_whole_words, endings
-        automaton, table = self._automaton(ban), self._table(ends, show_special)
-        start = automaton.start
+        automaton = self._automaton(ban, ends, show_special)
+        start = automaton.phrases.start
         if params.ban_prompt:
-            start = self._prompt_state(automaton, table, prompt, show_special)
+            start = self._prompt_state(automaton, prompt, show_special)
         if params.ban_mode == "mask":
             masks = self._masks(ban, ends, show_special)
-            return lambda: BannedByMask(masks, PhraseTrack(automaton, table, start, params.max_new_tokens))
+            return lambda: BannedByMask(masks, PhraseTrack(automaton, start, params.max_new_tokens))
         holds_all = params.text_grammar is not None or not self._safe(
             ban, ends, show_special, params.min_new_tokens > 0
         )
         return lambda: BannedByRollback(
-            PhraseTrack(automaton, table, start, params.max_new_tokens),
+            PhraseTrack(automaton, start, params.max_new_tokens),
             self._vocabulary, params.ban_rollbacks, holds_all=holds_all,
         )  # fmt: skip
 
-    def _prompt_state(
-        self, automaton: PhraseAutomaton, table: TokenTable, prompt: list[int], show_special: bool
-    ) -> State:
+    def _prompt_state(self, automaton: TokenAutomaton, prompt: list[int], show_special: bool) -> State:
         """Return the automaton's state after as much of the prompt's end as a phrase may span."""
-        reach, texts = 4 * max(map(len, automaton.patterns)) + 4, list[bytes | None]()
+        phrases, table = automaton.phrases, automaton.table
+        reach, texts = 4 * max(map(len, phrases.patterns)) + 4, list[bytes | None]()
         for token in reversed(prompt):
             if reach <= 0:
                 break
             special = not show_special and token in self._tokenizer.special
             texts.append(None if special else table.texts[token])
             reach -= len(table.texts[token])
-        return prompt_state(automaton, texts[::-1])
+        return prompt_state(phrases, texts[::-1])
 
     def _make_table(self, ends: frozenset[int], show_special: bool) -> TokenTable:
         return TokenTable.of(self._codec(), self._vocabulary, ends, show_special=show_special)
 
-    def _make_automaton(self, ban: Ban) -> PhraseAutomaton:
+    def _make_phrases(self, ban: Ban) -> PhraseAutomaton:
         phrases, ignore_case, whole_words, endings = ban
         return PhraseAutomaton(phrases, Symbols(ignore_case=ignore_case, whole_words=whole_words), endings)
 
+    def _make_automaton(self, ban: Ban, ends: frozenset[int], show_special: bool) -> TokenAutomaton:
+        return TokenAutomaton(self._phrases(ban), self._table(ends, show_special))
+
     def _make_masks(self, ban: Ban, ends: frozenset[int], show_special: bool) -> TokenMasks:
-        return TokenMasks(self._automaton(ban), self._table(ends, show_special))
+        return TokenMasks(self._phrases(ban), self._table(ends, show_special))
 
     def _has_safe_token(
         self, ban: Ban, ends: frozenset[int], show_special: bool, ends_are_barred: bool
     ) -> bool:
         """Return whether some token can never be forbidden by a rollback: it begins no phrase."""
-        automaton, table = self._automaton(ban), self._table(ends, show_special)
-        first = {pattern.lstrip(BOUNDARY)[0] for pattern in automaton.patterns}
+        phrases, table = self._phrases(ban), self._table(ends, show_special)
+        first = {pattern.lstrip(BOUNDARY)[0] for pattern in phrases.patterns}
         for id, text in enumerate(table.texts):
-            symbols, pending = automaton.decoded(b"", text)
+            symbols, pending = phrases.decoded(b"", text)
             if not (ends_are_barred and id in ends) and not pending and not first.intersection(symbols):
                 return True
         return False

@@ -28,6 +28,8 @@ class BannedByMask(Constraint):
         track: The automaton along this sequence.
     """
 
+    narrow = False
+
     def __init__(self, masks: TokenMasks, track: PhraseTrack) -> None:
         self._masks, self._track = masks, track
 
@@ -64,6 +66,8 @@ class BannedByRollback(Constraint):
         holds_all: No token is settled before the end, because a place may run out of tokens: then the token
             before it, which may have begun no phrase, is taken back, too.
     """
+
+    narrow = False
 
     def __init__(self, track: PhraseTrack, vocabulary: int, most: int, *, holds_all: bool) -> None:
         self._track, self._vocabulary, self._most, self._holds_all = track, vocabulary, most, holds_all

@@ -26,6 +26,7 @@ class Combined(Constraint):
         self.parts = tuple(parts.values())
         self._options = " and ".join([*parts, *(["min_new_tokens"] if least else [])])
         self._ends, self._least = list(ends), least
+        self.narrow = any(part.narrow for part in self.parts)
 
     @property
     def length(self) -> int:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from foredraft.constraints.phrases import PhraseAutomaton, State
-from foredraft.constraints.token_table import TokenTable
+from foredraft.constraints.token_automaton import TokenAutomaton
 
 __all__ = ["PhraseTrack", "prompt_state"]
 
@@ -32,7 +32,6 @@ class PhraseTrack:
 
     Args:
         automaton: Finds the phrases.
-        table: The vocabulary.
         start: The state before the first new token.
         last: The number of new tokens with which the text ends at the latest.
 
@@ -40,8 +39,8 @@ class PhraseTrack:
         tokens: New tokens read.
     """
 
-    def __init__(self, automaton: PhraseAutomaton, table: TokenTable, start: State, last: int) -> None:
-        self.automaton, self.table, self._last = automaton, table, last
+    def __init__(self, automaton: TokenAutomaton, start: State, last: int) -> None:
+        self.automaton, self._last = automaton, last
         self.tokens: list[int] = []
         self._steps = [_Step(start, 0, -1 if start.pending else 0, 0)]  # after n tokens
 
@@ -61,18 +60,13 @@ class PhraseTrack:
             The index of the new token with the first byte of the phrase that is complete now, -1 where it
             lies in the prompt; None where no phrase is. Of several phrases, the one that began last counts.
         """
-        automaton, index, (state, emitted, begun, _) = self.automaton, len(self.tokens), self._steps[-1]
-        symbols, pending = automaton.decoded(state.pending, self.table.texts[token])
-        joined = len(automaton.first_symbols(state.pending, self.table.texts[token])) if state.pending else 0
-        waits = bool(state.pending) and not symbols
-        if token in self.table.ends or index + 1 == self._last:
-            symbols += automaton.end_symbols(pending)
-        node, found = self._search(symbols)
+        index, (state, emitted, begun, _) = len(self.tokens), self._steps[-1]
+        move = self.automaton.read(state, token, index + 1 == self._last)
         self.tokens.append(token)
         self._steps.append(
-            _Step(State(node, pending), emitted + len(symbols), begun if waits else index, joined)
+            _Step(move.state, emitted + move.symbols, begun if move.waits else index, move.joined)
         )
-        return None if found is None else self._owner(found)
+        return None if move.found is None else self._owner(emitted + move.found)
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -95,8 +89,8 @@ class PhraseTrack:
 
         Where there is none, it is `length`.
         """
-        automaton, (state, emitted, begun, _) = self.automaton, self._steps[length]
-        symbols = automaton.depth[state.node] - automaton.symbols.whole_words
+        phrases, (state, emitted, begun, _) = self.automaton.phrases, self._steps[length]
+        symbols = phrases.depth[state.node] - phrases.symbols.whole_words
         first = length
         if symbols > 0:
             first = max(0, self._owner(emitted - symbols))
@@ -104,21 +98,9 @@ class PhraseTrack:
 
     def awaits_boundary(self) -> int | None:
         """Return the first token of a phrase that the end of the text would complete; None without one."""
-        _, found = self._search(self.automaton.end_symbols(self.state.pending))
-        return None if found is None else max(0, self._owner(found))
-
-    def _search(self, symbols: str) -> tuple[int, int | None]:
-        """Return the node after more symbols, and the symbol with which the first phrase in them begins.
-
-        That is the first one to be complete and, of those complete at once, the one that began last.
-        """
-        automaton, (state, emitted, *_) = self.automaton, self._steps[-1]
-        node, found = state.node, None
-        for count, symbol in enumerate(symbols, start=1):
-            node = automaton.step(node, symbol)
-            if found is None and (length := automaton.shortest[node]):
-                found = emitted + count - length + automaton.symbols.whole_words
-        return node, found
+        state, emitted, *_ = self._steps[-1]
+        found = self.automaton.found_at_end(state)
+        return None if found is None else max(0, self._owner(emitted + found))
 
     def _owner(self, symbol: int) -> int:
         """Return the index of the token with the first byte of a symbol; -1 for one of the prompt."""

@@ -25,9 +25,11 @@ class Constraint:
 
     Attributes:
         ended_by: Why the text has to end here, for people; None while it may go on.
+        narrow: It usually forbids most tokens, so that a draft made without its masks is soon illegal.
     """
 
     ended_by: str | None = None
+    narrow: bool = True
 
     @property
     def length(self) -> int:
@@ -113,16 +115,24 @@ class Walks:
         constraints: [B]; None for a row that has none or drafts nothing.
         vocabulary: Size V.
         device: Of the masks.
+
+    Attributes:
+        narrow: One of the constraints is.
     """
 
     def __init__(self, constraints: Seq[Constraint | None], vocabulary: int, device: torch.device) -> None:
         self._walks = [None if constraint is None else _Walk(constraint) for constraint in constraints]
+        self.narrow = any(constraint is not None and constraint.narrow for constraint in constraints)
         self._everything = torch.ones(vocabulary, dtype=torch.bool, device=device)
         self._device = device
 
     def allowed(self) -> list[Tensor | None]:
         """Return which tokens each row may draw now, [B] of [V] bool on the CPU; None allows all."""
-        return [None if walk is None else walk.constraint.mask() for walk in self._walks]
+        return [self.mask(row) for row in range(len(self._walks))]
+
+    def mask(self, row: int) -> Tensor | None:
+        walk = self._walks[row]
+        return None if walk is None else walk.constraint.mask()
 
     def masks(self) -> Tensor:
         """Return which tokens each row may draw now, [B, 1, V] bool."""
@@ -163,9 +173,10 @@ def masks_along(constraint: Constraint, draft: Seq[int], vocabulary: int, device
     legal, dead_end = 0, False
     for token in [*draft, None]:
         mask = constraint.mask()
-        dead_end = mask is not None and not bool(mask.any())
+        forbidden = mask is not None and (token is None or not bool(mask[token]))
+        dead_end = forbidden and constraint.at_dead_end
         masks.append(everything if mask is None or dead_end else upload(mask, device))
-        if token is None or (mask is not None and not bool(mask[token])):
+        if token is None or forbidden:
             break
         if constraint.advance(token) < walk.base + legal + 1:  # taken back: nothing after it counts
             break

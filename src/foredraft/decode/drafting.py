@@ -19,12 +19,13 @@ from foredraft.decode.constraint import Walks, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs, lengths_tensor, no_draft, pad_rows
 from foredraft.decode.drafter import Drafter, Guesser, Stepper
+from foredraft.decode.fused_drafting import FusedDrafting
 from foredraft.decode.noise import DRAFT, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.policy import Policy
 from foredraft.decode.sampling import distribution_of
 from foredraft.model.device import upload
-from foredraft.model.runner import Resume, SamplingInputs
+from foredraft.model.runner import Resume
 
 __all__ = ["DraftTools", "propose"]
 
@@ -152,63 +153,8 @@ def _fused_draft(
             return None
         if tools.temperature != 1:
             sampling = replace(sampling, temperature=sampling.temperature * tools.temperature)
-    walks = _walks(budgets, inputs)
-    if walks is not None:
-        return _masked_draft(drafter, first_inputs, starts, budgets, inputs, sampling, walks)
-    fused = drafter.fused_draft(first_inputs, starts, budgets, sampling)
-    if fused is None:
-        return None
-    finite = zip(fused.finite.tolist(), budgets, strict=True)
-    lengths = [[*row[:budget], False].index(False) for row, budget in finite]
-    width, on_device = max(lengths), lengths_tensor(tuple(lengths), inputs.device)
-    tokens, nonfinite = fused.tokens[:, :width], None
-    if lengths != budgets:
-        tokens = tokens.where(torch.arange(width) < on_device[:, None], 0)
-        nonfinite = upload([n < budget for n, budget in zip(lengths, budgets, strict=True)], inputs.device)
-    q = Distribution(ids=tokens) if fused.probs is None else Distribution(fused.probs[:, :width])
-    return Draft(tokens, on_device, q, drafter.resume(), nonfinite, lengths)
-
-
-def _masked_draft(
-    drafter: Stepper,
-    first_inputs: list[list[int]],
-    starts: list[int],
-    budgets: list[int],
-    inputs: RoundInputs,
-    sampling: SamplingInputs | None,
-    walks: Walks,
-) -> Draft | None:
-    """Return the draft of the loop under masks by one call of the drafter a step; None where it has none."""
-    drafts: list[list[int]] = [[] for _ in budgets]
-    nonfinite = [False] * len(budgets)
-    columns: list[Tensor] = []
-    going = [budget > 0 for budget in budgets]
-    tokens = first_inputs
-    for j in range(max(budgets)):
-        step = None if sampling is None else sampling.step(j)
-        fused = drafter.fused_draft(tokens, starts, list(map(int, going)), step, walks.allowed())
-        if fused is None:
-            return None
-        if fused.probs is not None:
-            columns.append(fused.probs)
-        found = fused.tokens[:, 0].tolist()
-        for row, (token, finite) in enumerate(zip(found, fused.finite[:, 0].tolist(), strict=True)):
-            if going[row]:
-                nonfinite[row] = not finite
-                drawn = finite and token >= 0
-                drafts[row] += [token] * drawn
-                going[row] = drawn and j + 1 < budgets[row] and walks.goes_on(row, token)
-        if not any(going):
-            break
-        starts = [start + len(own) for start, own in zip(starts, tokens, strict=True)]
-        tokens = [[token] for token in found]
-    walks.undo()
-    lengths = list(map(len, drafts))
-    drafted, width = upload(pad_rows(drafts), inputs.device, torch.int64), max(lengths)
-    q = Distribution(torch.cat(columns, 1)[:, :width]) if columns else Distribution(ids=drafted)
-    faults = upload(nonfinite, inputs.device) if any(nonfinite) else None
-    on_device = lengths_tensor(tuple(lengths), inputs.device)
-    return Draft(drafted, on_device, q, drafter.resume(), faults, lengths)
+    fused = FusedDrafting(drafter, first_inputs, starts, budgets, sampling, _walks(budgets, inputs))
+    return fused.all_steps() or fused.single_steps()
 
 
 def _catch_up(

@@ -43,4 +43,4 @@ def _one(what: str, params: Any, options: SamplingKeywords) -> SamplingParams:
             if isinstance(params, Mapping)
             else "give a SamplingParams, or options as keywords, as in temperature=0",
         )
-    return params.replace(**options)
+    return params.replace(**options) if options else params

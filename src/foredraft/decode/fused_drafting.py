@@ -1,0 +1,118 @@
+"""Fused drafting: a stepper's draft by calls that draw tokens themselves, of all steps or of one at a time.
+
+A call masks its first step alone. So under a constraint each step is a call of its own, unless the draft of
+one call turns out to be what masks at every step would have given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.constraint import Walks
+from foredraft.decode.distribution import Distribution
+from foredraft.decode.draft import Draft, lengths_tensor, pad_rows
+from foredraft.decode.drafter import Stepper
+from foredraft.model.runner import SamplingInputs
+
+__all__ = ["FusedDrafting"]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDrafting:
+    """One round's draft by a drafter's fused calls: the draft of the loop, by the same noise.
+
+    Both methods return None where the drafter has to be stepped by the loop.
+
+    Attributes:
+        drafter: The drafter.
+        first_inputs: Tokens that each row reads first.
+        starts: The position of the first of them.
+        budgets: [B] tokens to draft at most.
+        sampling: Parameters and noise of the draws; None drafts the argmax.
+        walks: Constraints along the drafts; None without any.
+    """
+
+    drafter: Stepper
+    first_inputs: list[list[int]]
+    starts: list[int]
+    budgets: list[int]
+    sampling: SamplingInputs | None
+    walks: Walks | None
+
+    def all_steps(self) -> Draft | None:
+        """Return the draft by one call; None also where a mask of a later step would change a draw."""
+        walks, masks = self.walks, None
+        if walks is not None:
+            masks = walks.allowed()
+            if walks.narrow or (self.sampling is not None and any(mask is not None for mask in masks)):
+                return None
+        fused = self.drafter.fused_draft(self.first_inputs, self.starts, self.budgets, self.sampling, masks)
+        if fused is None:
+            return None
+        lengths, nonfinite = list[int](), list[bool]()
+        for row, (tokens, finite, budget) in enumerate(
+            zip(fused.tokens.tolist(), fused.finite.tolist(), self.budgets, strict=True)
+        ):
+            length, goes_on = 0, True
+            while goes_on and length < budget and finite[length] and tokens[length] >= 0:
+                mask = None if walks is None else walks.mask(row)
+                if mask is not None and (self.sampling is not None or not bool(mask[tokens[length]])):
+                    assert walks is not None
+                    walks.undo()
+                    return None
+                length += 1
+                goes_on = walks is None or length == budget or walks.goes_on(row, tokens[length - 1])
+            lengths.append(length)
+            nonfinite.append(goes_on and length < budget and not finite[length])
+        if walks is not None:
+            walks.undo()
+        tokens = fused.tokens[:, : max(lengths)]
+        if lengths != self.budgets:
+            beyond = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
+            tokens = tokens.masked_fill(beyond, 0)
+        return self._draft(tokens, fused.probs, lengths, nonfinite)
+
+    def single_steps(self) -> Draft | None:
+        """Return the draft by one call a step."""
+        walks = self.walks
+        if walks is None:
+            return None
+        drafts: list[list[int]] = [[] for _ in self.budgets]
+        nonfinite = [False] * len(self.budgets)
+        columns: list[Tensor] = []
+        going = [budget > 0 for budget in self.budgets]
+        tokens, starts = self.first_inputs, self.starts
+        for j in range(max(self.budgets)):
+            sampling = None if self.sampling is None else self.sampling.step(j)
+            fused = self.drafter.fused_draft(tokens, starts, list(map(int, going)), sampling, walks.allowed())
+            if fused is None:
+                return None
+            if fused.probs is not None:
+                columns.append(fused.probs)
+            found = fused.tokens[:, 0].tolist()
+            for row, (token, finite) in enumerate(zip(found, fused.finite[:, 0].tolist(), strict=True)):
+                if going[row]:
+                    nonfinite[row] = not finite
+                    drawn = finite and token >= 0
+                    drafts[row] += [token] * drawn
+                    going[row] = drawn and j + 1 < self.budgets[row] and walks.goes_on(row, token)
+            if not any(going):
+                break
+            starts = [start + len(own) for start, own in zip(starts, tokens, strict=True)]
+            tokens = [[token] for token in found]
+        walks.undo()
+        drafted = torch.tensor(pad_rows(drafts), dtype=torch.int64)
+        return self._draft(
+            drafted, torch.cat(columns, 1) if columns else None, list(map(len, drafts)), nonfinite
+        )
+
+    def _draft(
+        self, tokens: Tensor, probs: Tensor | None, lengths: list[int], nonfinite: list[bool]
+    ) -> Draft:
+        q = Distribution(ids=tokens) if probs is None else Distribution(probs[:, : tokens.shape[1]])
+        faults = torch.tensor(nonfinite) if any(nonfinite) else None
+        on_device = lengths_tensor(tuple(lengths), tokens.device)
+        return Draft(tokens, on_device, q, self.drafter.resume(), faults, lengths)
