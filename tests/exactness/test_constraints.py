@@ -98,6 +98,27 @@ def test_the_text_is_that_of_plain_decoding(name: str, mode: str, options: dict[
             assert not ban.matches(tokens)
 
 
+def test_what_is_settled_stays_while_the_batch_changes() -> None:
+    """A stream shows what is settled; rows come and leave meanwhile."""
+    ban = Ban((b"a", b"ab", b"b", b"ba", b""), ("abab", "baab"), mode="rollback", rollbacks=1000)
+    sequences = [
+        request((0,), "draft-model", seed=seed, eos=frozenset({4}), constraint=ban.shipped(), max_new_tokens=6 + 5 * seed)
+        for seed in range(12)
+    ]  # fmt: skip
+    engine = make_engine(*WORLD, Fixed(3), rows=3)
+    for sequence in sequences:
+        engine.submit(sequence)
+    shown: dict[int, list[int]] = {}
+    while not engine.scheduler.idle:
+        engine.step()
+        for sequence in sequences:
+            before, now = shown.get(sequence.id, []), sequence.new_ids[: sequence.settled]
+            assert now[: len(before)] == before
+            shown[sequence.id] = now
+    assert any(sequence.attempts for sequence in sequences), "nothing was rolled back"
+    assert all(shown[sequence.id] == sequence.new_ids for sequence in sequences)
+
+
 class Alternating(Constraint):
     """Allows even tokens alone at every other length."""
 

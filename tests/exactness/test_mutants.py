@@ -9,6 +9,7 @@ import pytest
 from foredraft import kernels
 from tests.exactness import (
     commit_mutants,
+    constraint_mutants,
     lossy_mutants,
     mutants,
     pass_mutants,
@@ -22,6 +23,7 @@ from tests.support.vocab_ops_choice import by_definition, by_kernels
 MODULES = (
     mutants,
     commit_mutants,
+    constraint_mutants,
     transform_mutants,
     pass_mutants,
     lossy_mutants,
