@@ -52,6 +52,11 @@ RECORD: dict[str, Any] = {
     "additionalProperties": False,
 }  # fmt: skip
 
+SCHEMAS = {
+    "record": RECORD,
+    "three records": {"type": "array", "items": RECORD, "minItems": 3, "maxItems": 3},
+}
+
 
 def words(dice: random.Random, count: int, least: int) -> str:
     weights = [1 / (rank + 1) for rank in range(len(LETTERS))]
@@ -87,6 +92,7 @@ def compared(
     ratios: dict[str, list[float]] = defaultdict(list)
     same: dict[str, bool] = dict.fromkeys(requests, True)
     figures: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, list[int]] = defaultdict(list)
     for prompt in prompts:
         calls = {name: partial(first_output, llm, prompt, params) for name, params in requests.items()}
         found, outputs = in_turns(calls, repeats, base)
@@ -94,10 +100,11 @@ def compared(
             ratios[name] += found[name]
             same[name] &= outputs[name].token_ids == outputs[base].token_ids
             figures[name].append(outputs[name].stats.mean_accepted_length)
+            tokens[name].append(len(outputs[name].token_ids))
     return [
         {
             "request": name, "over_base": spread(ratios[name]), "identical": same[name],
-            "mean_accepted_length": sum(figures[name]) / len(figures[name]),
+            "mean_accepted_length": sum(figures[name]) / len(figures[name]), "tokens": tokens[name],
         }
         for name in requests
     ]  # fmt: skip
@@ -117,12 +124,16 @@ def loaded(layers: int, **options: Any) -> Iterator[LLM]:
 
 
 def json_case(layers: int, repeats: int, new_tokens: int) -> dict[str, Any]:
+    prompts = [f"{head}\n# The function above as a JSON record:\n" for head in heldout(4)]
+    rows = []
     with loaded(layers, policy="auto", plan=demo_plan(layers)) as llm:
-        free = SamplingParams(temperature=0, max_new_tokens=new_tokens, json_schema=RECORD)
-        names = ("none", "auto", "draft-model", "layer-skip", "lookup")
-        requests = {name: free.replace(drafter=name) for name in names}
-        prompts = [f"{head}\n# The function above as a JSON record:\n" for head in heldout(6)]
-        return {"base": "none", "layers": layers, "rows": compared(llm, requests, prompts, repeats, "none")}
+        for name, schema in SCHEMAS.items():
+            free = SamplingParams(temperature=0, max_new_tokens=2 * new_tokens, json_schema=schema)
+            drafters = ("none", "auto", "draft-model", "layer-skip", "lookup")
+            requests = {drafter: free.replace(drafter=drafter) for drafter in drafters}
+            found = compared(llm, requests, prompts, repeats, "none")
+            rows += [row | {"schema": name} for row in found]
+    return {"base": "none", "layers": layers, "rows": rows}
 
 
 def ban_case(layers: int, repeats: int, new_tokens: int, phrases: list[str]) -> dict[str, Any]:
