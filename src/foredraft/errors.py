@@ -6,11 +6,13 @@
     └── RequestError      one request is wrong or failed while it ran; also a ValueError
 
 An error holds the option, its value, the problem and the remedy in fields of their own. `str(error)` joins
-them into one line with the names of the Python API; the command line spells the same fields as flags.
+them into one line with the names of the Python API; the command line spells the same fields as flags. The
+line can be printed anywhere: what UTF-8 cannot hold, and control characters, are spelled as escapes.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,7 +26,10 @@ __all__ = [
     "Option",
     "RequestError",
     "Text",
+    "shortened",
 ]
+
+SHOWN = 200  # characters of an option's value in a message: enough for a table of settings
 
 
 class _NoValue:
@@ -94,12 +99,12 @@ class ForedraftError(Exception):
         if self.option is not None:
             subject = spelling(Option(self.option))
             if self.value is not NO_VALUE:
-                subject += f" is {self.value!r}"
+                subject += f" is {shortened(self.value, SHOWN)}"
         problem, remedy = _join(self.problem, spelling), _join(self.remedy, spelling)
         if subject and problem:  # "max_draft is 99, but ..." or "logit_bias names token 7"
             subject += " " if self.value is NO_VALUE else ", "
         line = subject + problem
-        return f"{line}; {remedy}" if remedy else line
+        return _printable(f"{line}; {remedy}" if remedy else line)
 
     def __str__(self) -> str:
         return self.describe()
@@ -109,6 +114,22 @@ def _join(text: Text, spelling: Callable[[Option], str]) -> str:
     if isinstance(text, str):
         return text
     return "".join(part if isinstance(part, str) else spelling(part) for part in text)
+
+
+def _printable(line: str) -> str:
+    """Spell lone surrogates and control characters as escapes."""
+    if line.isprintable():
+        return line
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in line)
+
+
+def shortened(value: object, most: int = 80) -> str:
+    """Return the repr of a value in at most `most` characters, for an error message."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; or a number with too many digits
+        text = f"a large {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class ConfigError(ForedraftError, ValueError):

@@ -23,8 +23,11 @@ from foredraft.decode.noise import Noise
 from foredraft.decode.policy import Fixed
 from foredraft.decode.sampling import SamplingTable
 from foredraft.decode.sequence import Sequence, State
+from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.retokenize import Retokenize
 from tests.support.harness import CPU, CheckedEngine, make_engine, request
 from tests.support.parts import LateBan, NoRepeat, StopUnsure
+from tests.support.planting import assert_caught, defect
 from tests.support.tabular import Table
 
 V, LENGTH, GAMMA = 5, 20, 3
@@ -49,11 +52,11 @@ def begin(tokens: list[int], drafter: str, **more: Any) -> tuple[CheckedEngine, 
     return engine, sequence
 
 
-def draft(engine: CheckedEngine, sequence: Sequence) -> Draft:
+def draft(engine: CheckedEngine, sequence: Sequence, budget: int = GAMMA) -> Draft:
     """Draft for the sequence alone."""
     table = SamplingTable.of([sequence.params], CPU)
-    inputs = RoundInputs([sequence], [False], [GAMMA], list(sequence.drafters), table, V, CPU)
-    return propose(engine.drafters, inputs, DraftTools(Fixed(GAMMA), Noise()))
+    inputs = RoundInputs([sequence], [False], [budget], list(sequence.drafters), table, V, CPU)
+    return propose(engine.drafters, inputs, DraftTools(Fixed(budget), Noise()))
 
 
 def same(one: Draft, other: Draft) -> None:
@@ -130,24 +133,42 @@ def test_a_drafter_catches_up_after_plain_steps(name: str) -> None:
         same(draft(engine, sequence), draft(other, fresh))
 
 
+def check_kind_and_budget(name: str) -> None:
+    """Check the drafter over a text that repeats, where each budget is less than it could propose.
+
+    A guesser is asked itself: the draft loop cuts what it proposes.
+    """
+    proposed = 0
+    for budget in range(1, 2 * GAMMA):
+        engine, sequence = begin([*PROMPT] * 3, name)
+        drafter = engine.drafters[name]
+        assert isinstance(drafter, Stepper) != isinstance(drafter, Guesser)
+        assert drafter.name == name
+        if isinstance(drafter, Guesser):
+            [guess] = drafter.propose([(sequence, budget)])
+        else:
+            guess = draft(engine, sequence, budget).tokens[0].tolist()
+        assert len(guess) <= budget
+        proposed += len(guess)
+    assert proposed > GAMMA, "a drafter that proposes nothing keeps to any budget"
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_is_of_one_kind_and_keeps_to_its_budget(name: str) -> None:
-    engine, sequence = begin([1, 2, 0, 3, 4, 3, 0, 4, 1, 2], name)  # lookup could go on for 8 tokens
-    drafter = engine.drafters[name]
-    assert isinstance(drafter, Stepper) != isinstance(drafter, Guesser)
-    assert drafter.name == name
-    proposed: list[list[int]] = []
-    if isinstance(drafter, Guesser):  # its guesses, before the drafting room cuts them
-        propose = drafter.propose
+    check_kind_and_budget(name)
 
-        def recording(requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-            proposed.extend(propose(requests))
-            return proposed
 
-        drafter.propose = recording  # type: ignore[method-assign]
-    assert int(draft(engine, sequence).lengths) <= GAMMA
-    assert all(len(guess) <= GAMMA for guess in proposed)
-    assert bool(proposed) == isinstance(drafter, Guesser)
+def one_token_more(propose: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask for a draft one token longer than the budget."""
+    return lambda drafter, requests: propose(drafter, [(s, budget + 1) for s, budget in requests])
+
+
+@pytest.mark.parametrize("kind", [Lookup, Retokenize])
+def test_a_guesser_that_exceeds_its_budget_is_caught(
+    kind: type[Guesser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = defect("over budget", kind.propose, one_token_more, lambda: check_kind_and_budget(kind.name))
+    assert_caught(over, monkeypatch)
 
 
 def test_q_of_the_draft_model_is_its_own_table() -> None:

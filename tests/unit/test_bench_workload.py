@@ -71,6 +71,10 @@ def test_a_file_is_named_by_its_stem_unless_that_is_taken(package: Path) -> None
         (GOOD + "{", r"line 2 of .*w.jsonl is not JSON \(.*double quotes.*\); give lines like"),
         (GOOD + "\n" + "[1]", r'line 3 of .*w.jsonl has no "prompt"; give'),
         ('{"text": "x"}', r'line 1 of .*w.jsonl has no "prompt"; give'),
+        (
+            "[" * 100_000,
+            r"line 1 of .*w.jsonl is not JSON \(lists and objects are nested more than 50 deep\)",
+        ),
         ('{"prompt": 3}', r'line 1 of .*w.jsonl has no "prompt"; give'),
         ('{"prompt": ""}', r'line 1 of .*w.jsonl has no "prompt"; give'),
         ("\n \n", "w.jsonl holds no prompts; give"),

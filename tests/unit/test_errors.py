@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option, RequestError
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError, Option, RequestError, shortened
 
 
 def as_flag(option: Option) -> str:
@@ -36,6 +36,22 @@ def as_flag(option: Option) -> str:
 def test_one_line_joins_the_fields_in_either_spelling(error: ForedraftError, python: str, flags: str) -> None:
     assert str(error) == python
     assert error.describe(as_flag) == flags
+
+
+def test_a_line_is_printable_whatever_it_quotes() -> None:
+    error = CheckpointError("key a\nb\x1b\ud800 is not known: ä", option="stop", value="\ud800")
+    assert str(error) == r"stop is '\ud800', key a\nb\x1b\ud800 is not known: ä"
+    str(error).encode()
+
+
+def test_a_value_is_shown_in_part_where_it_is_large() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert shortened(deep) == "a large list"
+    assert shortened(10**5000) == "a large int"
+    assert shortened("x" * 100) == "'" + 76 * "x" + "..."
+    assert len(str(ConfigError(option="policy", value="x" * 10_000, remedy="give 'auto'"))) < 300
 
 
 def test_wrong_options_and_requests_are_value_errors_and_checkpoints_are_not() -> None:

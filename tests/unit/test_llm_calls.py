@@ -165,8 +165,9 @@ class TestNoPrompts:
     def test_the_options_are_checked_all_the_same(self, llm: foredraft.LLM) -> None:
         with pytest.raises(RequestError, match="1 sampling parameters for 0 prompts"):
             llm.generate([], [SamplingParams()])
-        with pytest.raises(RequestError, match="n is 0"):
-            llm.generate([], n=0)
+        for n in (0, 100_001, 10**400, True):
+            with pytest.raises(RequestError, match="n is .*; give a whole number from 1 to 100,000"):
+                llm.generate([], n=n)
 
     def test_an_empty_prompt_and_an_empty_stream_are_refused(self, llm: foredraft.LLM) -> None:
         with pytest.raises(RequestError, match="the prompt is empty"):

@@ -117,3 +117,14 @@ def test_a_bad_row_among_good_ones_gets_no_draft() -> None:
 def test_a_free_proposal_that_does_not_pay_for_its_columns_is_left_out() -> None:
     table = CostTable({1: {1: 1.0, 2: 2.0}}, {"lookup": {1: (0.0, 0.0)}})
     assert best_budgets(table, [Prospect("lookup", (0.5,))]) == [0]
+
+
+@pytest.mark.parametrize("ms", [10**400, float("inf"), float("nan"), -1.0, "1", None])
+@pytest.mark.parametrize("place", ["passes", "drafts", "reads"])
+def test_a_table_with_a_cost_that_is_no_number_is_refused(place: str, ms: object) -> None:
+    """Such as a file of the cache that another program wrote."""
+    table = {"passes": {"1": [(1, 1.0)]}, "drafts": {"small": {"1": (0.5, 0.5)}}, "reads": {"small": 0.1}}
+    assert CostTable.from_dict(table).plain(1) == 1.0
+    wrong = {"passes": {"1": [(1, ms)]}, "drafts": {"small": {"1": (0.5, ms)}}, "reads": {"small": ms}}
+    with pytest.raises((TypeError, ValueError)):
+        CostTable.from_dict(table | {place: wrong[place]})

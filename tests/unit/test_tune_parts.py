@@ -17,6 +17,7 @@ import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.bench.options import MAX_REPEATED
 from foredraft.bench.records import Spread
+from foredraft.cli.tune import lines
 from foredraft.drafters.skips import Skips
 from foredraft.errors import ConfigError
 from foredraft.model.decoder import Plan
@@ -415,6 +416,14 @@ def test_the_page_shows_the_records_and_loads_nothing() -> None:
     assert (row["τ"], row["predicted τ"], row["trial&#39;s τ"]) == ("2.51", "2.50", "2.63")
     assert re.findall(r'<h2 id="(\w+)"', made) == ["history", "layers", "importance"]
     assert "<script" not in made and not re.search(r'(?:src|href)="(?!#)', made)
+
+
+def test_a_report_doubts_the_speeds_of_a_loaded_machine() -> None:
+    quiet, busy = (report(machine={"cores": 2, "highest_load": load}) for load in (2.4, 2.6))
+    assert quiet.doubts == () and lines(quiet)[0].startswith("some/model")
+    [doubt] = busy.doubts
+    assert "load rose to 2.6 on 2 cores" in doubt
+    assert lines(busy)[0] == f"WARNING: {doubt}" and doubt in page(busy) and doubt not in page(quiet)
 
 
 def test_the_page_says_why_no_plan_was_kept() -> None:

@@ -45,7 +45,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "load_average": os.getloadavg()[0],
+        "load_average": load_average(),
         "system": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -60,12 +60,18 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 class LoadWatch:
     """Passes progress on, and remembers the highest load average, of the last minute, at any of its steps."""
 
-    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
-        self.progress, self.highest = progress, 0.0
+    def __init__(self, progress: Callable[..., None]) -> None:
+        self.progress, self.highest = progress, load_average()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        self.highest = max(self.highest, os.getloadavg()[0])
-        self.progress(stage, done, total)
+    def __call__(self, stage: str, done: int, total: int, *more: str) -> None:
+        if self.highest is not None:
+            self.highest = max(self.highest, load_average() or 0.0)
+        self.progress(stage, done, total, *more)
+
+
+def load_average() -> float | None:
+    """Return the load average of the last minute; None where the system has none, as Windows."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def bandwidth(device: torch.device) -> Bandwidth | None:

@@ -8,7 +8,7 @@ NaN. The fields are the keys of the JSON document. Terms as in docs/architecture
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from statistics import quantiles
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,6 +28,7 @@ __all__ = [
     "RoundTime",
     "Row",
     "Spread",
+    "load_doubt",
 ]
 
 # Load beyond the number of cores that counts as other work: the benchmark's own threads keep every core busy,
@@ -350,12 +351,8 @@ class Report:
     def doubts(self) -> tuple[str, ...]:
         """Why the speeds of this run deserve no trust, in sentences; empty if nothing speaks against them."""
         found = []
-        load, cores = self.machine.get("highest_load"), self.machine.get("cores")
-        if load is not None and cores is not None and load > cores + HOUSEKEEPING:
-            found.append(
-                f"The load rose to {load:.1f} on {cores} cores during the run, so other programs slowed it"
-                " down: repeat it on a quiet machine."
-            )
+        if (doubt := load_doubt(self.machine)) is not None:
+            found.append(doubt)
         repeats = self.options.get("repeats")
         if repeats is not None and repeats < FEW_REPEATS:
             found.append(
@@ -417,3 +414,18 @@ def _from_plain(kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         return {key: _from_plain(get_args(kind)[1], item) for key, item in value.items()}
     return value
+
+
+def load_doubt(machine: Mapping[str, Any]) -> str | None:
+    """Return a sentence on other programs that slowed a run down; None where the load says nothing.
+
+    Args:
+        machine: Has the number of `cores`, and the `highest_load` of the run.
+    """
+    load, cores = machine.get("highest_load"), machine.get("cores")
+    if load is None or cores is None or load <= cores + HOUSEKEEPING:
+        return None
+    return (
+        f"The load rose to {load:.1f} on {cores} cores during the run, so other programs slowed it"
+        " down: repeat it on a quiet machine."
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.errors import ConfigError, Option
+from foredraft.model.config import parse_json
 
 __all__ = ["ALL", "Workload", "load_workloads", "prompt_of", "shipped"]
 
@@ -71,7 +72,7 @@ def prompt_of(line: str, where: str) -> str:
         ConfigError: The line is not JSON, or has no prompt.
     """
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         problem = (
             f"character {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error

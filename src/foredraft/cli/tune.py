@@ -133,6 +133,7 @@ def lines(report: Report, width: int | None = None) -> list[str]:
     """Return the report as a table, at most `width` characters wide, and sentences."""
     best = report.best
     shown = [
+        *(f"WARNING: {doubt}" for doubt in report.doubts),
         f"{report.model}: {len(report.trials)} trials of {2 * report.layers} sub-layers on {report.tokens}"
         f" tokens; the best predicts {best.predicted:.2f} x plain decoding at drafts of {best.draft}",
         "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, get_args
@@ -302,8 +303,10 @@ class SamplingParams:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a user's value is a number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a user's value is a number that a float can hold; True and False are not."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max
 
 
 def is_whole(value: object, low: int, high: float = math.inf) -> TypeGuard[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.drafters.skips import Skips
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
-from foredraft.model.config import read_json, shortened
+from foredraft.model.config import MAX_FLOAT, parse_json, read_json
 from foredraft.model.weights import weight_headers
 from foredraft.ownership import NotPrivateError, check_folder, make_folder, read_private
 from foredraft.user_cache import PRIVATE_CACHE, cache_folder, sweep
@@ -124,13 +123,13 @@ def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) ->
         ConfigError: The file cannot be read, or is not a valid plan.
     """
     try:
-        found = json.loads(read(file).decode())
+        found = parse_json(read(file).decode())
     except NotPrivateError as error:
         problem = f"which is not used, because {error.filename} {error.strerror}"
         raise _refused(file, problem, PRIVATE_CACHE) from error
     except OSError as error:
         raise _refused(file, f"which cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _refused(file, f"which is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise _refused(file, "which holds no JSON object")
@@ -255,7 +254,7 @@ def _is(value: Any, type_: str) -> bool:
         case "int":
             return type(value) is int and value >= 1
         case "float":
-            return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
+            return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
         case "float | None":
             return value is None or _is(value, "float")
         case "int | None":

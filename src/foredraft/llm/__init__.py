@@ -36,6 +36,8 @@ from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Output", "Piece", "Prompts", "Stream"]
 
+MOST_SAMPLES = 100_000  # of a prompt in one call; each takes a few kB from the start
+
 
 class LLM:
     """A loaded model, safe to use from several threads; `foredraft.load` makes one.
@@ -215,8 +217,8 @@ class LLM:
         for own in chosen if isinstance(chosen, list) else [chosen]:
             requests.drafters(own.drafter)  # refuses an unknown one before any work
         encoded = requests.encode(prompts)
-        if not is_whole(n, 1):
-            raise RequestError(option="n", value=n, remedy="give a whole number, 1 or more")
+        if not is_whole(n, 1, MOST_SAMPLES):
+            raise RequestError(option="n", value=n, remedy=f"give a whole number from 1 to {MOST_SAMPLES:,}")
         each = chosen if isinstance(chosen, list) else [chosen] * len(encoded)
         if len(each) != len(encoded):
             raise RequestError(

@@ -17,11 +17,10 @@ from foredraft.decode.params import GRAMMARS, SamplingParams
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import TextBuffer
-from foredraft.errors import Option, RequestError
+from foredraft.errors import Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, select_drafters
 from foredraft.model.spec import ModelSpec
-from foredraft.model.tokenizer import Tokenizer
-from foredraft.unicode import invalid_at
+from foredraft.model.tokenizer import Tokenizer, check_unicode
 
 __all__ = ["Prompts", "Requests"]
 
@@ -77,10 +76,7 @@ class Requests:
             )
         if not text:
             raise RequestError("the prompt is empty", remedy="give at least one character")
-        if (at := invalid_at(text)) is not None:
-            raise RequestError(
-                f"the prompt is not valid Unicode at character {at}", remedy="give it as UTF-8"
-            )
+        check_unicode(text, "the prompt")
         return self.tokenizer.encode(text)
 
     def sequences(
@@ -132,7 +128,7 @@ class Requests:
         for token in prompt:
             if not 0 <= token < size:
                 raise RequestError(
-                    f"token id {token} is outside the model's vocabulary of {size}",
+                    f"token id {shortened(token)} is outside the model's vocabulary of {size}",
                     remedy=f"give ids from 0 to {size - 1}",
                 )
         if truncate not in (None, "left"):
@@ -242,13 +238,17 @@ def _check_kind(what: str, prompt: object, remedy: str) -> None:
         raise RequestError(f"{what} is a mapping, of which only the keys would be read", remedy=remedy)
     if isinstance(prompt, Set):
         raise RequestError(f"{what} is a set, which has no order", remedy=remedy)
-    if not isinstance(prompt, Iterable):
-        raise RequestError(f"{what} is {prompt!r}", remedy=remedy)
+    if not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
+        raise RequestError(f"{what} is {shortened(prompt)}", remedy=remedy)
 
 
 def _token_id(item: Any) -> int | None:
-    """Return an integer of any library as an int; None for everything else, including bool."""
-    if isinstance(item, bool | str):
+    """Return an integer of any library as an int; None for everything else, including truth values.
+
+    A tensor with one element counts as an integer in Python, but one with dimensions is a list here.
+    """
+    dimensions, dtype = getattr(item, "ndim", 0), str(getattr(item, "dtype", ""))
+    if isinstance(item, bool | str) or dimensions or "bool" in dtype:
         return None
     try:
         return operator.index(item)
@@ -261,6 +261,6 @@ def _token_ids(items: Iterable[Any]) -> list[int]:
     for item in items:
         token = _token_id(item)
         if token is None:
-            raise RequestError(f"token id {item!r} is not a whole number", remedy="give integers")
+            raise RequestError(f"token id {shortened(item)} is not a whole number", remedy="give integers")
         ids.append(token)
     return ids

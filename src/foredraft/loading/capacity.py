@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from foredraft.errors import ConfigError, Option
+from foredraft.errors import ConfigError, Option, shortened
 from foredraft.loading.checkpoints import Checkpoint
 from foredraft.loading.memory import as_gib, free_memory
 from foredraft.model.cache import KVCache
@@ -96,8 +96,9 @@ def cache_size(
     rows = limits.max_batch or min(most_rows, budget // row_bytes(positions))
     taken = max(rows, 1) * row_bytes(positions)
     if rows < 1 or taken > budget:
+        needed = shortened((taken + 2**19) // 2**20)  # rounded as a whole number: a float may not hold it
         raise ConfigError(
-            f"{max(rows, 1)} sequences of {positions} positions need {taken / 2**20:.0f} MiB of cache, but"
+            f"{shortened(max(rows, 1))} sequences of {positions} positions need {needed} MiB of cache, but"
             f" {budget / 2**20:.0f} MiB may be used beside the weights",
             remedy=("lower ", Option("max_batch"), " or ", Option("max_length")),
         )
@@ -152,7 +153,7 @@ def _positions(limits: CacheLimits, most: int, budget: int, row_bytes: Callable[
 def _free_beside_weights(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
     """Return the free bytes that the weights leave; raise ConfigError where the weights do not fit."""
     free = free_memory(device)
-    needs = [weight_memory(model, device, kernels) for model in models]
+    needs = _weight_needs(models, device, free, kernels)
     if sum(needs) <= free:
         return free - sum(needs)
     sizes = [
@@ -171,7 +172,7 @@ def _remedy(
     """Return what the user can change so that the weights fit."""
 
     def fit(models: Sequence[Checkpoint], device: torch.device, free: int) -> bool:
-        return sum(weight_memory(model, device, kernels) for model in models) <= free
+        return sum(_weight_needs(models, device, free, kernels)) <= free
 
     remedies: list[tuple[str | Option, ...]] = []
     halves = [replace(model, dtype=torch.bfloat16) for model in models]
@@ -187,6 +188,16 @@ def _remedy(
         return ("give a smaller model",)
     first, *others = remedies
     return (*first, *(part for remedy in others for part in (", or ", *remedy)))
+
+
+def _weight_needs(models: Sequence[Checkpoint], device: torch.device, free: int, kernels: bool) -> list[int]:
+    """Return the bytes of each model's weights on the device.
+
+    The layout for the kernels takes more than the plain one, and asking for it runs the kernels' self-check,
+    which itself takes memory by the model's sizes. So it is asked for only where the plain one fits.
+    """
+    plain = [weight_bytes(model.spec, device, model.dtype) for model in models]
+    return plain if sum(plain) > free else [weight_memory(model, device, kernels) for model in models]
 
 
 def weight_memory(model: Checkpoint, device: torch.device, kernels: bool = True) -> int:

@@ -29,7 +29,7 @@ def find_device(name: str | None) -> torch.device:
     unknown = ConfigError(option="device", value=name, remedy="give 'cpu', 'cuda' or 'cuda:N'")
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):  # the last for numbers that are too large
         raise unknown from None
     kind, _, index = str(name).partition(":")
     if kind not in DEVICES:

@@ -78,6 +78,10 @@ def _given(plan: PlanSource, folder: Path) -> PlanFile | Skips:
         return Skips.parse(plan)
     if isinstance(plan, Skips):
         return plan
+    if not isinstance(plan, PlanFile | str | Path):
+        raise ConfigError(
+            option="plan", value=plan, remedy="give the file of a plan, its content, or a text such as exit:8"
+        )
     found = plan if isinstance(plan, PlanFile) else read_plan(Path(plan))
     found.check(model_hash(folder), str(folder))
     return found

@@ -57,7 +57,7 @@ def _read(name: str, value: object, setting: PolicyOption) -> float | str:
         return str(value)
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise wrong from None
     if not setting.least <= number <= setting.most:
         raise wrong

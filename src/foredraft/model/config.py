@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, shortened
 
 DOWNLOAD_AGAIN = "download it again"  # the remedy for a broken or incomplete file
 MAX_FLOAT = sys.float_info.max
+MAX_DEPTH = 50  # objects and lists within each other in a JSON file; no file of a checkpoint has ten
+MAX_FILE_NAME = 255  # bytes, on all common file systems
 # Keys that describe how a model was made, saved, trained or called, not what a forward computes.
 HARMLESS = frozenset(
     """
@@ -70,8 +72,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, or does not hold a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error})", remedy=DOWNLOAD_AGAIN) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", remedy=DOWNLOAD_AGAIN)
@@ -88,6 +90,34 @@ MOST = {
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
 }
+MAX_WIDTH = 2**19  # of all query heads together
+MAX_KEY_WIDTH = 2**15  # of all key heads together
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not JSON, or nests lists and objects more than MAX_DEPTH deep. Deeper values
+            could be parsed, but not printed, compared or copied.
+    """
+    too_deep = ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise too_deep from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        nested = [each for each in level if isinstance(each, list | dict)]
+        level = [item for each in nested for item in (each.values() if isinstance(each, dict) else each)]
+        if not nested:
+            return value
+    raise too_deep
+
+
+def is_file_name(text: str) -> bool:
+    """Return whether a text can be the name of a file within a folder."""
+    return Path(text).name == text and len(text.encode("utf-8", "replace")) <= MAX_FILE_NAME
 
 
 class ConfigReader:
@@ -193,9 +223,3 @@ class ConfigReader:
                 f"{found} is not known, and ignoring it could change the model's output",
                 remedy="use a checkpoint without it, or remove the key if it does not affect the model",
             )
-
-
-def shortened(value: object) -> str:
-    """Return the repr of a value in at most 80 characters, for an error message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

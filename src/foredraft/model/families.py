@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.errors import CheckpointError
-from foredraft.model.config import ConfigReader, shortened
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import MAX_KEY_WIDTH, MAX_WIDTH, ConfigReader
 from foredraft.model.rope_config import read_rope, read_ropes
 
 # the activation of a config -> the name that `layers.gate` knows
@@ -152,6 +152,13 @@ def _head_sizes(read: ConfigReader, kv_heads: int, head_dim: int) -> dict[str, A
             f"config.json: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}",
             remedy="correct one of them",
         )
+    widths = (("num_attention_heads", heads, MAX_WIDTH), ("num_key_value_heads", kv_heads, MAX_KEY_WIDTH))
+    for key, count, most in widths:
+        if count * head_dim > most:
+            raise CheckpointError(
+                f"config.json: {key} = {count} and head_dim = {head_dim}",
+                remedy=f"their product must not be more than {most}",
+            )
     if head_dim % 2:
         raise CheckpointError(
             f"config.json: head_dim = {head_dim}", remedy="rotary embeddings need an even number"

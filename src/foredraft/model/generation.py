@@ -11,7 +11,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from foredraft.model.config import read_json, shortened
+from foredraft.errors import shortened
+from foredraft.model.config import read_json
 
 __all__ = ["generation_defaults"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import CheckpointError, ConfigError
-from foredraft.model.config import read_json, shortened
+from foredraft.errors import CheckpointError, ConfigError, shortened
+from foredraft.model.config import is_file_name, read_json
 
 __all__ = ["resolve", "weights_to_come"]
 
@@ -238,7 +238,7 @@ def _shards(folder: Path) -> list[str]:
     """Return the files that the index lists; `weights.py` reports a malformed index."""
     weight_map = read_json(folder / INDEX).get("weight_map")
     files = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set()
-    return sorted(file for file in files if Path(file).name == file)
+    return sorted(filter(is_file_name, files))
 
 
 def _progress_class(report: Report) -> type[Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from foredraft.errors import CheckpointError
-from foredraft.model.config import ConfigReader, shortened
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import ConfigReader
 from foredraft.model.rope import Rope
 
 # the default rotary bases of Gemma 3's full-attention and windowed layers; all other families have the latter

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import CheckpointError
-from foredraft.model.config import ConfigReader, read_json, shortened
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.families import FAMILIES, Family
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.rope import Rope
@@ -164,10 +164,10 @@ def _dtype(read: ConfigReader) -> str:
     }
     names = [*given.values()] or ["float32"]
     if names[0] != names[-1]:
-        raise read.error("torch_dtype", f"dtype is {names[0]!r}; keep the dtype of the weights")
+        raise read.error("torch_dtype", f"dtype is {shortened(names[0])}; keep the dtype of the weights")
     if names[0] not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(
-            f"config.json: dtype {names[0]!r} is not supported",
+            f"config.json: dtype {shortened(names[0])} is not supported",
             remedy="supported are float32, bfloat16, float16",
         )
     return names[0]

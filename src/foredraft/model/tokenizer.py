@@ -22,9 +22,10 @@ from typing import Any
 
 import tokenizers
 
-from foredraft.errors import CheckpointError, RequestError
+from foredraft.errors import CheckpointError, RequestError, shortened
 from foredraft.model.chat import CONFIG, ChatTemplate, Message
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json, shortened
+from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.unicode import invalid_at
 
 FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -32,6 +33,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token
 # Ids of left context: an incomplete character spans at most 3, and decoders treat the first token of a text
 # differently.
 CONTEXT = 4
+MOST_SHOWN = 200  # characters of an error of the library, which may quote a whole value
 MAX_HELD_BYTES = 32  # byte tokens that a stream holds back at most: bounds its delay
 
 
@@ -87,7 +89,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
-                f"{file} is not a readable tokenizer ({error})", remedy=DOWNLOAD_AGAIN
+                f"{file} is not a readable tokenizer ({str(error)[:MOST_SHOWN]})", remedy=DOWNLOAD_AGAIN
             ) from error
         _check_added(inner, file)
         return cls(inner, ChatTemplate.from_folder(Path(path)), model_vocab_size)
@@ -114,7 +116,12 @@ class Tokenizer:
         return frozenset(self._special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, with the special tokens that the post-processor adds unless disabled."""
+        """Return the ids of a text, with the special tokens that the post-processor adds unless disabled.
+
+        Raises:
+            RequestError: The text is not valid Unicode.
+        """
+        check_unicode(text, "the text")
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -152,6 +159,8 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text; None if there is none."""
+        if invalid_at(text) is not None:
+            return None
         id = self._inner.token_to_id(text)
         return id if id in self._special else None
 
@@ -324,6 +333,13 @@ class Detokenizer:
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.text(ids, self._skip_special)
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raise RequestError if UTF-8 cannot spell a text; `name` names it."""
+    at = invalid_at(text)
+    if at is not None:
+        raise RequestError(f"{name} is not valid Unicode at character {at}", remedy="give it as UTF-8")
 
 
 def _check_added(inner: tokenizers.Tokenizer, file: Path) -> None:

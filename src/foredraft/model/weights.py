@@ -24,9 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, shortened
 from foredraft.kernels.huge_pages import Arena
-from foredraft.model.config import DOWNLOAD_AGAIN, read_json
+from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.runner.native import pack_native
@@ -249,9 +249,10 @@ class _Checkpoint:
                 f"{index} has no weight_map from tensor names to files", remedy=DOWNLOAD_AGAIN
             )
         for shard in sorted(set(weight_map.values())):
-            if Path(shard).name != shard:
+            if not is_file_name(shard):
                 raise CheckpointError(
-                    f"{index} lists {shard!r}, which is outside its folder", remedy=DOWNLOAD_AGAIN
+                    f"{index} lists {shortened(shard)}, which is not a file in its folder",
+                    remedy=DOWNLOAD_AGAIN,
                 )
             if not (folder / shard).is_file():
                 raise CheckpointError(

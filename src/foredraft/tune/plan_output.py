@@ -15,10 +15,9 @@ from pathlib import Path
 import foredraft
 from foredraft.drafters.plan_files import PlanFile, find_plan, keep_plan, plan_place, write_plan
 from foredraft.drafters.skips import Skips
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY
 from foredraft.llm import LLM
-from foredraft.model.config import shortened
 from foredraft.model.device import dtype_name
 from foredraft.ownership import NotPrivateError, check_folder, make_folder
 from foredraft.tune.records import Finalist

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
-from foredraft.bench.records import Spread
+from foredraft.bench.records import Spread, load_doubt
 from foredraft.drafters.skips import Skips
 from foredraft.tune.plan_costs import PlanCosts
 
@@ -167,6 +167,12 @@ class Report:
     def objections(self) -> str:
         """The objections to all finalists, as sentences."""
         return " ".join(f"{one.skips}: {one.objection}." for one in self.finalists if one.objection)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the speeds deserve no trust, in sentences; empty if nothing speaks against them."""
+        doubt = load_doubt(self.machine)
+        return () if doubt is None else (doubt,)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, without NaN."""

@@ -33,7 +33,7 @@ def page(report: Report) -> str:
         columns=COLUMNS,
         table=[(finalist.skips, _cells(finalist)) for finalist in report.finalists],
         plots=plots(report),
-        notes=(*report.unwritten, *report.notes),
+        notes=(*report.doubts, *report.unwritten, *report.notes),
         details={
             "Options": plain(report.options),
             "Seconds": plain({stage: round(seconds, 1) for stage, seconds in report.seconds.items()}),

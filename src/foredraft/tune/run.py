@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from foredraft import demo
-from foredraft.bench.machine import machine
+from foredraft.bench.machine import LoadWatch, machine
 from foredraft.drafters.plan_files import model_hash, plan_place
 from foredraft.errors import ConfigError, Option, RequestError
 from foredraft.llm import LLM
@@ -82,7 +82,7 @@ def tune(
         CheckpointError: The model cannot be loaded.
         KeyboardInterrupt: Ctrl-C before the first trial was completed.
     """
-    stages = _Stages()
+    stages, watch = _Stages(), LoadWatch(progress)
     deadline = Deadline(options.timeout)
     storage = StudyStorage(options.storage)
     if (plan := plan_place("any")) is not None:
@@ -90,14 +90,14 @@ def tune(
     folder = _resolve(model, loading)
     hash = model_hash(folder)
     with stages("load"):
-        llm = _load(folder, prompts, options, loading, progress)
+        llm = _load(folder, prompts, options, loading, watch)
     target = _Target(model or "demo", folder, hash, llm)
-    run = _Run(target, options, storage, stages, progress)
+    run = _Run(target, options, storage, stages, watch)
     max_draft = longest_draft(options.max_draft, options.max_draft, target.runner)
     ids, held_out = hold_out(_encode(llm, prompts, options, truncate))
     with stages("calibrate"):
         calibration = run.calibrate(ids)
-        teacher_forced = TeacherForced(target.runner, calibration, max_draft, deadline.check, progress)
+        teacher_forced = TeacherForced(target.runner, calibration, max_draft, deadline.check, watch)
     result = run.search(calibration, teacher_forced, deadline)
     finalists, finished = run.decode(result, held_out)
     return run.report(result, finalists, finished, plan_out)
@@ -156,7 +156,7 @@ class _Run:
     options: Options
     storage: StudyStorage
     stages: _Stages
-    progress: Progress
+    progress: LoadWatch
 
     def calibrate(self, prompts: list[list[int]]) -> CalibrationTexts:
         """Return the calibration texts after these prompts, from the cache folder or newly written."""
@@ -245,7 +245,7 @@ class _Run:
             study=result.study,
             storage=self.storage.shown,
             options=asdict(options) | shown,
-            machine=machine(target.llm._engine.device),
+            machine=machine(target.llm._engine.device) | {"highest_load": self.progress.highest},
             tokens=result.tokens,
             costs=result.costs,
             trials=result.trials,

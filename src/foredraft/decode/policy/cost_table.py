@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -94,12 +95,14 @@ class CostTable:
         """Return the table of `as_dict`. Raises KeyError, TypeError or ValueError where it is none."""
         if not values["passes"]:
             raise ValueError("no pass was measured")
-        passes = {int(batch): {int(n): float(ms) for n, ms in by} for batch, by in values["passes"].items()}
+        passes = {int(batch): {int(n): _finite(ms) for n, ms in by} for batch, by in values["passes"].items()}
         drafts = {
-            str(name): {int(batch): (float(first), float(further)) for batch, (first, further) in by.items()}
+            str(name): {
+                int(batch): (_finite(first), _finite(further)) for batch, (first, further) in by.items()
+            }
             for name, by in values["drafts"].items()
         }
-        return cls(passes, drafts, {str(name): float(ms) for name, ms in values["reads"].items()})
+        return cls(passes, drafts, {str(name): _finite(ms) for name, ms in values["reads"].items()})
 
 
 def round_ms(table: CostTable, rows: Sequence[tuple[str | None, int]]) -> float:
@@ -110,6 +113,13 @@ def round_ms(table: CostTable, rows: Sequence[tuple[str | None, int]]) -> float:
             steps[drafter] = max(steps.get(drafter, 0), drafted)
     drafting = sum(table.draft(drafter, batch, count) for drafter, count in steps.items())
     return drafting + table.verify(batch, batch + sum(drafted for _, drafted in rows))
+
+
+def _finite(ms: Any) -> float:
+    """Return a cost as a number. Raises TypeError or ValueError where it is none."""
+    if not isinstance(ms, int | float) or not 0 <= ms <= sys.float_info.max:
+        raise ValueError(f"a cost is {ms!r}")
+    return float(ms)
 
 
 def _around(sizes: Iterable[int], batch: int) -> list[int]:

@@ -1,0 +1,260 @@
+"""Every file that `load` reads, with hostile values: it loads, or one line says why it does not.
+
+Nothing hangs, and no other error comes through. Seen to fail on: RecursionError of the JSON parser, layers that
+are counted one by one, weights that are allocated by config.json, shard names too long for the file system.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import foredraft
+from foredraft.drafters import plan_files
+from foredraft.drafters.plan_files import PlanFile, read_plan, write_plan
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError
+from foredraft.loading.capacity import CacheLimits, cache_size
+from foredraft.loading.checkpoints import default_params, find_checkpoints
+from foredraft.loading.options import LoadOptions, checked
+from foredraft.model import config, spec, weights
+from foredraft.model.config import MAX_DEPTH, MAX_KEY_WIDTH, MAX_WIDTH, MOST, parse_json
+from foredraft.model.weights import load_decoder
+from tests.support import checkpoints
+from tests.support.planting import Spoiler, assert_caught, defect
+from tests.support.spoilers import during
+
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
+DEFAULTS = {name: parameter.default for name, parameter in signature(foredraft.load).parameters.items()}
+# JSON texts: some are too deep, some too large, some of a type that no key has.
+RAW = {
+    "deep list": "[" * 100_000 + "]" * 100_000,
+    "deep object": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "deep": "[" * 900 + "]" * 900,
+    "large number": "1" + "0" * 400,
+    "larger number": "1" + "0" * 5000,
+    "negative number": "-1" + "0" * 400,
+    "31 bits": str(2**31 - 1),
+    "zero": "0",
+    "infinity": "1e999",
+    "nan": "NaN",
+    "null": "null",
+    "surrogate": '"\\ud800"',
+    "surrogate key": '{"\\ud800\\n": 1}',
+    "long text": '"' + "x" * 100_000 + '"',
+    "NUL": '"\\u0000"',
+    "list": '[null, [], "\\ud800"]',
+    "object": '{"content": "\\ud800", "type": {}}',
+}
+FILES = {
+    "config.json": "architectures hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
+    "num_key_value_heads vocab_size max_position_embeddings rope_parameters rope_theta rope_scaling layer_types "
+    "sliding_window rms_norm_eps eos_token_id dtype hidden_act quantization_config unknown",
+    "generation_config.json": "temperature top_k top_p max_new_tokens stop_strings eos_token_id do_sample unknown",
+    "tokenizer_config.json": "chat_template added_tokens_decoder bos_token",
+    "special_tokens_map.json": "bos_token",
+    "tokenizer.json": "model added_tokens decoder post_processor truncation version",
+    "model.safetensors.index.json": "weight_map metadata",
+    "foredraft plan": "layers skip_attention exit alpha c tau date max_draft temperature format model",
+}
+PLAN = PlanFile(
+    model="m", model_hash="h", layers=3, skip_attention=(1,), device="cpu", dtype="float32", max_draft=3, alpha=0.5,
+    c=0.5, tau=2.0, speedup=1.1, predicted=1.2, date="2026-01-01", foredraft="1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a checkpoint for each file: sharded for the index, and with a plan for the plan."""
+    base = tmp_path_factory.mktemp("hostile")
+    single = checkpoints.save_checkpoint(base / "single", tokenizer=True)
+    sharded = checkpoints.save_checkpoint(base / "sharded", tokenizer=True, shards=True)
+    write_plan(PLAN, single / "foredraft plan")
+    return {file: sharded if "index" in file else single for file in FILES}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "copy"
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return target
+
+
+def read(folder: Path) -> None:
+    """Read all files of a checkpoint as `load` does, up to the values of the weights."""
+    options = checked(LoadOptions(**DEFAULTS | {"path": folder, "needs": None, "device": "cpu"}))
+    found = find_checkpoints(options)
+    default_params(found.target)
+    cache_size(found.all, torch.device("cpu"), CacheLimits(1, 512), kernels=False)
+    load_decoder(folder, "meta")
+    assert found.target.tokenizer is not None
+    if found.target.tokenizer.chat is not None:
+        found.target.tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+def check(folder: Path, file: str) -> None:
+    """Check that the files are read, or refused in one printable line."""
+    try:
+        if file == "foredraft plan":
+            read_plan(folder / file)
+        else:
+            read(folder)
+    except ForedraftError as error:
+        line = str(error)
+        assert "\n" not in line and len(line) < 1000 + len(str(folder))
+        line.encode()
+
+
+def check_file(folder: Path, file: str, values: dict[str, str]) -> None:
+    """Check the file with each value as its whole content, and as the value of each of its keys."""
+    path = folder / file
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    for raw in values.values():
+        path.write_text(raw)
+        check(folder, file)
+        for key in FILES[file].split():
+            path.write_text(json.dumps(content | {key: "HERE"}).replace('"HERE"', raw))
+            check(folder, file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_hostile_file_is_read_or_refused_in_one_line(
+    folders: dict[str, Path], folder: Path, file: str
+) -> None:
+    check_file(copied(folders[file], folder), file, RAW)
+
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_any_json_is_read_or_refused_in_one_line(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, file: str
+) -> None:
+    folder = copied(folders[file], tmp_path_factory.mktemp("any") / "copy")
+    path = folder / file
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    @settings(max_examples=100)
+    @given(key=st.sampled_from(FILES[file].split()), value=NESTED)
+    def examples(key: str, value: Any) -> None:
+        path.write_text(json.dumps(content | {key: value}), encoding="utf-8")
+        check(folder, file)
+
+    examples()
+
+
+@pytest.mark.parametrize("key", MOST)
+def test_a_size_beyond_any_model_is_refused_by_its_key(
+    folders: dict[str, Path], folder: Path, key: str
+) -> None:
+    config = json.loads((folders["config.json"] / "config.json").read_text())
+    path = copied(folders["config.json"], folder) / "config.json"
+    path.write_text(json.dumps(config | {key: 2**31 - 1}))
+    remedy = f"{key} is 2147483647; it must be a whole number, at most {MOST[key]:,}"
+    with pytest.raises(CheckpointError, match=remedy):
+        foredraft.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "dim", "refused"),
+    [(4, 4, MAX_KEY_WIDTH // 4, False), (8, 8, MAX_KEY_WIDTH // 4, True), (64, 1, MAX_WIDTH // 32, True)],
+)
+def test_heads_are_no_wider_together_than_those_of_any_model(
+    folders: dict[str, Path], heads: int, keys: int, dim: int, refused: bool
+) -> None:
+    config = json.loads((folders["config.json"] / "config.json").read_text())
+    config |= {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": dim}
+    if refused:
+        with pytest.raises(
+            CheckpointError, match=f"and head_dim = {dim}; their product must not be more than"
+        ):
+            spec.ModelSpec.from_hf(config)
+    else:
+        assert spec.ModelSpec.from_hf(config).head_dim == dim
+
+
+def test_too_many_layers_are_refused_by_their_key(folders: dict[str, Path], folder: Path) -> None:
+    config = json.loads((folders["config.json"] / "config.json").read_text())
+    path = copied(folders["config.json"], folder) / "config.json"
+    path.write_text(json.dumps(config | {"num_hidden_layers": 2**31 - 1}))
+    with pytest.raises(
+        CheckpointError, match="num_hidden_layers is 2147483647; it must be a whole number up to 10000"
+    ):
+        foredraft.load(folder, device="cpu")
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_kernels_are_checked(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the kernels takes memory by the model's sizes."""
+    from foredraft.loading import capacity
+
+    def checked_kernels(*args: Any) -> None:
+        raise AssertionError("the kernels were checked")
+
+    monkeypatch.setattr(capacity, "unserved_because", checked_kernels)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: 1000)
+    with pytest.raises(ConfigError, match="the weights need .* are free on cpu"):
+        foredraft.load(folders["config.json"], device="cpu")
+
+
+@pytest.mark.parametrize(
+    "deep", ["[" * MAX_DEPTH + "]" * MAX_DEPTH, '{"a":' * MAX_DEPTH + "[]" + "}" * MAX_DEPTH]
+)
+def test_json_may_nest_up_to_a_bound(deep: str) -> None:
+    inner = deep.replace("[]", "1") if deep.startswith("{") else deep
+    assert parse_json(inner) == json.loads(inner)
+    with pytest.raises(ValueError, match="nested more than 50 deep"):
+        parse_json(f"[{inner}]")
+
+
+# (name, seam, spoiler, file, values)
+DEFECTS: list[tuple[str, Any, Spoiler, str, dict[str, str]]] = [
+    ("JSON of any depth", parse_json, lambda sound: json.loads, "config.json", {"a": RAW["deep list"]}),
+    ("JSON of any depth in plans", parse_json, lambda sound: json.loads, "foredraft plan", {"a": RAW["deep object"]}),
+    ("any file name", weights.is_file_name, lambda sound: lambda text: True, "model.safetensors.index.json", {"a": '{"x": "' + 9999 * "x" + '"}'}),
+    ("numbers that no float holds", plan_files._is, lambda sound: lambda value, type_: type_ == "float" or sound(value, type_), "foredraft plan", {"a": RAW["null"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", DEFECTS, ids=lambda row: str(row[0]))
+def test_defects_are_caught(
+    row: tuple[str, Any, Spoiler, str, dict[str, str]],
+    folders: dict[str, Path],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, seam, spoiler, file, values = row
+    copied(folders[file], folder)
+    planted = defect(name, seam, spoiler, lambda: check_file(folder, file, values), Exception)
+    assert_caught(planted, monkeypatch)
+
+
+def test_sizes_without_a_bound_are_caught(
+    folders: dict[str, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the bound, another error comes: the weights do not fit."""
+
+    def check_size() -> None:
+        test_a_size_beyond_any_model_is_refused_by_its_key(folders, folder, "hidden_size")
+
+    unbounded = during(config, "MOST", {})
+    assert_caught(defect("sizes of any model", spec._sizes, unbounded, check_size, ConfigError), monkeypatch)
