@@ -80,8 +80,8 @@ def generation_defaults(folder: Path, vocab_size: int) -> dict[str, Any]:
     config = {key: value for key, value in read_json(file).items() if value is not None}
     for key in sorted(config.keys() - {*ALWAYS, *SAMPLING} - HARMLESS):
         if config[key] not in NEUTRAL.get(key, ()):
-            value = shortened(config[key])
-            logger.warning("%s asks for %s = %s, which is not supported; it is left out", file, key, value)
+            name, value = shortened(key)[1:-1], shortened(config[key])  # a key is any string: without quotes
+            logger.warning("%s asks for %s = %s, which is not supported; it is left out", file, name, value)
     for key in ("bos_token_id", "eos_token_id"):
         for id in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
             if isinstance(id, int) and id >= vocab_size:
