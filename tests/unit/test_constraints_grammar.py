@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import jsonschema
 import pytest
 
 import foredraft
@@ -63,6 +64,88 @@ def test_the_text_fits_and_is_that_of_plain_decoding(
     for output in plain:
         assert output.finish_reason in ("eos", "length", "constraint")
         assert output.finish_reason != "eos" or fits(output.text or "", options), output.text
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "numbers": {
+        "type": "object",
+        "properties": {
+            "whole": {"type": "integer", "minimum": -5, "maximum": 1000},
+            "part": {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01},
+            "exactly": {"const": 3},
+        },
+        "required": ["whole", "part", "exactly"],
+        "additionalProperties": False,
+    },
+    "unicode": {
+        "type": "object",
+        "properties": {
+            "\u540d\u524d": {"type": "string", "pattern": "^[\u3042-\u3093]{1,4}$"},
+            "\U0001f642": {"enum": ["\u00e9", "\U0001f468\u200d\U0001f469", 'a\\"b', None, True]},
+        },
+        "required": ["\u540d\u524d", "\U0001f642"],
+        "additionalProperties": False,
+    },
+    "nested": {
+        "$defs": {
+            "leaf": {"type": "string", "maxLength": 3},
+            "tree": {
+                "type": "object",
+                "properties": {
+                    "is": {"$ref": "#/$defs/leaf"},
+                    "has": {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/leaf"}},
+                },
+                "required": ["is", "has"],
+                "additionalProperties": False,
+            },
+        },
+        "type": "array",
+        "items": {"$ref": "#/$defs/tree"},
+        "minItems": 1,
+        "maxItems": 3,
+    },
+    "choices": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {
+                    "kind": {"const": "circle"},
+                    "radius": {"type": "integer", "minimum": 1, "maximum": 99},
+                },
+                "required": ["kind", "radius"],
+                "additionalProperties": False,
+            },
+            {
+                "type": "array",
+                "prefixItems": [{"type": "boolean"}, {"type": "null"}],
+                "items": False,
+                "minItems": 2,
+            },
+            {"type": "string", "minLength": 2, "maxLength": 6},
+        ]
+    },
+    "person": PERSON,
+}
+
+
+@pytest.mark.slow
+def test_hundreds_of_samples_are_valid_under_their_schemas() -> None:
+    """By another library; 100 of each schema, a third with a draft model, a third with lookup, a third plain."""
+    llm = foredraft.load()
+    ended, cut = 0, 0
+    for schema in MANY.values():
+        check = jsonschema.Draft202012Validator(schema)
+        for drafter, n in (("draft-model", 34), ("lookup", 33), ("none", 33)):
+            params = SamplingParams(json_schema=schema, max_new_tokens=300, drafter=drafter, temperature=1)
+            for output in llm.generate("value = ", params, n=n):
+                if output.finish_reason == "length":
+                    cut += 1
+                    continue
+                assert output.finish_reason == "eos"
+                check.validate(json.loads(output.text or ""))
+                ended += 1
+    assert ended + cut == 500
+    assert cut <= 25
 
 
 def test_samples_of_a_schema_are_valid(llm: LLM) -> None:
@@ -128,7 +211,7 @@ def test_malformed_options_are_refused(options: dict[str, Any]) -> None:
         SamplingParams(**options)
 
 
-def test_a_ban_that_forbids_everything_is_refused(llm: LLM) -> None:
+def test_a_ban_of_every_character_leaves_no_character(llm: LLM) -> None:
     assert llm.tokenizer is not None
     every = sorted({llm.tokenizer.text([id], False)[:1] for id in range(4096)} - {"", "\ufffd"})
     params = SamplingParams(ban=every, min_new_tokens=1, max_new_tokens=3)

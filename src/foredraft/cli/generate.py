@@ -71,7 +71,7 @@ def generate(
     options = request_options(sampling, drafting) | constraint_options(constraints)
     if output.compare:
         options = {"temperature": 0.0} | options
-    foredraft.SamplingParams().replace(**options)  # report a wrong option before the model is loaded
+    check_options(foredraft.SamplingParams().replace(**options))  # before the model is loaded
     conversation = Conversation(chat.system)
     bars = ProgressBars()
 
@@ -95,6 +95,14 @@ def generate(
         return run(job, output, bars, text if shown else None)
     finally:
         bars.clear()
+
+
+def check_options(params: SamplingParams) -> None:
+    """Refuse a text grammar that no tokenizer could make valid."""
+    if params.text_grammar is not None:
+        from foredraft.constraints.compiling import check_grammar
+
+        check_grammar(*params.text_grammar)
 
 
 def read_prompt(prompt: str | None, model: str | None) -> str:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from foredraft.errors import RequestError
 from foredraft.model.byte_codec import ByteCodec
 
-__all__ = ["compile_grammar", "grammar_tokenizer"]
+__all__ = ["check_grammar", "compile_grammar", "grammar_tokenizer"]
 
 # White space between the parts of a JSON text: as people and models write it, but never without an end.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
@@ -56,26 +56,40 @@ def compile_grammar(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher
     Raises:
         RequestError: The text is invalid or not supported.
     """
+    matcher = LLMatcher(tokenizer, _checked(option, text, tokenizer))
+    if matcher.is_error():
+        raise _refused(option, matcher.get_error(), "give a simpler one")
+    return matcher
+
+
+def check_grammar(option: str, text: str) -> None:
+    """Check what can be checked before there is a tokenizer; arguments and errors as `compile_grammar`."""
+    _checked(option, text, None)
+
+
+def _checked(option: str, text: str, tokenizer: LLTokenizer | None) -> str:
+    """Return a text as the library's own kind of grammar."""
     if option == "regex":
         source = LLMatcher.grammar_from_regex(text)
     elif option == "grammar":
         source = LLMatcher.grammar_from_lark(text)
     else:
-        source = LLMatcher.grammar_from_json_schema(
-            json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
-        )
+        try:
+            source = LLMatcher.grammar_from_json_schema(
+                json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
+            )
+        except ValueError as error:
+            raise _refused(option, f"a number does not fit into 64 bits ({error})") from error
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source, tokenizer)
     if is_error:
-        raise RequestError(
-            f"is refused: {_one_line(messages[0])}", option=option,
-            remedy="correct it, or leave out what is not supported",
-        )  # fmt: skip
-    matcher = LLMatcher(tokenizer, source)
-    if matcher.is_error():
-        raise RequestError(
-            f"is refused: {_one_line(matcher.get_error())}", option=option, remedy="give a simpler one"
-        )
-    return matcher
+        raise _refused(option, messages[0])
+    return source
+
+
+def _refused(
+    option: str, message: str, remedy: str = "correct it, or leave out what is not supported"
+) -> RequestError:
+    return RequestError(f"is refused: {_one_line(message)}", option=option, remedy=remedy)
 
 
 def _one_line(message: str) -> str:
@@ -83,4 +97,6 @@ def _one_line(message: str) -> str:
     place = POINTED.search(message)
     if place is not None:
         return f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
+    if message.startswith("oneOf constraints are not supported"):  # it names a setting that nobody has here
+        return "oneOf is supported only where its parts exclude each other; anyOf always"
     return " ".join(message.split())

@@ -339,9 +339,10 @@ def _schema(given: object) -> str | None:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"is not JSON ({error})", option="json_schema", remedy="correct it") from None
-    _within("json_schema", given, isinstance(given, Mapping | bool), "a JSON schema: an object")
+    fits = isinstance(given, Mapping) or given is True
+    _within("json_schema", given, fits, "a JSON schema that allows some text")
     try:
-        return json.dumps(dict(given) if isinstance(given, Mapping) else given)
+        return json.dumps(dict(given) if isinstance(given, Mapping) else {})
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"is not JSON ({error})", option="json_schema", remedy="correct it") from None
 

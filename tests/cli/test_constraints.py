@@ -1,0 +1,73 @@
+"""Constraints on the command line: files, refusals before a model is loaded, and what a text then contains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foredraft.cli import main
+from tests.support.command import foredraft
+
+NO_MODEL = ("generate", "--model", "/nowhere", "x")  # a refusal that names a folder comes too late
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "says"),
+    [
+        ("--ban-file", b"ab\xff\n", "--ban-file is {file}, which is not UTF-8 text (byte 2); convert it first"),
+        ("--ban-file", b"", "--ban-file is {file}, which is empty; give one text a line"),
+        ("--ban-file", None, "--ban-file is {file}, which cannot be read (No such file or directory)"),
+        ("--json-schema", b"{", "--json-schema is not JSON (Expecting property name"),
+        ("--json-schema", b"3", "--json-schema is 3; give a JSON schema that allows some text"),
+        ("--json-schema", b"false", "--json-schema is False; give a JSON schema that allows some text"),
+        ("--json-schema", b'{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
+        ("--json-schema", b'{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
+        ("--json-schema", b'{"minimum": 36893488147419103232}', "a number does not fit into 64 bits"),
+        ("--json-schema", b'{"oneOf": [{"type": "string"}, {"minLength": 3}]}', "oneOf is supported only where"),
+        ("--grammar", b"\xff", "--grammar is {file}, which is not UTF-8 text (byte 0); convert it first"),
+        ("--grammar", b'start: "a" foo', "foo"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, content: bytes | None, says: str
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+    assert main([*NO_MODEL, option, str(file)]) == 2
+    out, err = capsys.readouterr()
+    [line] = err.splitlines()
+    assert out == "" and says.format(file=repr(str(file))) in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--regex", "[a-"], "--regex is refused: unclosed character class, at character 1 of '[a-'"),
+        (["--ban="], "--ban is ['']; give a string or several, none of them empty"),
+        (["--ban-mode", "mask"], "--ban-mode has nothing to ban; give --ban"),
+        (["--regex", "a", "--json-object"], "--json-object"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_wrong_option_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main([*NO_MODEL, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and says in err
+
+
+def test_the_text_keeps_to_the_options(tmp_path: Path) -> None:
+    banned = tmp_path / "banned"
+    banned.write_text("return\n\nelse\n", encoding="utf-8")
+    greedy = ("generate", "--temperature", "0", "--max-new-tokens", "40", "--json")
+    found = foredraft(*greedy, "--ban-file", str(banned), "--ban", "if ", "def fibonacci(n):\n")
+    text = json.loads(found.stdout)["outputs"][0]["text"]
+    assert text and not any(each in text for each in ("return", "else", "if "))
+    schema = tmp_path / "schema"
+    schema.write_text('{"enum": ["caf\u00e9", 12]}', encoding="utf-8")
+    found = foredraft(*greedy, "--json-schema", str(schema), "x = ")
+    assert json.loads(json.loads(found.stdout)["outputs"][0]["text"]) in ("caf\u00e9", 12)
