@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,27 @@ def test_what_is_settled_stays_while_the_batch_changes() -> None:
             shown[sequence.id] = now
     assert any(sequence.attempts for sequence in sequences), "nothing was rolled back"
     assert all(shown[sequence.id] == sequence.new_ids for sequence in sequences)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cancelled_text_does_not_end_with_a_banned_word(mode: str) -> None:
+    """Cancelled after every number of steps: what was settled stays, and the end completes no word."""
+    ban = replace(BANS["whole words"], mode=mode, rollbacks=1000)
+    cut = 0
+    for seed, steps in itertools.product(range(8), range(1, 12)):
+        sequence = request(
+            (0,), "draft-model", seed=seed, eos=ban.ends, constraint=ban.shipped(), max_new_tokens=40
+        )
+        engine = make_engine(*WORLD, Fixed(2))
+        engine.submit(sequence)
+        for _ in range(steps):
+            engine.step()
+        settled, drawn = sequence.new_ids[: sequence.settled], len(sequence.new_ids)
+        engine.cancel(sequence)
+        assert sequence.new_ids[: len(settled)] == settled
+        assert not replace(ban, last=len(sequence.new_ids)).matches(sequence.new_ids)
+        cut += len(sequence.new_ids) < drawn
+    assert cut, "no text was cut within a word"
 
 
 class Alternating(Constraint):

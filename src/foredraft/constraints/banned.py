@@ -48,8 +48,10 @@ class BannedByMask(Constraint):
         self._track.rewind(length)
 
     def settled(self) -> int:
-        open_word = self._track.awaits_boundary()
-        return self.length if open_word is None else open_word
+        return self._track.may_be_cut()
+
+    def may_be_cut(self) -> int:
+        return self._track.may_be_cut()
 
     def retreat(self) -> int | None:
         self.ended_by = NO_TOKEN
@@ -110,3 +112,6 @@ class BannedByRollback(Constraint):
 
     def settled(self) -> int:
         return 0 if self._holds_all else self._track.settled()
+
+    def may_be_cut(self) -> int:
+        return self._track.may_be_cut()

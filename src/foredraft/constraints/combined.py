@@ -70,5 +70,8 @@ class Combined(Constraint):
     def settled(self) -> int:
         return min(part.settled() for part in self.parts)
 
+    def may_be_cut(self) -> int:
+        return min(part.may_be_cut() for part in self.parts)
+
     def forced(self, most: int) -> list[int]:
         return max((part.forced(most) for part in self.parts), key=len)

@@ -102,6 +102,11 @@ class PhraseTrack:
         found = self.automaton.found_at_end(state)
         return None if found is None else max(0, self._owner(emitted + found))
 
+    def may_be_cut(self) -> int:
+        """Return the leading tokens that may stand alone: no phrase is complete at their end."""
+        open_phrase = self.awaits_boundary()
+        return len(self.tokens) if open_phrase is None else open_phrase
+
     def _owner(self, symbol: int) -> int:
         """Return the index of the token with the first byte of a symbol; -1 for one of the prompt."""
         if symbol < 0:

@@ -73,6 +73,10 @@ class Constraint:
         """Return the number of new tokens that no later `advance` or `retreat` can ask back."""
         return self.length
 
+    def may_be_cut(self) -> int:
+        """Return how many new tokens may be left where a cancellation cuts the text off here."""
+        return self.length
+
     def forced(self, most: int) -> list[int]:
         """Return up to `most` tokens that the constraint leaves no choice about; they are a free draft."""
         return []

@@ -107,7 +107,11 @@ class Engine:
         self.scheduler.submit(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence between two steps; its tokens are kept. It may have ended, or not be submitted."""
+        """End a sequence between two steps. It may have ended, or not be submitted.
+
+        Its tokens are kept, but for a banned word that the end of the text would complete.
+        """
+        sequence.cut_off()
         self._leave(sequence, Finish.CANCELLED)
 
     def fail(self, sequence: Sequence, error: str) -> None:

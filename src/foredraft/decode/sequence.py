@@ -139,6 +139,13 @@ class Sequence:
                 return index + 1
         return len(tokens)
 
+    def cut_off(self) -> None:
+        """Take back the tokens with which the text must not end."""
+        if self.constraint is not None and self.state is State.RUNNING:
+            kept = self.constraint.may_be_cut()
+            self.constraint.rewind(kept)
+            self._roll_back(kept)
+
     def leave_dead_end(self) -> None:
         """Roll back from where the constraint allows no token, or end the text there."""
         assert self.constraint is not None
