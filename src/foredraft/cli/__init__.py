@@ -22,6 +22,7 @@ from foredraft.cli.generate import generate
 from foredraft.cli.help import HELP_ALL, HelpPages, usage
 from foredraft.cli.info import info
 from foredraft.cli.optional_values import name_defaults
+from foredraft.cli.serve import serve
 from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
@@ -40,7 +41,7 @@ app = App(
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-for command in (generate, bench, tune, verify, info):
+for command in (generate, serve, bench, tune, verify, info):
     app.command(command, usage=usage(command.__name__))
 
 

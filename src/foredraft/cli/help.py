@@ -28,6 +28,14 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft generate --compare", "the speed-up"),
         ),
     ),
+    "serve": (
+        "[OPTIONS]",
+        (
+            ("foredraft serve", "the demo models"),
+            ("foredraft serve --model ./big --draft ./small", "your models"),
+            ("foredraft serve --port 0 --api-key-file keys.txt", "a free port, with keys"),
+        ),
+    ),
     "bench": (
         "[OPTIONS]",
         (

@@ -269,19 +269,35 @@ class LLM:
             >>> "".join(piece.text for piece in pieces) == pieces[-1].output.text
             True
         """
-        driver, requests = self._open_driver(), self._requests
-        driver.check_process()
         own = with_keywords(params, self.default_params, options)
         if isinstance(own, list):
             raise RequestError("stream takes one SamplingParams, not a list", remedy="give one")
-        requests.drafters(own.drafter)  # refuses an unknown one before any work
+        (sequence,), output = self._sequences(
+            prompt, own, n=1, truncate=truncate, show_special=show_special, trace=trace
+        )
+        return Stream(self._open_driver(), sequence, output)
+
+    def _sequences(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        *,
+        n: int,
+        truncate: Literal["left"] | None,
+        show_special: bool,
+        trace: bool,
+    ) -> tuple[list[Sequence], Callable[[Sequence], Output]]:
+        """Return the sequences of a stream, not yet submitted, and what makes their outputs."""
+        driver, requests = self._open_driver(), self._requests
+        driver.check_process()
+        requests.drafters(params.drafter)  # refuses an unknown one before any work
         encoded = requests.encode(prompt)
         if len(encoded) != 1:
             raise RequestError(
                 f"stream takes one prompt, not {len(encoded)}", remedy="use generate for several"
             )
-        (sequence,) = requests.sequences(encoded[0], own, 1, truncate, show_special, trace)
-        return Stream(driver, sequence, lambda ended: self._output(ended, requests))
+        sequences = requests.sequences(encoded[0], params, n, truncate, show_special, trace)
+        return sequences, lambda ended: self._output(ended, requests)
 
     def cancel_all(self) -> None:
         """Cancel every request, running or waiting, after the current round; outputs keep what they have.

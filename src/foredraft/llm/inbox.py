@@ -42,6 +42,10 @@ class Inbox:
         # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
         self._wishes.append(_Wish(lambda: sequences[::-1], self._engine.cancel))
 
+    def fail(self, sequences: list[Sequence], error: str) -> None:
+        """Ask to end sequences with an error; those that have ended are left as they are."""
+        self._wishes.append(_Wish(lambda: sequences, lambda each: self._engine.fail(each, error)))
+
     def cancel_all(self) -> None:
         """Ask to end every sequence that is running, waiting or asked to be submitted by now."""
         self._wishes.append(_Wish(self._all, self._engine.cancel))

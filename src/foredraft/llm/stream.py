@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from foredraft.decode.sequence import Sequence, State
+from foredraft.decode.sequence import Sequence
 from foredraft.llm.driver import Driver, Request
 from foredraft.llm.interrupts import Interrupts
 from foredraft.llm.output import Output, Piece
+from foredraft.llm.pieces import Pieces
 
 __all__ = ["Stream"]
 
@@ -31,16 +32,16 @@ class Stream(Iterator[Piece]):
     """
 
     def __init__(self, driver: Driver, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
-        self._driver, self._sequence, self._output = driver, sequence, output
+        self._driver = driver
+        self._pieces = Pieces(sequence, output)
         self._request = Request([sequence])
-        self._shown = 0  # new tokens that earlier pieces carried
         self._over = False
 
     def __next__(self) -> Piece:
         if self._over:
             raise StopIteration
         try:
-            piece = self._driver.run(self._request, self._next_piece, owner=self)
+            piece = self._driver.run(self._request, self._pieces.next, owner=self)
             self._over = piece.output is not None
             return piece
         except BaseException:
@@ -59,24 +60,3 @@ class Stream(Iterator[Piece]):
         with Interrupts():
             self._over = True
             self._driver.cancel(self._request)
-
-    def _next_piece(self) -> Piece | None:
-        """Return a piece with the tokens since the last one; None where there are none yet."""
-        sequence = self._sequence
-        settled = sequence.settled
-        output = self._output(sequence) if sequence.state is State.FINISHED else None
-        if output is None and settled <= self._shown:
-            return None
-        new, self._shown = slice(self._shown, settled), settled
-        parts = None
-        if sequence.text_buffer is not None:
-            sequence.update_text()
-            parts = sequence.text_buffer.release(settled)
-        return Piece(
-            text=None if parts is None else "".join(text for _, text in parts),
-            token_ids=sequence.new_ids[new],
-            origins=[str(origin) for origin in sequence.origins[new]],
-            parts=parts,
-            logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
-            output=output,
-        )

@@ -1,0 +1,117 @@
+"""`foredraft serve`: an OpenAI-compatible server of one model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from foredraft.cli.options import DraftOptions, Flag, ModelOptions, Repeatable, common, load_options
+from foredraft.cli.progress import ProgressBars
+from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.serve.app import Model
+
+__all__ = ["ServerOptions", "serve"]
+
+SERVER = Group("Server", sort_key=0)
+
+
+@Parameter(name="*", group=SERVER)
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of the server."""
+
+    host: Annotated[str, common(SERVER)] = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 serves other machines: give --api-key-file, too."""
+    port: Annotated[int, common(SERVER)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key_file: Annotated[Path | None, common(SERVER)] = None
+    """File with one API key a line. Keys in the environment variable FOREDRAFT_API_KEY, separated by commas,
+    count, too. Default: no key is asked for."""
+    max_queued: int = 256
+    """Samples that may wait for a row of the batch; further requests get status 503."""
+    max_queued_tokens: int = 1_000_000
+    """Prompt tokens of all requests that run or wait."""
+    max_per_key: int = 0
+    """Samples of one API key that run or wait; further requests get status 429. 0 is no limit."""
+    max_body: int = 8 << 20
+    """Largest body of a request, in bytes."""
+    drain_seconds: float = 30.0
+    """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
+    slow_reader_seconds: float = 30.0
+    """A stream whose reader takes nothing for this long ends."""
+    heartbeat_seconds: float = 15.0
+    """A stream that is silent for this long sends a comment."""
+    vllm_metrics: Flag = False
+    """Give metrics vLLM's names where it has them."""
+    log_prompts: Flag = False
+    """Write prompts, as token ids, to the log."""
+    cors: Repeatable = ()
+    """Origin that browsers may call from; repeatable."""
+
+
+def serve(
+    *,
+    server: ServerOptions = ServerOptions(),
+    model: ModelOptions = ModelOptions(),
+    drafting: DraftOptions = DraftOptions(),
+) -> int:
+    """Serve one model by the OpenAI API: chat, completions, streams over SSE and WebSocket, metrics.
+
+    Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
+    """
+    for name in ("max_queued", "max_queued_tokens", "max_per_key", "max_body", "port"):
+        if getattr(server, name) < 0:
+            raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
+    for name in ("drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
+        if not getattr(server, name) > 0:
+            raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
+    try:
+        from foredraft.serve.server import serve as run
+        from foredraft.serve.settings import Settings
+    except ImportError as error:
+        raise ConfigError(
+            f"serving needs the package {error.name}", remedy="install it: pip install 'foredraft[serve]'"
+        ) from error
+    import foredraft
+
+    settings = Settings(**asdict(server))
+    bars = ProgressBars()
+
+    def load() -> foredraft.LLM:
+        try:
+            return foredraft.load(model.model, **load_options(model, drafting), progress=bars.show)
+        finally:
+            bars.clear()
+
+    run(load, settings, _greet)
+    return 0
+
+
+def _greet(address: str, model: Model) -> None:
+    """Say where the server is, with calls to paste."""
+    name, chat = model.names[0], model.llm.tokenizer is not None and model.llm.tokenizer.chat is not None
+    path = "chat/completions" if chat else "completions"
+    prompt = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def add(a, b):"'
+    call = (
+        f'client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])'
+        if chat
+        else f'client.completions.create(model="{name}", prompt="def add(a, b):", max_tokens=64)'
+    )
+    print(
+        f"""foredraft serves {name} at {address} (Ctrl-C ends it)
+
+  curl -N {address}/v1/{path} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", {prompt}, "max_tokens": 64, "stream": true}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{address}/v1", api_key="none")
+  print({call})
+""",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Pieces: what a sequence has to show since the last look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from foredraft.decode.sequence import Sequence, State
+from foredraft.llm.output import Output, Piece
+
+__all__ = ["Pieces"]
+
+
+class Pieces:
+    """Cuts one sequence into pieces; only between two steps of its engine.
+
+    Args:
+        sequence: The sequence.
+        output: Makes the output of a sequence that has finished.
+    """
+
+    def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
+        self.sequence, self._output = sequence, output
+        self.over = False  # the last piece was given
+        self._shown = 0  # new tokens that earlier pieces carried
+
+    def next(self) -> Piece | None:
+        """Return a piece with the tokens since the last one; None where there are none."""
+        sequence = self.sequence
+        if self.over:
+            return None
+        settled = sequence.settled
+        output = self._output(sequence) if sequence.state is State.FINISHED else None
+        if output is None and settled <= self._shown:
+            return None
+        self.over = output is not None
+        new, self._shown = slice(self._shown, settled), settled
+        parts = None
+        if sequence.text_buffer is not None:
+            sequence.update_text()
+            parts = sequence.text_buffer.release(settled)
+        return Piece(
+            text=None if parts is None else "".join(text for _, text in parts),
+            token_ids=sequence.new_ids[new],
+            origins=[str(origin) for origin in sequence.origins[new]],
+            parts=parts,
+            logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
+            output=output,
+        )

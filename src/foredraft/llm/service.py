@@ -1,0 +1,146 @@
+"""Service: one thread that steps the engine, for programs that must not wait for it, such as servers.
+
+A program submits and cancels requests from any thread. After each step the engine's thread calls `publish`
+once, with what all requests have to show since the step before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any, Literal, NamedTuple
+
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.sequence import Sequence
+from foredraft.llm import LLM
+from foredraft.llm.driver import Request
+from foredraft.llm.output import Piece
+from foredraft.llm.pieces import Pieces
+
+__all__ = ["News", "Service", "Ticket"]
+
+logger = logging.getLogger(__name__)
+
+
+class Ticket:
+    """A request of a service.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt as it is read.
+        owner: Whatever the program gave.
+        open: Samples that have not finished; the engine's thread counts.
+    """
+
+    def __init__(self, pieces: list[Pieces], owner: Any) -> None:
+        self.pieces, self.owner = pieces, owner
+        self.prompt_tokens = len(pieces[0].sequence.prompt)
+        self.open = len(pieces)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [pieces.sequence for pieces in self.pieces]
+
+
+class News(NamedTuple):
+    """A piece of one sample of a request."""
+
+    ticket: Ticket
+    sample: int
+    piece: Piece
+
+
+class Service:
+    """Steps the engine of an LLM in a thread of its own while there are requests.
+
+    Args:
+        llm: The model; nothing else should drive it meanwhile, though everything may.
+        publish: Called by the engine's thread after each step that has news, with all of them. It must
+            return soon.
+    """
+
+    def __init__(self, llm: LLM, publish: Callable[[list[News]], None]) -> None:
+        self._llm, self._publish = llm, publish
+        self._driver = llm._open_driver()
+        self._new: deque[Ticket] = deque()  # from any thread; the engine's thread takes them over
+        self._tickets: list[Ticket] = []
+        self._bell = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Seq[int] | str,
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        truncate: Literal["left"] | None = None,
+        show_special: bool = False,
+        trace: bool = False,
+        owner: Any = None,
+    ) -> Ticket:
+        """Start `n` samples of a prompt; arguments as `LLM.generate`. Compiling constraints may take long.
+
+        News may be published before it returns; `owner` is in the ticket that they carry.
+
+        Raises:
+            RequestError: The request cannot be served, or the model is closed.
+        """
+        sequences, output = self._llm._sequences(
+            prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace
+        )
+        ticket = Ticket([Pieces(sequence, output) for sequence in sequences], owner)
+        self._new.append(ticket)
+        self._driver.inbox.submit(sequences)
+        self._bell.set()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request after the step that runs; what it has is published. It may have ended."""
+        self._driver.inbox.cancel(ticket.sequences)
+        self._bell.set()
+
+    def stop(self) -> None:
+        """Cancel all requests, publish what they have, and end the thread."""
+        self._stopped = True
+        self._driver.inbox.cancel_all()
+        self._bell.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        idle = Request([])
+        idle.submitted = True  # there is nothing to submit
+        while not self._stopped or self._tickets or self._new:
+            self._bell.wait()
+            self._bell.clear()
+            try:
+                self._driver.run(idle, self._publish_news)
+            except Exception as error:
+                logger.exception("the engine failed; all requests end with an error")
+                self._fail(f"{type(error).__name__}: {error}")
+                self._bell.set()
+
+    def _publish_news(self) -> bool | None:
+        """Publish what there is to show; return True where no request is left, else None."""
+        while self._new:
+            self._tickets.append(self._new.popleft())
+        news = []
+        for ticket in self._tickets:
+            for sample, pieces in enumerate(ticket.pieces):
+                if (piece := pieces.next()) is None:
+                    continue
+                news.append(News(ticket, sample, piece))
+                if piece.output is not None:
+                    ticket.open -= 1
+        self._tickets = [ticket for ticket in self._tickets if ticket.open]
+        if news:
+            self._publish(news)
+        return None if self._tickets or self._new or self._driver.inbox else True
+
+    def _fail(self, error: str) -> None:
+        """End every request with an error, after the engine broke off where no request was to blame."""
+        for ticket in [*self._tickets, *self._new]:
+            self._driver.inbox.fail(ticket.sequences, error)

@@ -1,0 +1,14 @@
+"""Serving: an OpenAI-compatible API over one loaded model.
+
+    settings.py     options of a server
+    requests.py     bodies -> checked fields -> sampling parameters and a prompt
+    replies.py      pieces -> the objects of the API
+    generations.py  the engine's thread -> the event loop; limits of load
+    streaming.py    objects -> server-sent events, plain text
+    sockets.py      the same over WebSockets
+    keys.py, limits.py, metrics.py, problems.py
+    app.py          the routes
+    server.py       loading, start and stop
+
+The package needs the extra `serve`.
+"""

@@ -1,0 +1,388 @@
+"""The app: routes of the API over one model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, cast
+
+import anyio.to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.websockets import WebSocket
+
+import foredraft
+from foredraft.errors import ForedraftError
+from foredraft.kinds import DRAFTERS
+from foredraft.llm import LLM
+from foredraft.serve.bodies import BoundedBodies
+from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.keys import Keys
+from foredraft.serve.limits import Limits, Place
+from foredraft.serve.metrics import Metrics
+from foredraft.serve.problems import Problem, of_error
+from foredraft.serve.replies import Reply, TokenTexts
+from foredraft.serve.requests import ChatRequest, CompletionRequest, Job, checked
+from foredraft.serve.settings import Settings
+from foredraft.serve.sockets import Socket
+from foredraft.serve.streaming import SSE_HEADERS, events, frames, plain_text
+
+__all__ = ["Model", "create_app"]
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 1.0  # between two looks for slow readers
+Loader = Callable[[], LLM]
+
+
+class Model:
+    """A loaded model as the app serves it.
+
+    Args:
+        llm: The model.
+        settings: Of the server.
+        metrics: Of the server.
+        loop: The event loop of the app.
+    """
+
+    def __init__(
+        self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.llm, self.metrics = llm, metrics
+        engine = llm._engine
+        self.rows = engine.rows.capacity
+        self.limits = Limits(settings, self.rows, metrics)
+        self.generations = Generations(llm, loop, self.limits, metrics, settings.slow_reader_seconds)
+        self.names = tuple(dict.fromkeys((llm.model, llm.model.rstrip("/").rpartition("/")[2] or llm.model)))
+        self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
+        self.drafters = tuple(engine.drafters)
+
+    def update_gauges(self) -> None:
+        engine = self.llm._engine
+        rows = len(engine.rows.sequences)
+        self.metrics.running.set(rows)
+        self.metrics.waiting.set(max(0, self.limits.samples - rows))
+        used = sum(engine.cache.lengths[:rows])
+        self.metrics.cache_usage.set(used / max(1, engine.cache.rows * engine.cache.positions))
+
+
+class App:
+    """The state of one app: its model once it is loaded, and what all routes share."""
+
+    def __init__(self, load: Loader, settings: Settings) -> None:
+        self.settings, self._load = settings, load
+        self.keys = Keys.of(settings)
+        self.metrics = Metrics(vllm=settings.vllm_metrics)
+        self.model: Model | None = None
+        self.failed: BaseException | None = None
+        self.draining = False
+        self.on_ready: Callable[[Model], None] = lambda model: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Load the model beside the event loop, and end its requests at the end."""
+        loading = asyncio.create_task(self._load_model())
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            sweeping.cancel()
+            loading.cancel()
+            with suppress(BaseException):
+                await loading
+            if self.model is not None:
+                await anyio.to_thread.run_sync(self.model.generations.stop)
+
+    async def _load_model(self) -> None:
+        try:
+            llm = await anyio.to_thread.run_sync(self._load)
+            self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
+        except Exception as error:
+            self.failed = error
+            self.on_failure(error)
+            return
+        self.model.limits.draining = self.draining
+        self.on_ready(self.model)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            if self.model is not None:
+                self.model.generations.drop_slow_readers()
+
+    def drain(self) -> None:
+        """Refuse further requests; those that run go on."""
+        self.draining = True
+        if self.model is not None:
+            self.model.limits.draining = True
+
+    def ready(self) -> Model:
+        """Return the model.
+
+        Raises:
+            Problem: It is still being loaded.
+        """
+        if self.model is None:
+            raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+        return self.model
+
+    async def start(
+        self, kind: type[ChatRequest] | type[CompletionRequest], body: object, key: str
+    ) -> tuple[Generation, Reply]:
+        """Check a request and start it.
+
+        Raises:
+            Problem: It is refused.
+        """
+        model = self.ready()
+        request = checked(kind, body)
+        count = request.n or 1
+        if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
+            count *= sum(not isinstance(each, int) for each in request.prompt) or 1
+        place: Place = model.limits.take(max(1, count), key)
+        try:
+            with _as_problems():
+                job = await anyio.to_thread.run_sync(Job.of, request, model.llm, model.names)
+                if self.settings.log_prompts:
+                    logger.info("prompts %s", job.prompts)
+                generation = await model.generations.start(job, place)
+        except BaseException:
+            place.free()
+            raise
+        return generation, Reply(secrets.token_hex(12), model.names[0], job, model.texts)
+
+
+def create_app(load: Loader, settings: Settings) -> FastAPI:
+    """Return the app; `app.state.foredraft` is its state.
+
+    Args:
+        load: Returns the model; called once, in a thread beside the event loop.
+        settings: Options of the server.
+
+    Raises:
+        ConfigError: The file of API keys cannot be used.
+    """
+    state = App(load, settings)
+    app = FastAPI(
+        title="Foredraft", version=foredraft.__version__, lifespan=state.lifespan,
+        description="An OpenAI-compatible API with lossless speculative decoding.",
+    )  # fmt: skip
+    app.state.foredraft = state
+    app.add_middleware(BoundedBodies, most=settings.max_body)
+    if settings.cors:
+        from fastapi.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_exception_handler(Problem, cast(Any, _answer_problem))
+    app.add_exception_handler(Exception, cast(Any, _answer_bug))
+    app.add_exception_handler(404, cast(Any, _answer_status))
+    app.add_exception_handler(405, cast(Any, _answer_status))
+    _add_health(app, state)
+    _add_models(app, state)
+    _add_generation(app, state)
+    return app
+
+
+def _add_health(app: FastAPI, state: App) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if state.failed is not None:
+            return _error(Problem(503, "the model could not be loaded", code="failed"))
+        if state.model is None:
+            return _error(Problem(503, "the model is being loaded", code="loading"))
+        if state.draining:
+            return _error(Problem(503, "the server is shutting down", code="draining"))
+        return JSONResponse({"status": "ok"})
+
+    app.get("/ready")(health)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        update = state.model.update_gauges if state.model is not None else lambda: None
+        return PlainTextResponse(state.metrics.text(update), media_type="text/plain; version=0.0.4")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": foredraft.__version__}
+
+
+def _add_models(app: FastAPI, state: App) -> None:
+    def card(model: Model, name: str) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": 0, "owned_by": "foredraft",
+            "max_model_len": model.llm.max_length,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        state.keys.check(request.headers.get("authorization"))
+        model = state.ready()
+        return {"object": "list", "data": [card(model, model.names[0])]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str, request: Request) -> dict[str, Any]:
+        state.keys.check(request.headers.get("authorization"))
+        model = state.ready()
+        if name not in model.names:
+            raise Problem(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        return card(model, name)
+
+    @app.get("/v1/capabilities")
+    async def capabilities(request: Request) -> dict[str, Any]:
+        state.keys.check(request.headers.get("authorization"))
+        model = state.ready()
+        llm = model.llm
+        return {
+            "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
+            "deterministic": llm.deterministic,
+            "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
+            "default_drafter": llm.default_drafter, "policy": llm._engine.policy.name,
+            "chat": llm.tokenizer is not None and llm.tokenizer.chat is not None,
+            "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
+            "streams": ["sse", "text", "websocket"],
+        }  # fmt: skip
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        state.keys.check(request.headers.get("authorization"))
+        body, model = await _body(request), state.ready()
+        tokenizer, prompt = model.llm.tokenizer, body.get("prompt")
+        if tokenizer is None or not isinstance(prompt, str):
+            raise Problem(400, "prompt must be text", param="prompt")
+        with _as_problems():
+            special = body.get("add_special_tokens", True) is not False
+            ids = await anyio.to_thread.run_sync(tokenizer.encode, prompt, special)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.max_length}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        state.keys.check(request.headers.get("authorization"))
+        body, model = await _body(request), state.ready()
+        tokenizer, ids = model.llm.tokenizer, body.get("tokens")
+        fits = isinstance(ids, list) and all(
+            isinstance(id, int) and not isinstance(id, bool) and 0 <= id < model.llm._spec.vocab_size
+            for id in ids
+        )
+        if tokenizer is None or not fits:
+            raise Problem(400, "tokens must be a list of token ids of this model", param="tokens")
+        return {"prompt": tokenizer.decode(cast(list[int], ids), skip_special=False)}
+
+
+def _add_generation(app: FastAPI, state: App) -> None:
+    async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
+        key = state.keys.check(request.headers.get("authorization"))
+        generation, reply = await state.start(kind, await _body(request), key)
+        model = state.ready()
+        headers = {"x-request-id": request.headers.get("x-request-id", reply.id)}
+        if reply.job.ignored:
+            headers["x-ignored-fields"] = ", ".join(_ascii(name) for name in reply.job.ignored)
+        if reply.job.stream:
+            objects = frames(model.generations, generation, reply, state.settings.heartbeat_seconds)
+            if "text/plain" in request.headers.get("accept", ""):
+                return StreamingResponse(
+                    plain_text(objects), headers=headers, media_type="text/plain; charset=utf-8"
+                )
+            return StreamingResponse(
+                events(objects), headers=headers | SSE_HEADERS, media_type="text/event-stream"
+            )
+        await _finish(model, generation, reply, request)
+        return JSONResponse(reply.whole(generation.prompt_tokens), headers=headers)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(ChatRequest, request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(CompletionRequest, request)
+
+    @app.websocket("/v1/stream")
+    async def stream(socket: WebSocket) -> None:
+        try:
+            key = state.keys.check(socket.headers.get("authorization"))
+        except Problem:
+            await socket.close(code=1008, reason="the API key is missing or wrong")
+            return
+        await socket.accept()
+
+        async def run(frame: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+            kind = ChatRequest if "messages" in frame else CompletionRequest
+            generation, reply = await state.start(kind, {**frame, "stream": True}, key)
+            async for each in frames(state.ready().generations, generation, reply, None):
+                if each is not None:
+                    await send(each)
+
+        await Socket(socket, run, state.settings.max_body).serve()
+
+
+async def _finish(model: Model, generation: Generation, reply: Reply, request: Request) -> None:
+    """Wait for the whole reply; a client that leaves ends it."""
+
+    async def read() -> None:
+        async for taken in generation.pieces():
+            reply.take(taken)
+
+    reading, leaving = asyncio.create_task(read()), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise Problem(499, "the client closed the connection")
+        reading.result()
+    finally:
+        reading.cancel()
+        leaving.cancel()
+        model.generations.end(generation)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request."""
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"the body is not JSON ({error})", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Problem(400, "the body must be a JSON object", code="invalid_json")
+    return body
+
+
+@contextmanager
+def _as_problems() -> Iterator[None]:
+    """Turn errors of the library into problems."""
+    try:
+        yield
+    except ForedraftError as error:
+        raise of_error(error) from error
+
+
+def _ascii(name: str) -> str:
+    return name.encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")[:64]
+
+
+def _error(problem: Problem) -> Response:
+    return JSONResponse(problem.body, status_code=problem.status, headers=problem.headers)
+
+
+async def _answer_problem(request: Request, problem: Problem) -> Response:
+    return _error(problem)
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    logger.exception("a request failed by a defect of the server", exc_info=error)
+    return _error(Problem(500, "the server failed; its log has the reason", code="internal_error"))
+
+
+async def _answer_status(request: Request, error: Any) -> Response:
+    message = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}
+    return _error(Problem(error.status_code, message[error.status_code], code="not_found"))

@@ -1,0 +1,44 @@
+"""Bounded bodies: a request whose body is too large is refused before it is read whole."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foredraft.serve.problems import Problem
+
+__all__ = ["BoundedBodies"]
+
+
+class BoundedBodies:
+    """ASGI middleware that bounds the bodies of HTTP requests.
+
+    Args:
+        app: The app.
+        most: Bytes of a body at most.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        problem = Problem(413, f"the body has more than {self._most} bytes", code="body_too_large")
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if lengths and (not lengths[0].isdigit() or int(lengths[0]) > self._most):
+            await JSONResponse(problem.body, status_code=413)(scope, receive, send)
+            return
+        read = 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > self._most:
+                    raise problem
+            return message
+
+        await self._app(scope, bounded, send)

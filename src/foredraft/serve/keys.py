@@ -1,0 +1,63 @@
+"""API keys: compared in constant time, by their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+
+from foredraft.errors import ConfigError
+from foredraft.serve.problems import Problem
+from foredraft.serve.settings import Settings
+
+__all__ = ["Keys"]
+
+VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated by commas
+
+
+class Keys:
+    """The keys that a server takes; without any it asks for none."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Keys:
+        """Return the keys of the file and of the environment.
+
+        Raises:
+            ConfigError: The file cannot be read, or has no key.
+        """
+        keys = [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
+        if (file := settings.api_key_file) is not None:
+            try:
+                lines = file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    "which cannot be read", option="api_key_file", value=str(file), remedy="give a text file"
+                ) from error
+            found = [line.strip() for line in lines if line.strip()]
+            if not found:
+                raise ConfigError(
+                    "which has no key", option="api_key_file", value=str(file), remedy="write one key a line"
+                )
+            keys += found
+        return cls(keys)
+
+    def check(self, authorization: str | None) -> str:
+        """Return a name of the key for limits, never the key itself; "" where the server asks for none.
+
+        Raises:
+            Problem: The key is missing or wrong.
+        """
+        if not self._digests:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Problem(
+                401, "the API key is missing or wrong; send Authorization: Bearer KEY",
+                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        return f"key {matches.index(True)}"

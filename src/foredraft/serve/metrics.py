@@ -1,0 +1,91 @@
+"""Metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from foredraft.llm.output import Output
+
+__all__ = ["Metrics"]
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+# Own name -> vLLM's, behind an option.
+VLLM = {
+    "requests_running": "num_requests_running", "requests_waiting": "num_requests_waiting",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "time_per_output_token_seconds": "time_per_output_token_seconds",
+    "prompt_tokens": "prompt_tokens", "generation_tokens": "generation_tokens",
+    "drafts": "spec_decode_num_drafts", "draft_tokens": "spec_decode_num_draft_tokens",
+    "accepted_tokens": "spec_decode_num_accepted_tokens",
+    "accepted_tokens_by_position": "spec_decode_num_accepted_tokens_per_pos",
+    "cache_usage": "kv_cache_usage_perc",
+}  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        vllm: Use vLLM's names where it has them.
+    """
+
+    def __init__(self, *, vllm: bool = False) -> None:
+        self.registry = CollectorRegistry()
+
+        def named(name: str) -> str:
+            return f"vllm:{VLLM[name]}" if vllm and name in VLLM else f"foredraft_{name}"
+
+        def counter(name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(named(name), says, labels, registry=self.registry)
+
+        def histogram(name: str, says: str) -> Histogram:
+            return Histogram(named(name), says, registry=self.registry, buckets=SECONDS)
+
+        def gauge(name: str, says: str) -> Gauge:
+            return Gauge(named(name), says, registry=self.registry)
+
+        self.running = gauge("requests_running", "Samples that have a row of the batch.")
+        self.waiting = gauge("requests_waiting", "Samples that wait for a row.")
+        self.cache_usage = gauge("cache_usage", "Share of the cache's positions that are in use.")
+        self._first = histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token."
+        )
+        self._each = histogram("time_per_output_token_seconds", "Of a sample's decoding, by its tokens.")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._tokens = counter("generation_tokens", "New tokens.")
+        self._drafts = counter("drafts", "Drafts.")
+        self._drafted = counter("draft_tokens", "Drafted tokens.")
+        self._accepted = counter("accepted_tokens", "Drafted tokens that were kept.")
+        self._by_position = counter(
+            "accepted_tokens_by_position", "Drafted tokens that were kept, by position.", ("position",)
+        )
+        self._finished = counter("requests_finished", "Samples by why they ended.", ("reason",))
+        self.cancelled = counter("requests_cancelled", "Requests that their client left or cancelled.")
+        self._refused = counter("requests_refused", "Requests that were refused or dropped.", ("reason",))
+
+    def first_token(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
+    def finished(self, output: Output) -> None:
+        """Count a sample that has finished."""
+        stats = output.stats
+        if stats.tokens > 0:
+            self._each.observe(stats.seconds / stats.tokens)
+        self._prompt.inc(output.prompt_tokens)
+        self._tokens.inc(max(0, stats.tokens))
+        self._drafts.inc(sum(stats.drafts.values()))
+        self._drafted.inc(stats.drafted)
+        self._accepted.inc(stats.accepted)
+        for position, accepted in enumerate(stats.accepted_at):
+            self._by_position.labels(position).inc(accepted)
+        self._finished.labels(output.finish_reason).inc()
+
+    def text(self, update: Callable[[], None]) -> bytes:
+        """Return all metrics; `update` sets the gauges first."""
+        update()
+        return generate_latest(self.registry)

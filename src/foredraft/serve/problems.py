@@ -1,0 +1,71 @@
+"""Problems: errors in the shape of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foredraft.errors import ForedraftError, Option, RequestError, python_spelling
+
+__all__ = ["FIELDS", "Problem", "busy", "of_error"]
+
+# Options of the library -> fields of requests, where the names differ.
+FIELDS = {
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "truncate": "truncate_prompt",
+    "include_stop": "include_stop_str_in_output",
+}  # fmt: skip
+TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+    500: "server_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+class Problem(Exception):
+    """An error with its HTTP status.
+
+    Args:
+        status: The HTTP status.
+        message: One line for people.
+        param: The field at fault.
+        code: For programs.
+        headers: Of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response, and of an event within a stream."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_error(error: ForedraftError) -> Problem:
+    """Return a user's mistake, or a request that failed, as a problem."""
+    message = error.describe(lambda option: python_spelling(_field(option)))
+    if not isinstance(error, RequestError):
+        return Problem(500, message)
+    code = "context_length_exceeded" if "exceed the" in message else None
+    option = error.option
+    return Problem(400, message, param=None if option is None else FIELDS.get(option, option), code=code)
+
+
+def busy(message: str, status: int = 503, seconds: int = 1) -> Problem:
+    """Return the refusal of a request that may come again after some seconds."""
+    code = "rate_limit_exceeded" if status == 429 else "overloaded"
+    return Problem(status, message, code=code, headers={"Retry-After": str(seconds)})
+
+
+def _field(option: Option) -> Option:
+    return Option(FIELDS.get(option.name, option.name), option.value)

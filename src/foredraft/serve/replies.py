@@ -1,0 +1,267 @@
+"""Replies: pieces of samples -> the objects of the OpenAI API, whole or in chunks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import foredraft
+from foredraft.decode.scores import Score
+from foredraft.decode.stats import Stats
+from foredraft.llm.output import Output, Piece
+from foredraft.model.byte_codec import ByteCodec
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.problems import Problem
+from foredraft.serve.requests import Job
+
+__all__ = ["Reply", "TokenTexts"]
+
+# Why the library ends a text -> finish_reason of the API.
+FINISH = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "constraint": "content_filter",
+    "cancelled": "stop",
+}
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = [] if tokenizer is None else ByteCodec(tokenizer).table(vocabulary)
+
+    def of(self, id: int) -> tuple[str, list[int]]:
+        """Return a token's text, and its bytes."""
+        if self._tokenizer is None:
+            return f"token_id:{id}", []
+        data = self._bytes[id] or self._tokenizer.text([id], False).encode()
+        return data.decode("utf-8", "replace"), list(data)
+
+
+class Reply:
+    """The reply to one job.
+
+    Args:
+        id: Of the request.
+        model: Name of the model.
+        job: The job.
+        texts: Of tokens.
+    """
+
+    def __init__(self, id: str, model: str, job: Job, texts: TokenTexts) -> None:
+        self.job, self._texts = job, texts
+        self.id = f"{'chatcmpl' if job.chat else 'cmpl'}-{id}"
+        kind = "chat.completion" if job.chat else "text_completion"
+        self._head = {
+            "id": self.id, "created": int(time.time()), "model": model,
+            "system_fingerprint": f"foredraft-{foredraft.__version__}",
+        }  # fmt: skip
+        self._whole_head = {**self._head, "object": kind}
+        self._chunk_head = {**self._head, "object": f"{kind}.chunk" if job.chat else kind}
+        self._started = [False] * job.samples
+        self._tokens = [0] * job.samples
+        self._offsets = [0] * job.samples
+        self.outputs: dict[int, Output] = {}
+
+    # --- chunks -----------------------------------------------------------------------------------------
+
+    def chunks(self, taken: Iterable[tuple[int, Piece]], prompt_tokens: int) -> list[dict[str, Any]]:
+        """Return the chunks of what has come; pieces of one sample become one chunk.
+
+        Raises:
+            Problem: A sample failed while it ran.
+        """
+        by_sample: dict[int, list[Piece]] = {}
+        for sample, piece in taken:
+            by_sample.setdefault(sample, []).append(piece)
+        made = []
+        for sample, pieces in by_sample.items():
+            made += self._chunks_of(sample, pieces, prompt_tokens)
+        return made
+
+    def _chunks_of(self, sample: int, pieces: list[Piece], prompt_tokens: int) -> list[dict[str, Any]]:
+        output = pieces[-1].output
+        if output is not None:
+            self.outputs[sample] = output
+            self._check(output)
+        text = "".join(piece.text or "" for piece in pieces)
+        ids = [token for piece in pieces for token in piece.token_ids]
+        scores = [score for piece in pieces for score in piece.logprobs or ()]
+        self._tokens[sample] += len(ids)
+        made = []
+        first = not self._started[sample]
+        self._started[sample] = True
+        if first and self.job.echo:
+            text = self._prompt_text(sample) + text
+        if text or scores or first or (ids and self.job.provenance):
+            made.append(self._chunk(sample, text, scores, None, first=first))
+            if self.job.provenance:
+                origins = [origin for piece in pieces for origin in piece.origins]
+                made[-1]["choices"][0]["provenance"] = [
+                    {"token_id": token, "origin": origin} for token, origin in zip(ids, origins, strict=True)
+                ]
+        if output is not None:
+            last = self._chunk(sample, "", [], output)
+            last["choices"][0] |= self._extras(output)
+            if len(self.outputs) == self.job.samples:
+                last["metrics"] = self._metrics()
+            made.append(last)
+        if self.job.include_usage:
+            usage = self.usage(prompt_tokens) if self.job.continuous_usage else None
+            for chunk in made:
+                chunk["usage"] = usage
+        return made
+
+    def usage_chunk(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return the chunk that ends a stream whose request asks for the usage."""
+        return {**self._chunk_head, "choices": [], "usage": self.usage(prompt_tokens)}
+
+    def _chunk(
+        self, sample: int, text: str, scores: list[Score], output: Output | None, *, first: bool = False
+    ) -> dict[str, Any]:
+        reason = None if output is None else FINISH[output.finish_reason]
+        choice: dict[str, Any] = {"index": sample}
+        if self.job.chat:
+            delta: dict[str, Any] = {"role": "assistant"} if first else {}
+            if output is None:
+                delta["content"] = text
+            choice["delta"] = delta
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs(sample, scores) if scores else None
+        choice["finish_reason"] = reason
+        return {**self._chunk_head, "choices": [choice]}
+
+    # --- whole replies ----------------------------------------------------------------------------------
+
+    def whole(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return the reply in one object.
+
+        Raises:
+            Problem: A sample failed while it ran.
+        """
+        choices = []
+        for sample in range(self.job.samples):
+            output = self.outputs[sample]
+            self._check(output)
+            choice: dict[str, Any] = {"index": sample, "finish_reason": FINISH[output.finish_reason]}
+            text = output.text or ""
+            if self.job.chat:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = self._prompt_text(sample) + text if self.job.echo else text
+            scores: list[Score | None] = list(output.logprobs or ())
+            if self.job.echo and output.prompt_logprobs is not None:
+                prompt = self.job.prompts[sample // self.job.n]
+                scores = [*self._prompt_scores(output, prompt), *scores]
+            choice["logprobs"] = self._logprobs(sample, scores) if scores else None
+            choice |= self._extras(output)
+            if self.job.provenance:
+                choice["provenance"] = [
+                    {"token_id": token, "origin": origin}
+                    for token, origin in zip(output.token_ids, output.origins, strict=True)
+                ]
+            choices.append(choice)
+        return {
+            **self._whole_head, "choices": choices, "usage": self.usage(prompt_tokens),
+            "metrics": self._metrics(),
+        }  # fmt: skip
+
+    def take(self, taken: Iterable[tuple[int, Piece]]) -> None:
+        """Keep the outputs among what has come, for `whole`."""
+        for sample, piece in taken:
+            self._tokens[sample] += len(piece.token_ids)
+            if piece.output is not None:
+                self.outputs[sample] = piece.output
+
+    # --- parts ------------------------------------------------------------------------------------------
+
+    def usage(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
+        new = sum(self._tokens)
+        return {
+            "prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new,
+        }  # fmt: skip
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return how drafting went, in vLLM's shape."""
+        stats = Stats.merge(output.stats for output in self.outputs.values())
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": stats.mean_accepted_length,
+                "draft_acceptance_rate": stats.acceptance_rate,
+                "acceptance_histogram": stats.accepted_at,
+                "num_spec_steps": sum(stats.drafts.values()),
+                "num_draft_tokens": stats.drafted,
+                "num_accepted_tokens": stats.accepted,
+                "drafters": dict(stats.drafts),
+            },
+            "tokens_per_second": stats.tokens_per_second,
+        }  # fmt: skip
+
+    def _extras(self, output: Output) -> dict[str, Any]:
+        """Return what the API has no field for."""
+        extras: dict[str, Any] = {
+            "stop_reason": output.stopped_by, "seed": output.seed, "lossless": output.lossless,
+            "deterministic": output.deterministic,
+        }  # fmt: skip
+        if self.job.provenance:
+            extras["trace"] = [asdict(each) for each in output.trace or ()]
+        return extras
+
+    def _check(self, output: Output) -> None:
+        if output.finish_reason == "error":
+            raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
+
+    def _prompt_text(self, sample: int) -> str:
+        tokenizer = self._texts._tokenizer
+        return "" if tokenizer is None else tokenizer.decode(self.job.prompts[sample // self.job.n])
+
+    def _prompt_scores(self, output: Output, prompt: Sequence[int]) -> list[Score | None]:
+        first = Score(prompt[0], math.nan, math.nan, [], [])
+        return [first, *(output.prompt_logprobs or [])[1:]]
+
+    def _logprobs(self, sample: int, scores: Sequence[Score | None]) -> dict[str, Any]:
+        known = [score for score in scores if score is not None]
+        return self._chat_logprobs(known) if self.job.chat else self._completion_logprobs(sample, known)
+
+    def _chat_logprobs(self, scores: list[Score]) -> dict[str, Any]:
+        def entry(id: int, logprob: float) -> dict[str, Any]:
+            text, data = self._texts.of(id)
+            return {"token": text, "logprob": _number(logprob), "bytes": data}
+
+        content = [
+            entry(score.token_id, score.logprob) | {"top_logprobs": [entry(*each) for each in score.top]}
+            for score in scores
+        ]
+        return {"content": content, "refusal": None}
+
+    def _completion_logprobs(self, sample: int, scores: list[Score]) -> dict[str, Any]:
+        tokens, offsets = [], []
+        for score in scores:
+            text, _ = self._texts.of(score.token_id)
+            tokens.append(text)
+            offsets.append(self._offsets[sample])
+            self._offsets[sample] += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_number(score.logprob) for score in scores],
+            "top_logprobs": [
+                {self._texts.of(id)[0]: _number(logprob) for id, logprob in score.top} if score.top else None
+                for score in scores
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _number(logprob: float) -> float | None:
+    """Return a log-probability as JSON can hold it: null for the first token of a prompt, which has none."""
+    if math.isnan(logprob):
+        return None
+    return max(logprob, -9999.0)

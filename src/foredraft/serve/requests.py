@@ -1,0 +1,308 @@
+"""Requests: the bodies of the API, their types, and what they mean to the library.
+
+A field that would change the output is honoured or refused by name. A field that changes nothing here, such
+as `user`, is taken; an unknown one is ignored, and the response lists it in the header `x-ignored-fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from foredraft.decode.params import SamplingKeywords, SamplingParams
+from foredraft.llm import LLM
+from foredraft.serve.problems import Problem
+
+__all__ = ["ChatRequest", "CompletionRequest", "Job", "checked"]
+
+# Fields that change nothing here.
+HARMLESS = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
+    " reasoning_effort parallel_tool_calls request_id priority".split()
+)
+# Fields that would change the output and are not supported; a value that says "off" is taken.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "tool_choice": (None, "none", "auto"),
+    "functions": (None, []), "function_call": (None, "none", "auto"), "prediction": (None,), "audio": (None,),
+    "modalities": (None, ["text"]), "web_search_options": (None,), "stop_token_ids": (None, []),
+    "logits_processors": (None, []), "use_beam_search": (None, False), "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False), "policy": (None,), "max_draft": (None,), "allowed_token_ids": (None, []),
+    "bad_words": (None, []), "guided_choice": (None,), "guided_json": (None,), "guided_regex": (None,),
+    "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
+}  # fmt: skip
+INSTEAD = {
+    "best_of": "ask for n samples with logprobs", "bad_words": "its name is ban",
+    "guided_json": "its name is response_format", "guided_regex": "its name is regex",
+    "guided_grammar": "its name is grammar", "structured_outputs": "give response_format, regex or grammar",
+}  # fmt: skip
+# Fields that have the library's own names and meanings.
+SAME = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "stop", "ignore_eos", "ban", "ban_mode", "ban_ignore_case",
+    "ban_whole_words", "ban_prompt", "ban_rollbacks", "regex", "grammar", "acceptance", "rollback", "drafter",
+)  # fmt: skip
+
+
+class StreamOptions(BaseModel):
+    """What a stream sends beside its text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class _Request(BaseModel):
+    """The fields of both kinds of request."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ban: str | list[str] | None = None
+    ban_mode: Literal["mask", "rollback"] | None = None
+    ban_ignore_case: bool | None = None
+    ban_whole_words: bool | None = None
+    ban_prompt: bool | None = None
+    ban_rollbacks: int | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    response_format: ResponseFormat | None = None
+    acceptance: Literal["speculative", "coupled", "bild"] | None = None
+    rollback: float | None = None
+    drafter: str | None = None
+    truncate_prompt: Literal["left"] | None = None
+    skip_special_tokens: bool | None = None
+    provenance: bool | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of unknown fields."""
+        return sorted((self.model_extra or {}).keys() - HARMLESS - UNSUPPORTED.keys())
+
+    def refuse_unsupported(self) -> None:
+        for name, off in UNSUPPORTED.items():
+            if (self.model_extra or {}).get(name) not in off:
+                remedy = INSTEAD.get(name, "leave it out")
+                raise Problem(
+                    400, f"{name} is not supported; {remedy}", param=name, code="unsupported_parameter"
+                )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the library but for the length and the scores."""
+        options = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        if self.min_tokens is not None:
+            options["min_new_tokens"] = self.min_tokens
+        if self.include_stop_str_in_output is not None:
+            options["include_stop"] = self.include_stop_str_in_output
+        if self.logit_bias:
+            options["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        form = self.response_format
+        if form is not None and form.type == "json_object":
+            options["json_object"] = True
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise Problem(400, "response_format.json_schema.schema is missing", param="response_format")
+            options["json_schema"] = form.json_schema.schema_
+        return options
+
+
+class ChatRequest(_Request):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(_Request):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as the library understands it.
+
+    Attributes:
+        prompts: Token ids.
+        params: The same for all prompts.
+        n: Samples of each prompt.
+        chat: The reply is a message.
+        echo: The reply begins with the prompt.
+        stream: The reply is streamed.
+        include_usage: A stream ends with the usage.
+        continuous_usage: Each part of a stream has the usage so far.
+        truncate: As in `LLM.generate`.
+        show_special: As in `LLM.generate`.
+        provenance: The reply says where each token comes from.
+        ignored: Names of unknown fields.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    n: int
+    chat: bool
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    truncate: Literal["left"] | None = None
+    show_special: bool = False
+    provenance: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        return self.n * len(self.prompts)
+
+    @classmethod
+    def of(cls, request: ChatRequest | CompletionRequest, llm: LLM, names: tuple[str, ...]) -> Job:
+        """Read a request; it may take long for long prompts.
+
+        Raises:
+            Problem: The model is another, or a field is not supported.
+            RequestError: A value cannot be honoured.
+        """
+        if request.model not in names:
+            raise Problem(
+                404, f"the model {request.model!r} does not exist; this server has {names[0]!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        request.refuse_unsupported()
+        options = request.options()
+        read = _read_chat if isinstance(request, ChatRequest) else _read_completion
+        prompts = read(cast(Any, request), llm, options)
+        params = llm.params(**cast(SamplingKeywords, options))
+        if request.stream_options is not None and not request.stream:
+            raise Problem(400, "stream_options needs stream", param="stream_options")
+        stream_options = request.stream_options or StreamOptions()
+        return cls(
+            prompts, params,
+            n=1 if request.n is None else request.n,
+            chat=isinstance(request, ChatRequest),
+            echo=isinstance(request, CompletionRequest) and bool(request.echo),
+            stream=bool(request.stream),
+            include_usage=bool(stream_options.include_usage),
+            continuous_usage=bool(stream_options.continuous_usage_stats),
+            truncate=request.truncate_prompt,
+            show_special=request.skip_special_tokens is False,
+            provenance=bool(request.provenance),
+            ignored=tuple(request.ignored),
+        )  # fmt: skip
+
+
+def checked(
+    kind: type[ChatRequest] | type[CompletionRequest], body: object
+) -> ChatRequest | CompletionRequest:
+    """Return a body with its types checked.
+
+    Raises:
+        Problem: The body is no object, lacks a field, or a field has another type.
+    """
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
+        name = str(first["loc"][0]) if first["loc"] else None
+        raise Problem(400, f"{where or 'the body'}: {first['msg']}", param=name) from None
+
+
+def _is_type_name(part: object) -> bool:
+    """Return whether a part of a path names a member of a union, as pydantic writes it."""
+    return isinstance(part, str) and (part in ("str", "int") or part.startswith("list["))
+
+
+def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> list[list[int]]:
+    """Return the prompt, and add the length and the scores to the options."""
+    if llm.tokenizer is None:
+        raise Problem(
+            400, "this model has no tokenizer; use /v1/completions with token ids", param="messages"
+        )
+    if not request.messages:
+        raise Problem(400, "messages is empty", param="messages")
+    messages = [_message(message, place) for place, message in enumerate(request.messages)]
+    prompt = llm.tokenizer.encode_chat(messages, **(request.chat_template_kwargs or {}))
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    options["max_new_tokens"] = max(1, llm.max_length - len(prompt)) if limit is None else limit
+    if request.top_logprobs is not None and not request.logprobs:
+        raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
+    if request.logprobs:
+        options["logprobs"] = request.top_logprobs or 0
+    return [prompt]
+
+
+def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> list[list[int]]:
+    options["max_new_tokens"] = 16 if request.max_tokens is None else request.max_tokens
+    if request.logprobs is not None:
+        options["logprobs"] = request.logprobs
+        if request.echo:
+            options["prompt_logprobs"] = request.logprobs
+    prompts = llm.encode(request.prompt)
+    if not prompts:
+        raise Problem(400, "prompt is empty", param="prompt")
+    return prompts
+
+
+def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Return a message whose content is text: the API allows a list of parts, most templates do not."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for part in content:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise Problem(400, f"messages[{place}].content has a part that is no text", param="messages")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def _token_id(key: str) -> int:
+    if not key.isdecimal():
+        raise Problem(400, f"logit_bias names {key!r}, which is no token id", param="logit_bias")
+    return int(key)

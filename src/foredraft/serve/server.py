@@ -1,0 +1,84 @@
+"""The server: uvicorn around the app. It starts at once, loads the model beside it, and drains at the end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from foredraft.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.serve.app import App, Model, create_app
+from foredraft.serve.settings import Settings
+
+__all__ = ["serve"]
+
+
+class _Server(uvicorn.Server):
+    """Drains after the first signal, and ends at once after the second."""
+
+    def __init__(self, config: uvicorn.Config, state: App) -> None:
+        super().__init__(config)
+        self._state = state
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            if self._state.model is not None:
+                self._state.model.generations.cancel_all()
+        self._state.drain()
+        self.should_exit = True
+        if sig == signal.SIGINT:
+            self._captured_signals.clear()  # an interrupt is a way to stop, not an error
+        self._captured_signals = [each for each in self._captured_signals if each != sig]
+
+
+def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model], None]) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        load: Returns the model.
+        settings: Options of the server.
+        on_ready: Told the address, and the model, once requests are served.
+
+    Raises:
+        ConfigError: The address cannot be used, or the file of API keys.
+        ForedraftError: The model cannot be loaded.
+    """
+    app = create_app(load, settings)
+    state: App = app.state.foredraft
+    listening = _listen(settings)
+    host, port = listening.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        ws_per_message_deflate=False, ws_max_size=settings.max_body,
+    )  # fmt: skip
+    server = _Server(config, state)
+
+    def fail(error: BaseException) -> None:
+        server.should_exit = True
+
+    state.on_ready, state.on_failure = lambda model: on_ready(address, model), fail
+    server.run(sockets=[listening])
+    if state.failed is not None:
+        raise state.failed
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"cannot be listened on at {settings.host} ({problem})", option="port", value=settings.port,
+            remedy="give another port or host; port 0 takes a free one",
+        ) from error  # fmt: skip
+    return listening

@@ -1,0 +1,43 @@
+"""Options of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of a server.
+
+    Attributes:
+        host: The address to listen on.
+        port: The port to listen on; 0 takes a free one.
+        api_key_file: A file with one key a line; None asks for no key, unless the environment has one.
+        max_queued: Samples that may wait for a row; further requests get status 503.
+        max_queued_tokens: Prompt tokens of all requests that run or wait.
+        max_per_key: Samples of one key that run or wait; further requests get status 429. 0 is no limit.
+        max_body: Largest body of a request, in bytes.
+        drain_seconds: After SIGTERM, the time that requests have to finish.
+        slow_reader_seconds: A stream whose reader takes nothing for this long ends.
+        heartbeat_seconds: A stream that is silent for this long sends a comment.
+        vllm_metrics: Name metrics as vLLM does, where it has them.
+        log_prompts: Write prompts to the log.
+        cors: Origins that browsers may call from; none by default.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Path | None = None
+    max_queued: int = 256
+    max_queued_tokens: int = 1_000_000
+    max_per_key: int = 0
+    max_body: int = 8 << 20
+    drain_seconds: float = 30.0
+    slow_reader_seconds: float = 30.0
+    heartbeat_seconds: float = 15.0
+    vllm_metrics: bool = False
+    log_prompts: bool = False
+    cors: tuple[str, ...] = ()

@@ -1,0 +1,69 @@
+"""Streaming: one reply as server-sent events or as plain text. A frame is whole, whatever cuts the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.problems import Problem
+from foredraft.serve.replies import Reply
+
+__all__ = ["SSE_HEADERS", "as_json", "events", "frames", "plain_text"]
+
+# A proxy must neither keep nor compress an event stream.
+SSE_HEADERS = {
+    "Cache-Control": "no-cache, no-transform",
+    "X-Accel-Buffering": "no",
+    "Connection": "keep-alive",
+}
+
+
+def as_json(value: Any) -> str:
+    """Return a value on one line of JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+async def frames(
+    generations: Generations, generation: Generation, reply: Reply, heartbeat: float | None
+) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield the objects of a stream: chunks, the usage if asked for, or an error; None is a heartbeat.
+
+    However it ends, the generation ends, too.
+    """
+    generation.reader = asyncio.current_task()
+    try:
+        async for taken in generation.pieces(heartbeat):
+            if not taken:
+                yield None
+                continue
+            for chunk in reply.chunks(taken, generation.prompt_tokens):
+                yield chunk
+        if reply.job.include_usage:
+            yield reply.usage_chunk(generation.prompt_tokens)
+    except Problem as problem:
+        yield problem.body
+    finally:
+        generations.end(generation)
+
+
+async def events(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
+    """Yield server-sent events, the last one `[DONE]`; heartbeats are comments."""
+    async for each in objects:
+        yield b": ping\n\n" if each is None else f"data: {as_json(each)}\n\n".encode()
+    yield b"data: [DONE]\n\n"
+
+
+async def plain_text(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
+    """Yield the text of the first choice as it comes; an error ends it with a line of its own."""
+    async for each in objects:
+        if each is None:
+            continue
+        if "error" in each:
+            yield f"\nerror: {each['error']['message']}\n".encode()
+        for choice in each.get("choices", ()):
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            if choice["index"] == 0 and text:
+                yield text.encode()
