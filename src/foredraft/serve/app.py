@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import anyio.to_thread
@@ -57,7 +58,8 @@ class Model:
         self.rows = engine.rows.capacity
         self.limits = Limits(settings, self.rows, metrics)
         self.generations = Generations(llm, loop, self.limits, metrics, settings.slow_reader_seconds)
-        self.names = tuple(dict.fromkeys((llm.model, llm.model.rstrip("/").rpartition("/")[2] or llm.model)))
+        folder = Path(llm.model)
+        self.names = (folder.resolve().name if folder.is_dir() else llm.model, llm.model)
         self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
         self.drafters = tuple(engine.drafters)
 

@@ -18,6 +18,7 @@ from foredraft.serve.problems import Problem
 
 __all__ = ["ChatRequest", "CompletionRequest", "Job", "checked"]
 
+MOST_SAMPLES = 128  # of a prompt, as in the API
 # Fields that change nothing here.
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
@@ -85,7 +86,7 @@ class _Request(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: int | None = None
+    n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
     seed: int | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
@@ -288,8 +289,10 @@ def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, An
 def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Return a message whose content is text: the API allows a list of parts, most templates do not."""
     content = message.get("content")
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return dict(message)
+    if not isinstance(content, list):
+        raise Problem(400, f"messages[{place}].content must be text or a list of parts", param="messages")
     texts = []
     for part in content:
         if (

@@ -1,0 +1,90 @@
+"""A server in a thread of this process, on a free port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+import foredraft
+from foredraft import LLM, demo
+from foredraft.serve.app import App, create_app
+from foredraft.serve.settings import Settings
+
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}# assistant:"
+)
+
+
+@dataclass
+class Served:
+    """A running server.
+
+    Attributes:
+        url: Its address.
+        llm: Its model.
+        state: Of its app.
+        client: Of plain HTTP.
+    """
+
+    url: str
+    llm: LLM
+    state: App
+    client: httpx.Client
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((name + " ", name + "{")))
+
+    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "it never came true"
+            time.sleep(0.01)
+
+    def idle(self) -> bool:
+        engine = self.llm._engine
+        return engine.scheduler.idle and self.state.model is not None and not self.state.model.limits.samples
+
+
+def chat_model(folder: Path) -> Path:
+    """Make a copy of the demo target that has a chat template."""
+    shutil.copytree(demo.target_path(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def load_chat(folder: Path, **options: object) -> LLM:
+    options = {"policy": "fixed", "max_batch": 4, "max_length": 512} | options
+    return foredraft.load(chat_model(folder / "demo"), draft=demo.draft_path(), **options)  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(llm: LLM, **settings: object) -> Iterator[Served]:
+    """Serve a model until the block ends."""
+    app = create_app(lambda: llm, Settings(**settings))  # type: ignore[arg-type]
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws_per_message_deflate=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            served = Served(url, llm, app.state.foredraft, client)
+            served.wait(lambda: served.state.model is not None)
+            yield served
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
