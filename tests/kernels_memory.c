@@ -130,10 +130,14 @@ static void drafts(
     uint8_t *finite = array(ROWS * STEPS, 1);
     float *probs = array(ROWS * STEPS * VOCABULARY, sizeof(float));
     float *logits = array(GROUPS * VOCABULARY, sizeof(float));
-    Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, drawn, finite, probs};
+    uint8_t *mask = array(VOCABULARY, 1);
+    for (int i = 0; i < VOCABULARY; i++) mask[i] = i % 3 == 0;
+    const uint8_t *const masks[ROWS] = {mask, NULL, mask, NULL};
+    Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, NULL, drawn, finite, probs};
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
             d.sampling = sampling + plan % 2;
+            d.allowed = threads > 1 ? masks : NULL;
             run_draft(word, m, p, &d, plans[plan], plans[2 - plan], scratch, logits, threads);
         }
     if (m->hidden == 2) {  // the allocations do not depend on the size: the smallest model is enough
@@ -141,7 +145,7 @@ static void drafts(
         const int64_t needed = NEEDED(run_draft(word, m, p, &d, plans[0], plans[0], scratch, logits, 2));
         if (needed < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)needed), exit(1);
     }
-    free(finite), free(probs), free(logits);
+    free(mask), free(finite), free(probs), free(logits);
 }
 
 // Forward passes and drafts of a model, whose cache has no position to spare.

@@ -70,12 +70,13 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
 
 
 def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:
+        listening.close()
         problem = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"cannot be listened on at {settings.host} ({problem})", option="port", value=settings.port,
