@@ -3,6 +3,7 @@
     settings.py     options of a server
     requests.py     bodies -> checked fields -> sampling parameters and a prompt
     replies.py      pieces -> the objects of the API
+    responses.py, messages.py    two more shapes of requests and replies
     generations.py  the engine's thread -> the event loop; limits of load
     streaming.py    objects -> server-sent events, plain text
     sockets.py      the same over WebSockets

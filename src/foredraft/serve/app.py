@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ import foredraft
 from foredraft.errors import ForedraftError
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
+from foredraft.serve import messages, responses
 from foredraft.serve.bodies import BoundedBodies
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
@@ -30,7 +32,7 @@ from foredraft.serve.replies import Reply, TokenTexts
 from foredraft.serve.requests import ChatRequest, CompletionRequest, Job, checked
 from foredraft.serve.settings import Settings
 from foredraft.serve.sockets import Socket
-from foredraft.serve.streaming import SSE_HEADERS, events, frames, plain_text
+from foredraft.serve.streaming import SSE_HEADERS, events, frames, named_events, plain_text
 
 __all__ = ["Model", "create_app"]
 
@@ -304,6 +306,45 @@ def _add_generation(app: FastAPI, state: App) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(CompletionRequest, request)
+
+    async def answer_as(dialect: Any, request: Request, error: Callable[[Problem], Any]) -> Response:
+        key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        body = dialect.chat_body(await _body(request))
+        generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
+        model = state.ready()
+        id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
+        headers = {"x-request-id": id, "request-id": id}
+        if reply.job.stream:
+            objects = dialect.events(id, name, generation, state.settings.heartbeat_seconds)
+            return StreamingResponse(
+                named_events(
+                    model.generations, generation, objects, error, numbered=dialect is responses
+                ),
+                headers=headers | SSE_HEADERS, media_type="text/event-stream",
+            )  # fmt: skip
+        await _finish(model, generation, reply, request)
+        [output] = reply.outputs.values()
+        if output.finish_reason == "error":
+            raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
+        if dialect is messages:
+            whole = messages.message(id, name, output, generation.prompt_tokens)
+        else:
+            whole = responses.response(id, name, output, generation.prompt_tokens, time.time())
+        return JSONResponse(whole, headers=headers)
+
+    @app.post("/v1/messages")
+    async def answer_messages(request: Request) -> Response:
+        try:
+            return await answer_as(messages, request, lambda problem: ("error", messages.error_body(problem)))
+        except Problem as problem:
+            return JSONResponse(messages.error_body(problem), problem.status, headers=problem.headers)
+
+    @app.post("/v1/responses")
+    async def answer_responses(request: Request) -> Response:
+        def error(problem: Problem) -> tuple[str, dict[str, Any]]:
+            return "error", {"message": problem.message, "code": problem.code, "param": problem.param}
+
+        return await answer_as(responses, request, error)
 
     @app.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:

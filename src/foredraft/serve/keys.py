@@ -44,18 +44,22 @@ class Keys:
             keys += found
         return cls(keys)
 
-    def check(self, authorization: str | None) -> str:
-        """Return a name of the key for limits, never the key itself; "" where the server asks for none.
+    def check(self, authorization: str | None, key: str | None = None) -> str:
+        """Check the header `Authorization`, or a key that came in another header.
+
+        Return a name of the key for limits, never the key itself; "" where the server asks for none.
 
         Raises:
             Problem: The key is missing or wrong.
         """
         if not self._digests:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        scheme, _, bearer = (authorization or "").partition(" ")
+        if key is None and scheme.lower() == "bearer":
+            key = bearer
+        digest = hashlib.sha256((key or "").strip().encode("utf-8", "replace")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        if key is None or not any(matches):
             raise Problem(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},

@@ -16,7 +16,7 @@ from foredraft.decode.params import SamplingKeywords, SamplingParams
 from foredraft.llm import LLM
 from foredraft.serve.problems import Problem
 
-__all__ = ["ChatRequest", "CompletionRequest", "Job", "checked"]
+__all__ = ["ChatRequest", "CompletionRequest", "Job", "checked", "where"]
 
 MOST_SAMPLES = 128  # of a prompt, as in the API
 # Fields that change nothing here.
@@ -244,10 +244,15 @@ def checked(
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
-        name = str(first["loc"][0]) if first["loc"] else None
-        raise Problem(400, f"{where or 'the body'}: {first['msg']}", param=name) from None
+        raise where(error) from None
+
+
+def where(error: ValidationError) -> Problem:
+    """Return the first wrong type of a body as a problem that names the field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
+    name = str(first["loc"][0]) if first["loc"] else None
+    return Problem(400, f"{path or 'the body'}: {first['msg']}", param=name)
 
 
 def _is_type_name(part: object) -> bool:

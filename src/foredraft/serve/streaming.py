@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Reply
 
-__all__ = ["SSE_HEADERS", "as_json", "events", "frames", "plain_text"]
+__all__ = ["SSE_HEADERS", "as_json", "events", "frames", "named_events", "plain_text"]
 
 # A proxy must neither keep nor compress an event stream.
 SSE_HEADERS = {
@@ -54,6 +54,33 @@ async def events(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator
     async for each in objects:
         yield b": ping\n\n" if each is None else f"data: {as_json(each)}\n\n".encode()
     yield b"data: [DONE]\n\n"
+
+
+async def named_events(
+    generations: Generations,
+    generation: Generation,
+    objects: AsyncIterator[tuple[str, dict[str, Any]]],
+    error: Callable[[Problem], tuple[str, dict[str, Any]]],
+    *,
+    numbered: bool,
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events that have names, and numbers if asked for; the generation ends with them."""
+    generation.reader = asyncio.current_task()
+    number = 0
+    try:
+        try:
+            async for name, fields in objects:
+                yield _named(name, fields | ({"sequence_number": number} if numbered else {}))
+                number += 1
+        except Problem as problem:
+            name, fields = error(problem)
+            yield _named(name, fields | ({"sequence_number": number} if numbered else {}))
+    finally:
+        generations.end(generation)
+
+
+def _named(name: str, fields: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {as_json({'type': name, **fields})}\n\n".encode()
 
 
 async def plain_text(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
