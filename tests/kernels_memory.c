@@ -132,7 +132,9 @@ static void drafts(
     float *logits = array(GROUPS * VOCABULARY, sizeof(float));
     uint8_t *mask = array(VOCABULARY, 1);
     for (int i = 0; i < VOCABULARY; i++) mask[i] = i % 3 == 0;
-    const uint8_t *const masks[ROWS] = {mask, NULL, mask, NULL};
+    uint8_t *none = array(VOCABULARY, 1);  // a draft that cannot begin
+    const uint8_t *const masks[ROWS] = {none, NULL, mask, NULL};
+    memset(none, 0, VOCABULARY);
     Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, NULL, drawn, finite, probs};
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
@@ -145,7 +147,7 @@ static void drafts(
         const int64_t needed = NEEDED(run_draft(word, m, p, &d, plans[0], plans[0], scratch, logits, 2));
         if (needed < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)needed), exit(1);
     }
-    free(mask), free(finite), free(probs), free(logits);
+    free(none), free(mask), free(finite), free(probs), free(logits);
 }
 
 // Forward passes and drafts of a model, whose cache has no position to spare.

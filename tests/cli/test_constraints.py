@@ -24,7 +24,7 @@ NO_MODEL = ("generate", "--model", "/nowhere", "x")  # a refusal that names a fo
         ("--json-schema", b"false", "--json-schema is False; give a JSON schema that allows some text"),
         ("--json-schema", b'{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
         ("--json-schema", b'{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
-        ("--json-schema", b'{"minimum": 36893488147419103232}', "a number does not fit into 64 bits"),
+        ("--json-schema", b'{"minimum": 36893488147419103232}', "a number beyond 64 bits"),
         ("--json-schema", b'{"oneOf": [{"type": "string"}, {"minLength": 3}]}', "oneOf is supported only where"),
         ("--grammar", b"\xff", "--grammar is {file}, which is not UTF-8 text (byte 0); convert it first"),
         ("--grammar", b'start: "a" foo', "foo"),

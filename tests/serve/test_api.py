@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from foredraft.llm import LLM
 from tests.support.serving import Served, load_chat, serving
@@ -159,11 +163,45 @@ def test_unknown_fields_without_a_meaning_are_ignored_and_listed(served: Served)
         "max_tokens": 1,
         "wibble": 1,
         "user": "me",
-        "\u00e9\n\u00e9": 2,
+        "\u00e9\n\u00e9\x00": 2,
     }
     response = served.client.post("/v1/completions", json=body)
     assert response.status_code == 200
-    assert response.headers["x-ignored-fields"] == "wibble, \\xe9 \\xe9"
+    assert response.headers["x-ignored-fields"] == r"wibble, \xe9\n\xe9\x00"
+
+
+def test_a_header_lists_some_of_many_unknown_fields(served: Served) -> None:
+    body = {
+        "model": name(served),
+        "prompt": "x",
+        "max_tokens": 1,
+        **{f"field{i:05}": 1 for i in range(20_000)},
+    }
+    response = served.client.post("/v1/completions", json=body)
+    assert response.status_code == 200 and response.headers["x-ignored-fields"].endswith(", and 19980 more")
+
+
+def test_a_long_list_with_a_wrong_item_is_refused_at_once(served: Served) -> None:
+    body = {"model": name(served), "prompt": [1] * 300_000 + ["x"]}
+    begun = time.process_time()
+    assert served.client.post("/v1/completions", json=body).status_code == 400
+    assert (
+        time.process_time() - begun < 2
+    )  # all errors of all kinds of lists took many seconds, and gigabytes
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1"])
+def test_pages_of_other_origins_are_refused(served: Served, origin: str) -> None:
+    body = json.dumps({"model": name(served), "prompt": "x", "max_tokens": 1})
+    for headers in ({"origin": origin, "content-type": "text/plain"}, {"origin": origin}):
+        assert served.client.post("/v1/completions", content=body, headers=headers).status_code == 403
+    with (
+        pytest.raises(InvalidStatus),
+        connect(served.url.replace("http", "ws") + "/v1/stream", origin=Origin(origin)),
+    ):
+        pass
+    own = {"origin": served.url}
+    assert served.client.post("/v1/completions", content=body, headers=own).status_code == 200
 
 
 WRONG: list[tuple[dict[str, Any], int, str | None]] = [
@@ -180,6 +218,9 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"logit_bias": {"999999": 1}}, 400, "logit_bias"),
     ({"regex": "[a-"}, 400, "regex"),
+    ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"echo": True, "truncate_prompt": "left"}, 400, "echo"),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, 400, "json_schema"),

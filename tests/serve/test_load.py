@@ -46,13 +46,14 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(llm: LLM) -> None:
             assert refused.json()["error"]["type"] == "overloaded_error"
         served.wait(served.idle)
         assert post(served, prompt="x", max_tokens=1).status_code == 200
-        assert post(served, prompt="x", n=4).status_code == 503  # more than there is room for
+        refused = post(served, prompt="x", n=4)  # more than there is ever room for
+        assert refused.status_code == 400 and "4 samples" in refused.json()["error"]["message"]
 
 
 def test_prompt_tokens_are_bounded_in_all(llm: LLM) -> None:
     with serving(llm, max_queued_tokens=100) as served:
-        assert post(served, prompt=[5] * 101, max_tokens=1).status_code == 503
-        assert post(served, prompt=[5] * 60, n=2, max_tokens=1).status_code == 503
+        assert post(served, prompt=[5] * 101, max_tokens=1).status_code == 400
+        assert post(served, prompt=[5] * 60, n=2, max_tokens=1).status_code == 400
         assert post(served, prompt=[5] * 100, max_tokens=1).status_code == 200
         assert served.idle()
 
@@ -228,3 +229,56 @@ def test_vllm_names_of_metrics(llm: LLM) -> None:
         post(served, prompt="x", max_tokens=5)
         assert served.metric("vllm:generation_tokens_total") == 5
         assert "vllm:spec_decode_num_accepted_tokens_total" in served.client.get("/metrics").text
+
+
+def test_prompts_that_begin_alike_are_read_once(llm: LLM) -> None:
+    prompt = [5 + place % 90 for place in range(450)]
+    bodies = [
+        {"prompt": [*prompt, last], "max_tokens": 8, "temperature": 0, "logprobs": 1} for last in (7, 8)
+    ]
+    llm._engine.prefix_cache = None
+    with serving(llm, prefix_cache=0) as served:
+        want = [post(served, **body).json()["choices"] for body in bodies]
+        assert llm._engine.prefix_cache is None
+    try:
+        with serving(llm) as served:
+            found = [post(served, **body).json() for body in bodies]
+            hits = served.metric("foredraft_prefix_cache_hits_total")
+    finally:
+        llm._engine.prefix_cache = None
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found] == [0, 256]
+    assert hits == 256
+
+    def shown(choices: Any) -> list[Any]:
+        return [(choice["text"], choice["logprobs"]) for choice in choices]
+
+    assert [shown(each["choices"]) for each in found] == [shown(each) for each in want]
+
+
+def test_a_client_that_leaves_while_its_request_is_prepared_leaves_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing a request may take long, for a grammar or a long list of bans; a socket cancels it meanwhile."""
+    import time
+
+    from websockets.sync.client import connect
+
+    from foredraft.llm.service import Service
+
+    submit = Service.submit
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.5)
+        return submit(*args, **more)
+
+    monkeypatch.setattr(Service, "submit", slow)
+    with serving(llm) as served:
+        with connect(served.url.replace("http", "ws") + "/v1/stream") as ws:
+            ws.send(json.dumps({"id": "a", "model": "demo", "n": 4, **LONG}))
+            time.sleep(0.2)
+            ws.send('{"id": "a", "cancel": true}')
+            assert json.loads(ws.recv(timeout=10)) == {"id": "a", "done": True, "reason": "cancelled"}
+        time.sleep(0.5)
+        served.wait(served.idle, 5)
+        assert not served.state.ready().generations._live
+        assert served.finished("cancelled") == 4 and served.finished("length") == 0

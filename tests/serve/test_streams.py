@@ -183,6 +183,18 @@ def test_requests_of_one_socket_run_side_by_side(served: Served) -> None:
     assert texts == {id: whole(served, prompt=prompt) for id, prompt in prompts.items()}
 
 
+def test_a_request_that_is_cancelled_before_it_begins_ends_too(served: Served) -> None:
+    with websocket(served) as ws:
+        for turn in range(20):
+            frame = json.dumps(greedy(served, id="a", **LONG))
+            ws.send(frame)
+            ws.send('{"id": "a", "cancel": true}')
+            assert frames_of(ws, until="a")[-1] == {"id": "a", "done": True, "reason": "cancelled"}, turn
+        ws.send(json.dumps(greedy(served, id="a")))
+        assert text_of(ws, "a") == whole(served)
+    served.wait(served.idle)
+
+
 def test_a_cancelled_request_ends_and_the_socket_goes_on(served: Served) -> None:
     with websocket(served) as ws:
         ws.send(json.dumps(greedy(served, id="long", **LONG)))
@@ -217,7 +229,7 @@ def test_a_wrong_frame_is_answered_and_the_socket_goes_on(served: Served, frame:
 @pytest.mark.parametrize("kind", ["events", "text", "whole", "socket", "queued"])
 def test_a_client_that_goes_away_frees_its_row(served: Served, kind: str) -> None:
     body = greedy(served, **LONG, stream=kind in ("events", "text"))
-    cancelled = served.metric("foredraft_requests_cancelled_total")
+    cancelled, whole_texts = served.metric("foredraft_requests_cancelled_total"), served.finished("length")
     if kind == "socket":
         with websocket(served) as ws:
             ws.send(json.dumps({**body, "id": "a"}))
@@ -243,5 +255,6 @@ def test_a_client_that_goes_away_frees_its_row(served: Served, kind: str) -> Non
             next(response.iter_bytes())
     served.wait(served.idle, 5)
     assert served.metric("foredraft_requests_cancelled_total") > cancelled
+    assert served.finished("length") == whole_texts
     assert served.metric("foredraft_requests_running") == 0
     assert whole(served) == whole(served)

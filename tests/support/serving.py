@@ -44,6 +44,10 @@ class Served:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((name + " ", name + "{")))
 
+    def finished(self, reason: str) -> float:
+        """Return how many samples ended for a reason."""
+        return self.metric(f'foredraft_requests_finished_total{{reason="{reason}"}}')
+
     def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
         end = time.monotonic() + seconds
         while not holds():

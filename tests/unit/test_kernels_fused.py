@@ -160,6 +160,7 @@ def test_a_mask_without_a_finite_logit_draws_nothing() -> None:
         drafted = fused(runner, filled(runner), sampled, allowed=nothing)
         assert drafted.tokens[0, 0] == -1 and drafted.finite[0, 0]
         assert (drafted.tokens[1:] >= 0).all()
+        assert not drafted.tokens[0, 1:].any() and not drafted.finite[0, 1:].any(), "the draft ended"
 
 
 def test_a_plan_skips_sub_layers() -> None:

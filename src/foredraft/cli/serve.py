@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ class ServerOptions:
     """Samples that may wait for a row of the batch; further requests get status 503."""
     max_queued_tokens: int = 1_000_000
     """Prompt tokens of all requests that run or wait."""
+    prefix_cache: int = 512
+    """MiB of memory for beginnings of prompts that later requests need not read; 0 turns it off."""
     max_per_key: int = 0
     """Samples of one API key that run or wait; further requests get status 429. 0 is no limit."""
     max_body: int = 8 << 20
@@ -65,7 +68,7 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests finish, and a second one ends the server at once.
     """
-    for name in ("max_queued", "max_queued_tokens", "max_per_key", "max_body", "port"):
+    for name in ("max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "port"):
         if getattr(server, name) < 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
     for name in ("drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
@@ -81,6 +84,8 @@ def serve(
     import foredraft
 
     settings = Settings(**asdict(server))
+    if server.log_prompts:
+        logging.getLogger("foredraft.serve").setLevel(logging.INFO)
     bars = ProgressBars()
 
     def load() -> foredraft.LLM:

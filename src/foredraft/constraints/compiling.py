@@ -79,7 +79,9 @@ def _checked(option: str, text: str, tokenizer: LLTokenizer | None) -> str:
                 json.loads(text), overrides={"whitespace_pattern": WHITE_SPACE}
             )
         except ValueError as error:
-            raise _refused(option, f"a number does not fit into 64 bits ({error})") from error
+            raise _refused(
+                option, f"a number beyond 64 bits, or text that UTF-8 cannot hold ({error})"
+            ) from error
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source, tokenizer)
     if is_error:
         raise _refused(option, messages[0])

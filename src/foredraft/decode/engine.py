@@ -30,6 +30,7 @@ from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.planning import has_drafters, plan_drafts
 from foredraft.decode.policy import Policy
 from foredraft.decode.prefill import prefill_chunk
+from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.round_results import RowResult, fetch_results
 from foredraft.decode.rows import Rows
 from foredraft.decode.sampling import SamplingTable, distribution_of
@@ -71,6 +72,8 @@ class Engine:
         draft_temperature: Divides the logits of steppers before all transforms; above 1 it weakens a drafter,
             and q stays exact.
         observer: Told about phases; replaced while a program times the engine.
+        prefix_cache: Beginnings of prompts that later requests need not read. An attribute, so that servers
+            can turn it on.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Engine:
         self.round_inputs: Callable[..., RoundInputs] = RoundInputs
         self.draft_temperature = 1.0
         self.observer: Observer = SILENT
+        self.prefix_cache: PrefixCache | None = None
         self.rows = Rows([cache, *(c for drafter in drafters.values() for c in drafter.caches)])
         self.scheduler = Scheduler(self.rows)
         self._table: tuple[list[int], SamplingTable] | None = None
@@ -277,7 +281,8 @@ class Engine:
     def _prefill(self, sequence: Sequence) -> None:
         """Run the next chunk of a prompt through the target and its drafters."""
         with self.observer.phase("prefill"):
-            finite = prefill_chunk(
+            self._restore_prefix(sequence)
+            finite = self.cache.lengths[sequence.row] == len(sequence.prompt) - 1 or prefill_chunk(
                 sequence,
                 self.target,
                 self.cache,
@@ -285,11 +290,38 @@ class Engine:
                 drafters_read=not self.policy.uses_costs,
                 vocab_ops=self.vocab_ops,
             )
+            self._keep_prefix(sequence)
         if not finite:
             self._leave(sequence, Finish.ERROR, "the model's logits within the prompt are not finite")
         elif self.cache.lengths[sequence.row] == len(sequence.prompt) - 1:
             sequence.state = State.RUNNING
             self._start([sequence])
+
+    def _restore_prefix(self, sequence: Sequence) -> None:
+        """Copy what is kept of a prompt that is about to be read, unless the reading itself is asked for."""
+        if self.prefix_cache is None or self.cache.lengths[sequence.row] or self._must_read(sequence):
+            return
+        sequence.cached = self.prefix_cache.restore(
+            sequence.prompt[:-1], self._prompt_caches(sequence), sequence.row, self.target.chunk
+        )
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        length = self.cache.lengths[sequence.row]
+        if self.prefix_cache is not None and length and length % self.target.chunk == 0:
+            self.prefix_cache.keep(
+                sequence.prompt[:length], self._prompt_caches(sequence), sequence.row, self.target.chunk
+            )
+
+    def _must_read(self, sequence: Sequence) -> bool:
+        """Return whether the prompt's hidden states are needed: for scores, or for a drafter's taps."""
+        taps = any(self.drafters[name].taps for name in sequence.drafters)
+        return taps or sequence.params.prompt_logprobs is not None
+
+    def _prompt_caches(self, sequence: Sequence) -> list[KVCache]:
+        """Return the caches whose rows hold the prompt from its first token on, the target's first."""
+        drafters = [self.drafters[name] for name in sequence.drafters]
+        own = [c for drafter in drafters if not drafter.context_start(sequence) for c in drafter.caches]
+        return list(dict.fromkeys([self.cache, *own]))
 
     def _start(self, ready: list[Sequence]) -> None:
         for sequence in ready:

@@ -46,8 +46,10 @@ class FusedDrafting:
         """Return the draft by one call; None also where a mask of a later step would change a draw."""
         walks, masks = self.walks, None
         if walks is not None:
+            if walks.narrow:
+                return None
             masks = walks.allowed()
-            if walks.narrow or (self.sampling is not None and any(mask is not None for mask in masks)):
+            if self.sampling is not None and any(mask is not None for mask in masks):
                 return None
         fused = self.drafter.fused_draft(self.first_inputs, self.starts, self.budgets, self.sampling, masks)
         if fused is None:
@@ -89,6 +91,7 @@ class FusedDrafting:
             sampling = None if self.sampling is None else self.sampling.step(j)
             fused = self.drafter.fused_draft(tokens, starts, list(map(int, going)), sampling, walks.allowed())
             if fused is None:
+                walks.undo()
                 return None
             if fused.probs is not None:
                 columns.append(fused.probs)

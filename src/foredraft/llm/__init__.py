@@ -404,6 +404,7 @@ class LLM:
             lossless=lossless,
             deterministic=self.deterministic and lossless,
             why_plain=requests.why_plain(sequence),
+            cached_tokens=sequence.cached,
         )
 
 

@@ -33,6 +33,7 @@ class Output:
         error: What failed, where `finish_reason` is "error".
         lossless: The text has the target's own distribution. Acceptance rule "bild" does not guarantee it.
         deterministic: In addition, its bits do not depend on the drafter and the batch.
+        cached_tokens: Tokens of the prompt that were not read, because an earlier request had read them.
         why_plain: Why nothing was drafted, where a drafter might have; None where it drafted.
 
     Examples:
@@ -60,6 +61,7 @@ class Output:
     lossless: bool = True
     deterministic: bool = True
     why_plain: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

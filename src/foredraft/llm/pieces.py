@@ -32,13 +32,12 @@ class Pieces:
         output = self._output(sequence) if sequence.state is State.FINISHED else None
         if output is None and settled <= self._shown:
             return None
-        self.over = output is not None
         new, self._shown = slice(self._shown, settled), settled
         parts = None
         if sequence.text_buffer is not None:
             sequence.update_text()
             parts = sequence.text_buffer.release(settled)
-        return Piece(
+        piece = Piece(
             text=None if parts is None else "".join(text for _, text in parts),
             token_ids=sequence.new_ids[new],
             origins=[str(origin) for origin in sequence.origins[new]],
@@ -46,3 +45,5 @@ class Pieces:
             logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
             output=output,
         )
+        self.over = output is not None
+        return piece

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Sequence
+from foredraft.decode.stats import Stats
 from foredraft.llm import LLM
-from foredraft.llm.driver import Request
-from foredraft.llm.output import Piece
+from foredraft.llm.driver import Request, closed
+from foredraft.llm.output import Output, Piece
 from foredraft.llm.pieces import Pieces
 
 __all__ = ["News", "Service", "Ticket"]
@@ -89,6 +90,8 @@ class Service:
         Raises:
             RequestError: The request cannot be served, or the model is closed.
         """
+        if self._stopped:
+            raise closed()
         sequences, output = self._llm._sequences(
             prompt, params, n=n, truncate=truncate, show_special=show_special, trace=trace
         )
@@ -116,6 +119,8 @@ class Service:
         while not self._stopped or self._tickets or self._new:
             self._bell.wait()
             self._bell.clear()
+            if self._stopped:
+                self._driver.inbox.cancel_all()  # a submission may have come after the first time
             try:
                 self._driver.run(idle, self._publish_news)
             except Exception as error:
@@ -130,17 +135,38 @@ class Service:
         news = []
         for ticket in self._tickets:
             for sample, pieces in enumerate(ticket.pieces):
-                if (piece := pieces.next()) is None:
-                    continue
-                news.append(News(ticket, sample, piece))
-                if piece.output is not None:
-                    ticket.open -= 1
+                if (piece := self._next(ticket, sample)) is not None:
+                    news.append(News(ticket, sample, piece))
+                    ticket.open -= pieces.over
         self._tickets = [ticket for ticket in self._tickets if ticket.open]
         if news:
-            self._publish(news)
+            try:
+                self._publish(news)
+            except Exception:
+                logger.exception("the news of a step are lost")
         return None if self._tickets or self._new or self._driver.inbox else True
+
+    def _next(self, ticket: Ticket, sample: int) -> Piece | None:
+        """Return the next piece of a sample; a defect there ends that sample, with an error, and no other."""
+        pieces = ticket.pieces[sample]
+        try:
+            return pieces.next()
+        except Exception as error:
+            logger.exception("the text of a request cannot be shown; it ends with an error")
+            self._driver.inbox.cancel([pieces.sequence])
+            pieces.over = True
+            says = f"{type(error).__name__}: {error}"
+            return Piece(None, [], [], output=_failed(pieces.sequence, says))
 
     def _fail(self, error: str) -> None:
         """End every request with an error, after the engine broke off where no request was to blame."""
         for ticket in [*self._tickets, *self._new]:
             self._driver.inbox.fail(ticket.sequences, error)
+
+
+def _failed(sequence: Sequence, error: str) -> Output:
+    """Return the output of a sequence whose text cannot be shown."""
+    return Output(
+        text=None, token_ids=[], origins=[], finish_reason="error", seed=sequence.seed,
+        sample=sequence.sample, prompt_tokens=len(sequence.prompt), stats=Stats(), error=error,
+    )  # fmt: skip

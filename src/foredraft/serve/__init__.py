@@ -7,7 +7,7 @@
     generations.py  the engine's thread -> the event loop; limits of load
     streaming.py    objects -> server-sent events, plain text
     sockets.py      the same over WebSockets
-    keys.py, limits.py, metrics.py, problems.py
+    keys.py, limits.py, bodies.py, origins.py, metrics.py, problems.py
     app.py          the routes
     server.py       loading, start and stop
 

@@ -15,9 +15,11 @@ from typing import Any, cast
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
+from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.errors import ForedraftError
 from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
@@ -27,6 +29,7 @@ from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
 from foredraft.serve.limits import Limits, Place
 from foredraft.serve.metrics import Metrics
+from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, of_error
 from foredraft.serve.replies import Reply, TokenTexts
 from foredraft.serve.requests import ChatRequest, CompletionRequest, Job, checked
@@ -57,6 +60,8 @@ class Model:
     ) -> None:
         self.llm, self.metrics = llm, metrics
         engine = llm._engine
+        if settings.prefix_cache:
+            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
         self.rows = engine.rows.capacity
         self.limits = Limits(settings, self.rows, metrics)
         self.generations = Generations(llm, loop, self.limits, metrics, settings.slow_reader_seconds)
@@ -175,9 +180,11 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="Foredraft", version=foredraft.__version__, lifespan=state.lifespan,
         description="An OpenAI-compatible API with lossless speculative decoding.",
+        docs_url=None, redoc_url=None, openapi_url=None if state.keys else "/openapi.json",
     )  # fmt: skip
     app.state.foredraft = state
     app.add_middleware(BoundedBodies, most=settings.max_body)
+    app.add_middleware(KnownOrigins, known=settings.cors)
     if settings.cors:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -286,15 +293,23 @@ def _add_generation(app: FastAPI, state: App) -> None:
         model = state.ready()
         headers = {"x-request-id": request.headers.get("x-request-id", reply.id)}
         if reply.job.ignored:
-            headers["x-ignored-fields"] = ", ".join(_ascii(name) for name in reply.job.ignored)
+            headers["x-ignored-fields"] = _listed(reply.job.ignored)
         if reply.job.stream:
             objects = frames(model.generations, generation, reply, state.settings.heartbeat_seconds)
             if "text/plain" in request.headers.get("accept", ""):
-                return StreamingResponse(
-                    plain_text(objects), headers=headers, media_type="text/plain; charset=utf-8"
+                return _Stream(
+                    model.generations,
+                    generation,
+                    plain_text(objects),
+                    headers=headers,
+                    media_type="text/plain; charset=utf-8",
                 )
-            return StreamingResponse(
-                events(objects), headers=headers | SSE_HEADERS, media_type="text/event-stream"
+            return _Stream(
+                model.generations,
+                generation,
+                events(objects),
+                headers=headers | SSE_HEADERS,
+                media_type="text/event-stream",
             )
         await _finish(model, generation, reply, request)
         return JSONResponse(reply.whole(generation.prompt_tokens), headers=headers)
@@ -316,8 +331,8 @@ def _add_generation(app: FastAPI, state: App) -> None:
         headers = {"x-request-id": id, "request-id": id}
         if reply.job.stream:
             objects = dialect.events(id, name, generation, state.settings.heartbeat_seconds)
-            return StreamingResponse(
-                named_events(
+            return _Stream(
+                model.generations, generation, named_events(
                     model.generations, generation, objects, error, numbered=dialect is responses
                 ),
                 headers=headers | SSE_HEADERS, media_type="text/event-stream",
@@ -409,8 +424,24 @@ def _as_problems() -> Iterator[None]:
         raise of_error(error) from error
 
 
-def _ascii(name: str) -> str:
-    return name.encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")[:64]
+def _listed(names: tuple[str, ...]) -> str:
+    """Return names as a header can carry them: some of them, each printable and short."""
+    shown = [repr(name[:40])[1:-1].encode("ascii", "backslashreplace").decode() for name in names[:20]]
+    return ", ".join([*shown, *([f"and {len(names) - 20} more"] if len(names) > 20 else [])])
+
+
+class _Stream(StreamingResponse):
+    """A stream whose generation ends with it, even where it never began."""
+
+    def __init__(self, generations: Generations, generation: Generation, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._generations, self._generation = generations, generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generations.end(self._generation)
 
 
 def _error(problem: Problem) -> Response:
@@ -427,5 +458,7 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 
 
 async def _answer_status(request: Request, error: Any) -> Response:
-    message = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}
-    return _error(Problem(error.status_code, message[error.status_code], code="not_found"))
+    if error.status_code == 404:
+        return _error(Problem(404, f"there is no {request.url.path}", code="not_found"))
+    message = f"{request.method} is not allowed here"
+    return _error(Problem(405, message, code="method_not_allowed", headers=error.headers))

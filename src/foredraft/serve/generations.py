@@ -37,6 +37,7 @@ class Generation:
         self.prompt_tokens = 0
         self.tickets: list[Any] = []
         self.left = job.samples
+        self.ended = False  # its reader is done with it
         self.stalled_since: float | None = None  # since when the reader has taken nothing
         self.reader: asyncio.Task[Any] | None = None
         self._place, self._metrics = place, metrics
@@ -116,6 +117,8 @@ class Generations:
             self._limits.take_tokens(place, sum(map(len, job.prompts)) * job.n)
             await anyio.to_thread.run_sync(self._submit, generation)
         except BaseException:
+            # A cancelled wait leaves the thread at work: what it submits from now on, it cancels itself.
+            generation.ended = True
             self._cancel_tickets(generation)
             place.free()
             raise
@@ -131,10 +134,13 @@ class Generations:
             )  # fmt: skip
             generation.tickets.append(ticket)
             generation.prompt_tokens += ticket.prompt_tokens
+            if generation.ended:
+                self._service.cancel(ticket)
 
     def end(self, generation: Generation) -> None:
         """End a generation that its reader is done with, whether it has finished or not."""
         self._live.discard(generation)
+        generation.ended = True
         if generation.left:
             self._metrics.cancelled.inc()
             self._cancel_tickets(generation)
@@ -151,10 +157,6 @@ class Generations:
             if since is not None and now - since > self._slow and generation.reader is not None:
                 self._metrics.refused("slow reader")
                 generation.reader.cancel()
-
-    def cancel_all(self) -> None:
-        for generation in list(self._live):
-            self._cancel_tickets(generation)
 
     def stop(self) -> None:
         """End all generations and the engine's thread."""

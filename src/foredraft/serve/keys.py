@@ -21,6 +21,9 @@ class Keys:
     def __init__(self, keys: list[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
     @classmethod
     def of(cls, settings: Settings) -> Keys:
         """Return the keys of the file and of the environment.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from foredraft.serve.metrics import Metrics
-from foredraft.serve.problems import busy
+from foredraft.serve.problems import Problem, busy
 from foredraft.serve.settings import Settings
 
 __all__ = ["Limits", "Place"]
@@ -49,10 +49,14 @@ class Limits:
         if self.draining:
             self._metrics.refused("draining")
             raise busy("the server is shutting down", seconds=5)
-        if self.samples + samples > self._most:
+        if samples <= self._most < self.samples + samples:
             self._metrics.refused("queue full")
             raise busy(f"{self.samples} samples run or wait, of {self._most} at most")
         most = self._settings.max_per_key
+        if samples > self._most or (most and samples > most):
+            raise Problem(
+                400, f"{samples} samples in one request, of {min(self._most, most or self._most)} at most"
+            )
         if most and self._by_key[key] + samples > most:
             self._metrics.refused("key limit")
             raise busy(f"this key has {self._by_key[key]} samples that run or wait, of {most} at most", 429)
@@ -67,6 +71,8 @@ class Limits:
             Problem: All prompts together are too long.
         """
         most = self._settings.max_queued_tokens
+        if tokens > most:
+            raise Problem(400, f"{tokens} prompt tokens in one request, of {most} at most", param="prompt")
         if self.tokens + tokens > most:
             self._metrics.refused("prompt tokens")
             raise busy(f"{self.tokens} prompt tokens run or wait, of {most} at most")

@@ -81,11 +81,11 @@ def error_body(problem: Problem) -> dict[str, Any]:
 def message(id: str, model: str, output: Output | None, prompt_tokens: int) -> dict[str, Any]:
     """Return a message: whole, or empty at the beginning of a stream."""
     content = [] if output is None else [{"type": "text", "text": output.text or ""}]
-    new = 0 if output is None else len(output.token_ids)
+    new, cached = (0, 0) if output is None else (len(output.token_ids), output.cached_tokens)
     return {
         "id": id, "type": "message", "role": "assistant", "model": model, "content": content,
         **_end(output),
-        "usage": {"input_tokens": prompt_tokens, "output_tokens": new},
+        "usage": {"input_tokens": prompt_tokens, "output_tokens": new, "cache_read_input_tokens": cached},
     }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ VLLM = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "time_per_output_token_seconds": "time_per_output_token_seconds",
     "prompt_tokens": "prompt_tokens", "generation_tokens": "generation_tokens",
-    "drafts": "spec_decode_num_drafts", "draft_tokens": "spec_decode_num_draft_tokens",
+    "prefix_cache_hits": "prefix_cache_hits", "drafts": "spec_decode_num_drafts",
+    "draft_tokens": "spec_decode_num_draft_tokens",
     "accepted_tokens": "spec_decode_num_accepted_tokens",
     "accepted_tokens_by_position": "spec_decode_num_accepted_tokens_per_pos",
     "cache_usage": "kv_cache_usage_perc",
@@ -54,6 +55,7 @@ class Metrics:
         )
         self._each = histogram("time_per_output_token_seconds", "Of a sample's decoding, by its tokens.")
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._cached = counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
         self._tokens = counter("generation_tokens", "New tokens.")
         self._drafts = counter("drafts", "Drafts.")
         self._drafted = counter("draft_tokens", "Drafted tokens.")
@@ -77,6 +79,7 @@ class Metrics:
         if stats.tokens > 0:
             self._each.observe(stats.seconds / stats.tokens)
         self._prompt.inc(output.prompt_tokens)
+        self._cached.inc(output.cached_tokens)
         self._tokens.inc(max(0, stats.tokens))
         self._drafts.inc(sum(stats.drafts.values()))
         self._drafted.inc(stats.drafted)

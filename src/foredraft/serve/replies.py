@@ -185,8 +185,13 @@ class Reply:
     def usage(self, prompt_tokens: int) -> dict[str, Any]:
         """Return the tokens that the reply has used so far; the prompt's count once for all its samples."""
         new = sum(self._tokens)
+        cached = [0] * len(self.job.prompts)
+        for sample, output in self.outputs.items():
+            prompt = sample // self.job.n
+            cached[prompt] = max(cached[prompt], output.cached_tokens)
         return {
             "prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
         }  # fmt: skip
 
     def _metrics(self) -> dict[str, Any]:

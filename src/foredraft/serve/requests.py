@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,10 @@ from foredraft.serve.problems import Problem
 __all__ = ["ChatRequest", "CompletionRequest", "Job", "checked", "where"]
 
 MOST_SAMPLES = 128  # of a prompt, as in the API
+MOST_LOGPROBS = 20  # alternatives to a token, as in the API
+T = TypeVar("T")
+# A list whose first wrong item ends the check: a million errors would take gigabytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
 # Fields that change nothing here.
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
@@ -149,16 +153,16 @@ class ChatRequest(_Request):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(_Request):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +273,10 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> list[
     if not request.messages:
         raise Problem(400, "messages is empty", param="messages")
     messages = [_message(message, place) for place, message in enumerate(request.messages)]
-    prompt = llm.tokenizer.encode_chat(messages, **(request.chat_template_kwargs or {}))
+    variables = request.chat_template_kwargs or {}
+    if taken := variables.keys() & {"messages", "self"}:
+        raise Problem(400, f"{min(taken)} is not a variable of a chat template", param="chat_template_kwargs")
+    prompt = llm.tokenizer.encode_chat(messages, **variables)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     options["max_new_tokens"] = max(1, llm.max_length - len(prompt)) if limit is None else limit
     if request.top_logprobs is not None and not request.logprobs:
@@ -281,6 +288,10 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> list[
 
 def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> list[list[int]]:
     options["max_new_tokens"] = 16 if request.max_tokens is None else request.max_tokens
+    if request.echo and request.truncate_prompt:
+        raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
+    if request.echo and request.stream and request.logprobs is not None:
+        raise Problem(400, "echo with logprobs is not streamed; leave out stream", param="echo")
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:
@@ -311,6 +322,6 @@ def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 
 def _token_id(key: str) -> int:
-    if not key.isdecimal():
+    if not key.isdecimal() or len(key) > 10:
         raise Problem(400, f"logit_bias names {key!r}, which is no token id", param="logit_bias")
     return int(key)

@@ -94,8 +94,9 @@ def response(
     new = len(output.token_ids)
     cut = {"length": "max_output_tokens", "constraint": "content_filter"}.get(output.finish_reason)
     usage = {
-        "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": new,
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt_tokens + new,
+        "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt_tokens + new,
     }  # fmt: skip
     return made | {
         "status": "incomplete" if cut else "completed",

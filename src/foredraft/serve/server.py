@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -25,15 +24,9 @@ class _Server(uvicorn.Server):
         self._state = state
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
-            if self._state.model is not None:
-                self._state.model.generations.cancel_all()
+        self.force_exit = self.should_exit
         self._state.drain()
         self.should_exit = True
-        if sig == signal.SIGINT:
-            self._captured_signals.clear()  # an interrupt is a way to stop, not an error
-        self._captured_signals = [each for each in self._captured_signals if each != sig]
 
 
 def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model], None]) -> None:

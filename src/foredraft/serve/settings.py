@@ -18,6 +18,7 @@ class Settings:
         api_key_file: A file with one key a line; None asks for no key, unless the environment has one.
         max_queued: Samples that may wait for a row; further requests get status 503.
         max_queued_tokens: Prompt tokens of all requests that run or wait.
+        prefix_cache: MiB for beginnings of prompts that later requests need not read; 0 turns it off.
         max_per_key: Samples of one key that run or wait; further requests get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes.
         drain_seconds: After SIGTERM, the time that requests have to finish.
@@ -33,6 +34,7 @@ class Settings:
     api_key_file: Path | None = None
     max_queued: int = 256
     max_queued_tokens: int = 1_000_000
+    prefix_cache: int = 512
     max_per_key: int = 0
     max_body: int = 8 << 20
     drain_seconds: float = 30.0

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.serve.problems import Problem
 from foredraft.serve.streaming import as_json
+from foredraft.unicode import invalid_at
 
 __all__ = ["MOST_OPEN", "Socket"]
+
+logger = logging.getLogger(__name__)
 
 MOST_OPEN = 64  # requests of one socket at a time
 Run = Callable[[dict[str, Any], Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
@@ -35,7 +40,9 @@ class Socket:
     def __init__(self, socket: WebSocket, run: Run, max_frame: int) -> None:
         self._socket, self._run, self._max_frame = socket, run, max_frame
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._endings: set[asyncio.Task[None]] = set()  # kept until they are sent
         self._sending = asyncio.Lock()
+        self._closed = False
 
     async def serve(self) -> None:
         """Serve frames until the client leaves; its requests end then."""
@@ -45,9 +52,11 @@ class Socket:
         except WebSocketDisconnect:
             pass
         finally:
-            for task in self._tasks.values():
+            self._closed = True
+            open_ = [*self._tasks.values(), *self._endings]
+            for task in open_:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*open_, return_exceptions=True)
 
     async def _read(self, message: Any) -> None:
         if message["type"] == "websocket.disconnect":
@@ -65,7 +74,7 @@ class Socket:
             await self._send(None, Problem(400, f"{error}", code="invalid_frame").body)
             return
         id = frame.pop("id", None)
-        if not isinstance(id, str) or not id or len(id) > 256:
+        if not isinstance(id, str) or not id or len(id) > 256 or invalid_at(id) is not None:
             problem = Problem(400, "a frame needs an id: a string of 1 to 256 characters", param="id")
             await self._send(None, problem.body)
         elif frame.get("cancel") is True:
@@ -81,23 +90,38 @@ class Socket:
         elif len(self._tasks) >= MOST_OPEN:
             await self._send(id, Problem(429, f"{MOST_OPEN} requests are open on this socket").body)
         else:
-            self._tasks[id] = asyncio.create_task(self._answer(id, frame))
+            task = self._tasks[id] = asyncio.create_task(self._answer(id, frame))
+            task.add_done_callback(lambda done: self._end(id, done))
 
     async def _answer(self, id: str, frame: dict[str, Any]) -> None:
         async def send(chunk: dict[str, Any]) -> None:
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
+        await self._run(frame, send)
+
+    def _end(self, id: str, task: asyncio.Task[None]) -> None:
+        """Tell the client how a request ended, however early that was."""
+        self._tasks.pop(id, None)
+        frames: list[dict[str, Any]] = []
         reason = "finished"
-        try:
-            await self._run(frame, send)
-        except Problem as problem:
-            await self._send(id, problem.body)
-            reason = "error"
-        except asyncio.CancelledError:
+        if task.cancelled():
             reason = "cancelled"
-        finally:
-            self._tasks.pop(id, None)
-        await self._send(id, {"done": True, "reason": reason})
+        elif (error := task.exception()) is not None:
+            reason = "error"
+            if not isinstance(error, Problem):
+                logger.error("a request failed by a defect of the server", exc_info=error)
+                error = Problem(500, "the server failed; its log has the reason", code="internal_error")
+            frames.append(error.body)
+        frames.append({"done": True, "reason": reason})
+        if not self._closed:
+            ending = asyncio.create_task(self._send_all(id, frames))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    async def _send_all(self, id: str, frames: list[dict[str, Any]]) -> None:
+        with suppress(Exception):  # the client has gone
+            for frame in frames:
+                await self._send(id, frame)
 
     async def _send(self, id: str | None, fields: dict[str, Any]) -> None:
         async with self._sending:

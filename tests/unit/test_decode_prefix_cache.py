@@ -1,0 +1,117 @@
+"""The prefix cache: texts and scores are the same to the bit with it, and its memory is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import LLM
+from foredraft.decode import prefix_cache
+from foredraft.decode.prefix_cache import PrefixCache
+from tests.support.planting import assert_caught, defect
+
+CHUNK = 256
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return foredraft.load(policy="fixed", max_batch=4, max_length=1024)
+
+
+@pytest.fixture(scope="module")
+def ids(llm: LLM) -> list[int]:
+    return llm.encode(Path(prefix_cache.__file__).read_text() * 2)[0][: 3 * CHUNK]
+
+
+@pytest.fixture(autouse=True)
+def off(llm: LLM) -> Iterator[None]:
+    yield
+    llm._engine.prefix_cache = None
+
+
+def run(llm: LLM, prompts: list[list[int]], **options: Any) -> list[Any]:
+    outputs = llm.generate(prompts, **{"temperature": 0, "max_new_tokens": 24, "logprobs": 2, **options})
+    return [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]
+
+
+def prompts_of(ids: list[int]) -> list[list[int]]:
+    """Return prompts that share beginnings: whole chunks and parts of them, and the ends of chunks."""
+    own = [5, 6, 7]
+    return [
+        ids[:700], ids[:700], [*ids[:600], *own], [*ids[:300], *own], [*ids[:100], *own],
+        ids[: CHUNK + 1], ids[:CHUNK], ids[: 2 * CHUNK + 1], [*own, *ids[:600]],
+    ]  # fmt: skip
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"drafter": "none"}, {"drafter": "draft-model"}, {"drafter": "lookup"}, {"drafter": "draft-model", "seed": 4, "temperature": 1},
+    {"drafter": "draft-model", "n": 3, "seed": 4, "temperature": 1}, {"drafter": "none", "prompt_logprobs": 1},
+]  # fmt: skip
+
+
+def check(llm: LLM, ids: list[int], options: dict[str, Any]) -> None:
+    n = options.get("n", 1)
+    prompts = prompts_of(ids)
+    want = [run(llm, [prompt], **options) for prompt in prompts]
+    llm._engine.prefix_cache = PrefixCache(1 << 30)
+    assert [run(llm, [prompt], **options) for prompt in prompts] == want
+    together = run(llm, prompts, **options)
+    assert [together[n * place : n * place + n] for place in range(len(prompts))] == want
+    hits = llm._engine.prefix_cache.hits
+    assert hits == 0 if "prompt_logprobs" in options else hits > 4 * CHUNK
+    llm._engine.prefix_cache = None
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_texts_and_scores_are_the_same_to_the_bit(llm: LLM, ids: list[int], options: dict[str, Any]) -> None:
+    check(llm, ids, options)
+
+
+def test_the_output_says_what_was_cached(llm: LLM, ids: list[int]) -> None:
+    llm._engine.prefix_cache = PrefixCache(1 << 30)
+    cached = [llm.generate([prompt], max_new_tokens=1)[0].cached_tokens for prompt in prompts_of(ids)]
+    assert cached == [0, 2 * CHUNK, 2 * CHUNK, CHUNK, 0, CHUNK, 0, 2 * CHUNK, 0]
+
+
+def test_the_memory_is_bounded_and_the_oldest_chunks_go(llm: LLM, ids: list[int]) -> None:
+    cache = llm._engine.prefix_cache = PrefixCache(1 << 30)
+    llm.generate([ids[:700]], max_new_tokens=1)
+    small = llm._engine.prefix_cache = PrefixCache(cache.bytes)  # two chunks
+    for first in range(5, 10):
+        llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)
+        assert 0 < small.bytes <= small.most_bytes
+    cached = [
+        llm.generate([[first, *ids[: CHUNK + 3]]], max_new_tokens=1)[0].cached_tokens for first in (9, 8, 5)
+    ]
+    assert cached == [CHUNK, CHUNK, 0]
+    none = llm._engine.prefix_cache = PrefixCache(1)
+    llm.generate([ids[:700]], max_new_tokens=1)
+    assert none.bytes == 0
+
+
+def test_a_digest_of_one_chunk_alone_is_caught(
+    llm: LLM, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the tokens before it, the chunk of another prompt is taken."""
+
+    def alone(digests: Any) -> Any:
+        def spoilt(tokens: list[int], chunk: int) -> Any:
+            for _, end in digests(tokens, chunk):
+                yield next(digests(tokens[end - chunk : end], chunk))[0], end
+
+        return spoilt
+
+    def check_swapped() -> None:
+        swapped = [*ids[CHUNK : 2 * CHUNK], *ids[:CHUNK], 5, 6]
+        want = run(llm, [swapped], drafter="none")
+        llm._engine.prefix_cache = PrefixCache(1 << 30)
+        run(llm, [ids[:700]], drafter="none")
+        assert run(llm, [swapped], drafter="none") == want
+
+    check_swapped()
+    llm._engine.prefix_cache = None
+    assert_caught(defect("chunks alone", prefix_cache._digests, alone, check_swapped), monkeypatch)

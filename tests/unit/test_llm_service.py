@@ -1,0 +1,117 @@
+"""The service: news of all requests, cancellations, and a defect that harms its own request alone."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import LLM, RequestError, SamplingParams
+from foredraft.decode.engine import Engine
+from foredraft.llm.pieces import Pieces
+from foredraft.llm.service import News, Service
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return foredraft.load(policy="fixed", max_batch=3)
+
+
+class Running:
+    """A service and the news that it publishes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.news: queue.Queue[News] = queue.Queue()
+        self.service = Service(llm, lambda news: [self.news.put(each) for each in news] and None)
+
+    def outputs(self, count: int) -> dict[tuple[Any, int], Any]:
+        """Wait for the outputs of so many samples; texts of their pieces are checked."""
+        texts: dict[tuple[Any, int], str] = {}
+        found = {}
+        while len(found) < count:
+            ticket, sample, piece = self.news.get(timeout=30)
+            key = ticket.owner, sample
+            texts[key] = texts.get(key, "") + (piece.text or "")
+            assert key not in found, "a request ended twice"
+            if piece.output is not None:
+                found[key] = piece.output
+                assert piece.output.finish_reason == "error" or texts[key] == piece.output.text
+        return found
+
+
+@pytest.fixture
+def running(llm: LLM) -> Iterator[Running]:
+    found = Running(llm)
+    yield found
+    found.service.stop()
+    assert llm._engine.scheduler.idle
+
+
+def test_texts_are_those_of_generate(llm: LLM, running: Running) -> None:
+    prompts = [f"def f{place}(x):\n" for place in range(6)]
+    for place, prompt in enumerate(prompts):
+        running.service.submit(prompt, GREEDY, owner=place)
+    found = running.outputs(6)
+    assert [found[place, 0].text for place in range(6)] == [
+        each.text for each in llm.generate(prompts, GREEDY)
+    ]
+
+
+def test_a_cancelled_request_is_published_with_what_it_has(running: Running) -> None:
+    long = GREEDY.replace(max_new_tokens=900, ignore_eos=True)
+    ticket = running.service.submit("x", long, n=4, owner="long")
+    while running.news.empty():
+        time.sleep(0.001)
+    running.service.cancel(ticket)
+    assert {output.finish_reason for output in running.outputs(4).values()} == {"cancelled"}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_text_that_cannot_be_shown_harms_no_other(
+    llm: LLM, running: Running, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    sound = Pieces.next
+
+    def broken(pieces: Pieces) -> Any:
+        if pieces.sequence.prompt == bad and (first or pieces.sequence.new_ids):
+            raise ValueError("a planted defect")
+        return sound(pieces)
+
+    bad = llm.encode("bad")[0]
+    monkeypatch.setattr(Pieces, "next", broken)
+    for owner, prompt in (("bad", "bad"), ("good", "def f(x):\n"), ("later", "class A:\n")):
+        running.service.submit(prompt, GREEDY, owner=owner)
+    found = running.outputs(3)
+    assert found["bad", 0].finish_reason == "error" and "planted" in found["bad", 0].error
+    assert found["good", 0].finish_reason == found["later", 0].finish_reason == "length"
+    time.sleep(0.1)
+    assert running.news.empty() and not running.service._tickets
+
+
+def test_an_engine_that_fails_fails_its_batch_and_goes_on(
+    llm: LLM, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(engine: Engine) -> Any:
+        raise RuntimeError("a planted failure")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "step", failing)
+        running.service.submit("x", GREEDY, owner="bad")
+        assert "planted" in running.outputs(1)["bad", 0].error
+    running.service.submit("x", GREEDY, owner="good")
+    assert running.outputs(1)["good", 0].finish_reason == "length"
+
+
+def test_a_stopped_service_takes_nothing(llm: LLM) -> None:
+    found = Running(llm)
+    found.service.submit("x", GREEDY.replace(max_new_tokens=900, ignore_eos=True), owner="long")
+    found.service.stop()
+    assert found.outputs(1)["long", 0].finish_reason == "cancelled"
+    with pytest.raises(RequestError, match="closed"):
+        found.service.submit("x", GREEDY)
