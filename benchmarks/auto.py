@@ -111,8 +111,9 @@ class ScriptedDraftModel(DraftModel):
         starts: list[int],
         lengths: list[int],
         sampling: SamplingInputs | None,
+        allowed: Sequence[Tensor | None] | None = None,
     ) -> FusedDraft | None:
-        made = super().fused_draft(tokens, starts, lengths, sampling)
+        made = super().fused_draft(tokens, starts, lengths, sampling, allowed)
         if made is not None:
             for row, count in enumerate(lengths):
                 first = starts[row] + len(tokens[row])

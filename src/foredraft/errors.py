@@ -117,7 +117,8 @@ def _join(text: Text, spelling: Callable[[Option], str]) -> str:
 
 
 def _printable(line: str) -> str:
-    """Spell lone surrogates and control characters as escapes."""
+    """Spell lone surrogates and control characters as escapes; a line break becomes a space."""
+    line = " ".join(line.splitlines())
     if line.isprintable():
         return line
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") else c for c in line)

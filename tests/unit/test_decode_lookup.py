@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from foredraft.decode.constraint import masks_along
+from foredraft.decode.constraint import Constraint, masks_along
 from foredraft.decode.distribution import Distribution
 from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafting import DraftTools, _guess, propose
@@ -137,21 +137,25 @@ def test_each_sequence_has_an_index_of_its_own() -> None:
     lookup.leave(one)  # a second call is harmless
 
 
-class Without:
+class Without(Constraint):
     """A constraint that never allows one token, out of ten."""
 
     def __init__(self, barred: int) -> None:
-        self.allowed, self.length = torch.arange(10) != barred, 0
+        self.allowed, self._length = torch.arange(10) != barred, 0
+
+    @property
+    def length(self) -> int:
+        return self._length
 
     def mask(self) -> torch.Tensor:
         return self.allowed
 
     def advance(self, token: int) -> int:
-        self.length += 1
-        return self.length
+        self._length += 1
+        return self._length
 
     def rewind(self, length: int) -> None:
-        self.length = length
+        self._length = length
 
 
 def test_each_row_gets_its_own_guess() -> None:

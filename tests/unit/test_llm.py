@@ -445,7 +445,7 @@ def test_errors_name_the_sizes(llm: foredraft.LLM) -> None:
     with pytest.raises(RequestError, match="token id 99999"):
         llm.generate([3, 99999], PLAIN)
     for wrong in (0, "2", 1.5, True):
-        with pytest.raises(RequestError, match=f"^n is {wrong!r}; give a whole number, 1 or more$"):
+        with pytest.raises(RequestError, match=f"^n is {wrong!r}; give a whole number from 1 to 100,000$"):
             llm.generate("x", PLAIN, n=wrong)  # type: ignore[arg-type]
     assert not llm._engine.rows.sequences and not llm._engine.scheduler.waiting  # nothing was submitted
 

@@ -33,8 +33,8 @@ class Output:
         error: What failed, where `finish_reason` is "error".
         lossless: The text has the target's own distribution. Acceptance rule "bild" does not guarantee it.
         deterministic: In addition, its bits do not depend on the drafter and the batch.
-        cached_tokens: Tokens of the prompt that were not read, because an earlier request had read them.
         why_plain: Why nothing was drafted, where a drafter might have; None where it drafted.
+        cached_tokens: Tokens of the prompt that were not read, because an earlier request had read them.
 
     Examples:
         >>> [output] = llm.generate("def add(a, b):", SamplingParams(max_new_tokens=8, ignore_eos=True))
