@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,28 +13,11 @@ from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from foredraft.llm import LLM
-from tests.support.serving import Served, load_chat, serving
+from tests.support.serving import Served
 
 PROMPT = "def fibonacci(n):\n"
 MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
 ERROR_KEYS = {"message", "type", "param", "code"}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return load_chat(tmp_path_factory.mktemp("chat"))
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm) as found:
-        yield found
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
 
 
 def name(served: Served) -> str:

@@ -12,31 +12,14 @@ import openai
 import pytest
 
 from foredraft.llm import LLM
-from tests.support.serving import Served, load_chat, serving
+from tests.support.serving import Served, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return load_chat(tmp_path_factory.mktemp("chat"))
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm) as found:
-        yield found
 
 
 @pytest.fixture
 def claude(served: Served) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 

@@ -15,8 +15,9 @@ import uvicorn
 
 import foredraft
 from foredraft import LLM, demo
-from foredraft.serve.app import App, create_app
+from foredraft.serve.app import create_app
 from foredraft.serve.settings import Settings
+from foredraft.serve.state import App
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}# assistant:"

@@ -13,13 +13,15 @@ from cyclopts import Group, Parameter
 from foredraft.cli.options import DraftOptions, Flag, ModelOptions, Repeatable, common, load_options
 from foredraft.cli.progress import ProgressBars
 from foredraft.errors import ConfigError
+from foredraft.serve.settings import Settings
 
 if TYPE_CHECKING:
-    from foredraft.serve.app import Model
+    from foredraft.serve.state import Model
 
 __all__ = ["ServerOptions", "serve"]
 
 SERVER = Group("Server", sort_key=0)
+DEFAULTS = Settings()
 
 
 @Parameter(name="*", group=SERVER)
@@ -27,34 +29,34 @@ SERVER = Group("Server", sort_key=0)
 class ServerOptions:
     """Options of the server."""
 
-    host: Annotated[str, common(SERVER)] = "127.0.0.1"
+    host: Annotated[str, common(SERVER)] = DEFAULTS.host
     """Address to listen on. 0.0.0.0 serves other machines: give --api-key-file, too."""
-    port: Annotated[int, common(SERVER)] = 8000
+    port: Annotated[int, common(SERVER)] = DEFAULTS.port
     """Port to listen on; 0 takes a free one."""
-    api_key_file: Annotated[Path | None, common(SERVER)] = None
+    api_key_file: Annotated[Path | None, common(SERVER)] = DEFAULTS.api_key_file
     """File with one API key a line. Keys in the environment variable FOREDRAFT_API_KEY, separated by commas,
     count, too. Default: no key is asked for."""
-    max_queued: int = 256
+    max_queued: int = DEFAULTS.max_queued
     """Samples that may wait for a row of the batch; further requests get status 503."""
-    max_queued_tokens: int = 1_000_000
+    max_queued_tokens: int = DEFAULTS.max_queued_tokens
     """Prompt tokens of all requests that run or wait."""
-    prefix_cache: int = 512
+    prefix_cache: int = DEFAULTS.prefix_cache
     """MiB of memory for beginnings of prompts that later requests need not read; 0 turns it off."""
-    max_per_key: int = 0
+    max_per_key: int = DEFAULTS.max_per_key
     """Samples of one API key that run or wait; further requests get status 429. 0 is no limit."""
-    max_body: int = 8 << 20
+    max_body: int = DEFAULTS.max_body
     """Largest body of a request, in bytes."""
-    drain_seconds: float = 30.0
+    drain_seconds: float = DEFAULTS.drain_seconds
     """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
-    slow_reader_seconds: float = 30.0
+    slow_reader_seconds: float = DEFAULTS.slow_reader_seconds
     """A stream whose reader takes nothing for this long ends."""
-    heartbeat_seconds: float = 15.0
+    heartbeat_seconds: float = DEFAULTS.heartbeat_seconds
     """A stream that is silent for this long sends a comment."""
-    vllm_metrics: Flag = False
+    vllm_metrics: Flag = DEFAULTS.vllm_metrics
     """Give metrics vLLM's names where it has them."""
-    log_prompts: Flag = False
+    log_prompts: Flag = DEFAULTS.log_prompts
     """Write prompts, as token ids, to the log."""
-    cors: Repeatable = ()
+    cors: Repeatable = DEFAULTS.cors
     """Origin that browsers may call from; repeatable."""
 
 
@@ -76,7 +78,6 @@ def serve(
             raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
     try:
         from foredraft.serve.server import serve as run
-        from foredraft.serve.settings import Settings
     except ImportError as error:
         raise ConfigError(
             f"serving needs the package {error.name}", remedy="install it: pip install 'foredraft[serve]'"

@@ -99,6 +99,7 @@ def _one_line(message: str) -> str:
     place = POINTED.search(message)
     if place is not None:
         return f"{place['error']}, at character {len(place['before']) + 1} of {place['text']!r}"
-    if message.startswith("oneOf constraints are not supported"):  # it names a setting that nobody has here
+    # the message of the library goes on with a setting that no option here reaches
+    if message.startswith("oneOf constraints are not supported"):
         return "oneOf is supported only where its parts exclude each other; anyOf always"
     return " ".join(message.split())

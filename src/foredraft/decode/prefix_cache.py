@@ -45,8 +45,8 @@ class PrefixCache:
         Returns:
             The positions that the target's row holds now.
         """
-        target, *others = caches
-        going = [target, *others]
+        going = list(caches)
+        target = going[0]
         for digest, end in _digests(tokens, chunk):
             kept = self._chunks.get(digest)
             if kept is None:

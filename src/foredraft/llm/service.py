@@ -32,17 +32,20 @@ class Ticket:
     Attributes:
         prompt_tokens: Tokens of the prompt as it is read.
         owner: Whatever the program gave.
-        open: Samples that have not finished; the engine's thread counts.
     """
 
     def __init__(self, pieces: list[Pieces], owner: Any) -> None:
         self.pieces, self.owner = pieces, owner
         self.prompt_tokens = len(pieces[0].sequence.prompt)
-        self.open = len(pieces)
 
     @property
     def sequences(self) -> list[Sequence]:
         return [pieces.sequence for pieces in self.pieces]
+
+    @property
+    def over(self) -> bool:
+        """Whether the last piece of every sample was given."""
+        return all(pieces.over for pieces in self.pieces)
 
 
 class News(NamedTuple):
@@ -134,11 +137,10 @@ class Service:
             self._tickets.append(self._new.popleft())
         news = []
         for ticket in self._tickets:
-            for sample, pieces in enumerate(ticket.pieces):
+            for sample in range(len(ticket.pieces)):
                 if (piece := self._next(ticket, sample)) is not None:
                     news.append(News(ticket, sample, piece))
-                    ticket.open -= pieces.over
-        self._tickets = [ticket for ticket in self._tickets if ticket.open]
+        self._tickets = [ticket for ticket in self._tickets if not ticket.over]
         if news:
             try:
                 self._publish(news)

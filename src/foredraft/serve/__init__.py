@@ -8,6 +8,7 @@
     streaming.py    objects -> server-sent events, plain text
     sockets.py      the same over WebSockets
     keys.py, limits.py, bodies.py, origins.py, metrics.py, problems.py
+    state.py        the model before and after it is loaded; how requests start
     app.py          the routes
     server.py       loading, start and stop
 

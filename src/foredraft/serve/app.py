@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio.to_thread
@@ -19,151 +15,23 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
-from foredraft.decode.prefix_cache import PrefixCache
-from foredraft.errors import ForedraftError
+from foredraft.decode.params import is_whole
 from foredraft.kinds import DRAFTERS
-from foredraft.llm import LLM
 from foredraft.serve import messages, responses
 from foredraft.serve.bodies import BoundedBodies
 from foredraft.serve.generations import Generation, Generations
-from foredraft.serve.keys import Keys
-from foredraft.serve.limits import Limits, Place
-from foredraft.serve.metrics import Metrics
 from foredraft.serve.origins import KnownOrigins
-from foredraft.serve.problems import Problem, of_error
-from foredraft.serve.replies import Reply, TokenTexts
-from foredraft.serve.requests import ChatRequest, CompletionRequest, Job, checked
+from foredraft.serve.problems import Problem, as_problems, check_output
+from foredraft.serve.replies import Reply
+from foredraft.serve.requests import ChatRequest, CompletionRequest
 from foredraft.serve.settings import Settings
 from foredraft.serve.sockets import Socket
+from foredraft.serve.state import App, Loader, Model
 from foredraft.serve.streaming import SSE_HEADERS, events, frames, named_events, plain_text
 
-__all__ = ["Model", "create_app"]
+__all__ = ["create_app"]
 
 logger = logging.getLogger(__name__)
-
-SWEEP_SECONDS = 1.0  # between two looks for slow readers
-Loader = Callable[[], LLM]
-
-
-class Model:
-    """A loaded model as the app serves it.
-
-    Args:
-        llm: The model.
-        settings: Of the server.
-        metrics: Of the server.
-        loop: The event loop of the app.
-    """
-
-    def __init__(
-        self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.llm, self.metrics = llm, metrics
-        engine = llm._engine
-        if settings.prefix_cache:
-            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
-        self.rows = engine.rows.capacity
-        self.limits = Limits(settings, self.rows, metrics)
-        self.generations = Generations(llm, loop, self.limits, metrics, settings.slow_reader_seconds)
-        folder = Path(llm.model)
-        self.names = (folder.resolve().name if folder.is_dir() else llm.model, llm.model)
-        self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
-        self.drafters = tuple(engine.drafters)
-
-    def update_gauges(self) -> None:
-        engine = self.llm._engine
-        rows = len(engine.rows.sequences)
-        self.metrics.running.set(rows)
-        self.metrics.waiting.set(max(0, self.limits.samples - rows))
-        used = sum(engine.cache.lengths[:rows])
-        self.metrics.cache_usage.set(used / max(1, engine.cache.rows * engine.cache.positions))
-
-
-class App:
-    """The state of one app: its model once it is loaded, and what all routes share."""
-
-    def __init__(self, load: Loader, settings: Settings) -> None:
-        self.settings, self._load = settings, load
-        self.keys = Keys.of(settings)
-        self.metrics = Metrics(vllm=settings.vllm_metrics)
-        self.model: Model | None = None
-        self.failed: BaseException | None = None
-        self.draining = False
-        self.on_ready: Callable[[Model], None] = lambda model: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
-
-    @asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Load the model beside the event loop, and end its requests at the end."""
-        loading = asyncio.create_task(self._load_model())
-        sweeping = asyncio.create_task(self._sweep())
-        try:
-            yield
-        finally:
-            sweeping.cancel()
-            loading.cancel()
-            with suppress(BaseException):
-                await loading
-            if self.model is not None:
-                await anyio.to_thread.run_sync(self.model.generations.stop)
-
-    async def _load_model(self) -> None:
-        try:
-            llm = await anyio.to_thread.run_sync(self._load)
-            self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
-        except Exception as error:
-            self.failed = error
-            self.on_failure(error)
-            return
-        self.model.limits.draining = self.draining
-        self.on_ready(self.model)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            if self.model is not None:
-                self.model.generations.drop_slow_readers()
-
-    def drain(self) -> None:
-        """Refuse further requests; those that run go on."""
-        self.draining = True
-        if self.model is not None:
-            self.model.limits.draining = True
-
-    def ready(self) -> Model:
-        """Return the model.
-
-        Raises:
-            Problem: It is still being loaded.
-        """
-        if self.model is None:
-            raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
-        return self.model
-
-    async def start(
-        self, kind: type[ChatRequest] | type[CompletionRequest], body: object, key: str
-    ) -> tuple[Generation, Reply]:
-        """Check a request and start it.
-
-        Raises:
-            Problem: It is refused.
-        """
-        model = self.ready()
-        request = checked(kind, body)
-        count = request.n or 1
-        if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
-            count *= sum(not isinstance(each, int) for each in request.prompt) or 1
-        place: Place = model.limits.take(max(1, count), key)
-        try:
-            with _as_problems():
-                job = await anyio.to_thread.run_sync(Job.of, request, model.llm, model.names)
-                if self.settings.log_prompts:
-                    logger.info("prompts %s", job.prompts)
-                generation = await model.generations.start(job, place)
-        except BaseException:
-            place.free()
-            raise
-        return generation, Reply(secrets.token_hex(12), model.names[0], job, model.texts)
 
 
 def create_app(load: Loader, settings: Settings) -> FastAPI:
@@ -198,6 +66,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     _add_health(app, state)
     _add_models(app, state)
     _add_generation(app, state)
+    _add_dialects(app, state)
     return app
 
 
@@ -267,7 +136,7 @@ def _add_models(app: FastAPI, state: App) -> None:
         tokenizer, prompt = model.llm.tokenizer, body.get("prompt")
         if tokenizer is None or not isinstance(prompt, str):
             raise Problem(400, "prompt must be text", param="prompt")
-        with _as_problems():
+        with as_problems():
             special = body.get("add_special_tokens", True) is not False
             ids = await anyio.to_thread.run_sync(tokenizer.encode, prompt, special)
         return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.max_length}
@@ -277,10 +146,8 @@ def _add_models(app: FastAPI, state: App) -> None:
         state.keys.check(request.headers.get("authorization"))
         body, model = await _body(request), state.ready()
         tokenizer, ids = model.llm.tokenizer, body.get("tokens")
-        fits = isinstance(ids, list) and all(
-            isinstance(id, int) and not isinstance(id, bool) and 0 <= id < model.llm._spec.vocab_size
-            for id in ids
-        )
+        size = model.llm._spec.vocab_size
+        fits = isinstance(ids, list) and all(is_whole(id, 0, size - 1) for id in ids)
         if tokenizer is None or not fits:
             raise Problem(400, "tokens must be a list of token ids of this model", param="tokens")
         return {"prompt": tokenizer.decode(cast(list[int], ids), skip_special=False)}
@@ -322,45 +189,6 @@ def _add_generation(app: FastAPI, state: App) -> None:
     async def completions(request: Request) -> Response:
         return await answer(CompletionRequest, request)
 
-    async def answer_as(dialect: Any, request: Request, error: Callable[[Problem], Any]) -> Response:
-        key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        body = dialect.chat_body(await _body(request))
-        generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
-        model = state.ready()
-        id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
-        headers = {"x-request-id": id, "request-id": id}
-        if reply.job.stream:
-            objects = dialect.events(id, name, generation, state.settings.heartbeat_seconds)
-            return _Stream(
-                model.generations, generation, named_events(
-                    model.generations, generation, objects, error, numbered=dialect is responses
-                ),
-                headers=headers | SSE_HEADERS, media_type="text/event-stream",
-            )  # fmt: skip
-        await _finish(model, generation, reply, request)
-        [output] = reply.outputs.values()
-        if output.finish_reason == "error":
-            raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
-        if dialect is messages:
-            whole = messages.message(id, name, output, generation.prompt_tokens)
-        else:
-            whole = responses.response(id, name, output, generation.prompt_tokens, time.time())
-        return JSONResponse(whole, headers=headers)
-
-    @app.post("/v1/messages")
-    async def answer_messages(request: Request) -> Response:
-        try:
-            return await answer_as(messages, request, lambda problem: ("error", messages.error_body(problem)))
-        except Problem as problem:
-            return JSONResponse(messages.error_body(problem), problem.status, headers=problem.headers)
-
-    @app.post("/v1/responses")
-    async def answer_responses(request: Request) -> Response:
-        def error(problem: Problem) -> tuple[str, dict[str, Any]]:
-            return "error", {"message": problem.message, "code": problem.code, "param": problem.param}
-
-        return await answer_as(responses, request, error)
-
     @app.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
         try:
@@ -378,6 +206,43 @@ def _add_generation(app: FastAPI, state: App) -> None:
                     await send(each)
 
         await Socket(socket, run, state.settings.max_body).serve()
+
+
+def _add_dialects(app: FastAPI, state: App) -> None:
+    """Add two more shapes of chat requests: each is a module with the same functions."""
+
+    async def answer(dialect: Any, request: Request) -> Response:
+        key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        body = dialect.chat_body(await _body(request))
+        generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
+        model = state.ready()
+        id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
+        headers = {"x-request-id": id, "request-id": id}
+        if reply.job.stream:
+            objects = named_events(
+                model.generations, generation,
+                dialect.events(id, name, generation, state.settings.heartbeat_seconds),
+                dialect.error_event, numbered=dialect.NUMBERED,
+            )  # fmt: skip
+            return _Stream(
+                model.generations, generation, objects, headers=headers | SSE_HEADERS,
+                media_type="text/event-stream",
+            )  # fmt: skip
+        await _finish(model, generation, reply, request)
+        [output] = reply.outputs.values()
+        check_output(output)
+        return JSONResponse(dialect.whole(id, name, output, generation.prompt_tokens), headers=headers)
+
+    @app.post("/v1/messages")
+    async def answer_messages(request: Request) -> Response:
+        try:
+            return await answer(messages, request)
+        except Problem as problem:
+            return JSONResponse(messages.error_body(problem), problem.status, headers=problem.headers)
+
+    @app.post("/v1/responses")
+    async def answer_responses(request: Request) -> Response:
+        return await answer(responses, request)
 
 
 async def _finish(model: Model, generation: Generation, reply: Reply, request: Request) -> None:
@@ -413,15 +278,6 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Problem(400, "the body must be a JSON object", code="invalid_json")
     return body
-
-
-@contextmanager
-def _as_problems() -> Iterator[None]:
-    """Turn errors of the library into problems."""
-    try:
-        yield
-    except ForedraftError as error:
-        raise of_error(error) from error
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio.to_thread
@@ -140,10 +141,19 @@ class Generations:
     def end(self, generation: Generation) -> None:
         """End a generation that its reader is done with, whether it has finished or not."""
         self._live.discard(generation)
-        generation.ended = True
-        if generation.left:
+        if generation.left and not generation.ended:
             self._metrics.cancelled.inc()
             self._cancel_tickets(generation)
+        generation.ended = True
+
+    @contextmanager
+    def read(self, generation: Generation) -> Iterator[None]:
+        """Let this task be the reader of a generation, which ends with the block."""
+        generation.reader = asyncio.current_task()
+        try:
+            yield
+        finally:
+            self.end(generation)
 
     def _cancel_tickets(self, generation: Generation) -> None:
         for ticket in generation.tickets:

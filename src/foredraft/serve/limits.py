@@ -38,17 +38,13 @@ class Limits:
         self._settings, self._most, self._metrics = settings, rows + settings.max_queued, metrics
         self.samples, self.tokens = 0, 0
         self._by_key: Counter[str] = Counter()
-        self.draining = False
 
     def take(self, samples: int, key: str) -> Place:
         """Take a place.
 
         Raises:
-            Problem: The server is draining or full, or the key has too many.
+            Problem: The server is full, or the key has too many.
         """
-        if self.draining:
-            self._metrics.refused("draining")
-            raise busy("the server is shutting down", seconds=5)
         if samples <= self._most < self.samples + samples:
             self._metrics.refused("queue full")
             raise busy(f"{self.samples} samples run or wait, of {self._most} at most")

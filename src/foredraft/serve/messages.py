@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from foredraft.llm.output import Output, Piece
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Problem
-from foredraft.serve.requests import where
+from foredraft.serve.problems import Problem, check_output
+from foredraft.serve.requests import Body
 
-__all__ = ["MessagesRequest", "chat_body", "error_body", "events", "message"]
+__all__ = ["NUMBERED", "MessagesRequest", "chat_body", "error_body", "error_event", "events", "whole"]
+
+NUMBERED = False  # events have no running number
 
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal"}
 KINDS = {
@@ -27,18 +27,6 @@ KINDS = {
 }
 
 
-class MessagesRequest(BaseModel):
-    """The body of POST /v1/messages; fields of the library's own may be added."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    model: str
-    max_tokens: int
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-
-
 # Fields of this API that have no meaning here, or no support.
 HARMLESS = frozenset("metadata service_tier container inference_geo".split())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -47,25 +35,31 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+class MessagesRequest(Body):
+    """The body of POST /v1/messages; fields of the library's own may be added."""
+
+    harmless, unsupported = HARMLESS, UNSUPPORTED
+    model: str
+    max_tokens: int
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of the same request to POST /v1/chat/completions.
 
     Raises:
         Problem: The body is wrong, or asks for what is not supported.
     """
-    try:
-        request = MessagesRequest.model_validate(body)
-    except ValidationError as error:
-        raise where(error) from None
-    extra = dict(request.model_extra or {})
-    for name, off in UNSUPPORTED.items():
-        if extra.pop(name, None) not in off:
-            raise Problem(400, f"{name} is not supported; leave it out", param=name)
+    request = MessagesRequest.read(body)
+    request.refuse_unsupported()
     messages = list(request.messages)
     if request.system:
         messages.insert(0, {"role": "system", "content": request.system})
     return {
-        **{name: value for name, value in extra.items() if name not in HARMLESS},
+        **request.further,
         "model": request.model, "max_tokens": request.max_tokens, "messages": messages,
         "stream": request.stream, "stop": request.stop_sequences,
     }  # fmt: skip
@@ -78,7 +72,11 @@ def error_body(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-def message(id: str, model: str, output: Output | None, prompt_tokens: int) -> dict[str, Any]:
+def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
+    return "error", error_body(problem)
+
+
+def whole(id: str, model: str, output: Output | None, prompt_tokens: int) -> dict[str, Any]:
     """Return a message: whole, or empty at the beginning of a stream."""
     content = [] if output is None else [{"type": "text", "text": output.text or ""}]
     new, cached = (0, 0) if output is None else (len(output.token_ids), output.cached_tokens)
@@ -104,7 +102,7 @@ async def events(
     Raises:
         Problem: The request failed while it ran.
     """
-    yield "message_start", {"message": message(id, model, None, generation.prompt_tokens)}
+    yield "message_start", {"message": whole(id, model, None, generation.prompt_tokens)}
     yield "content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}
     output: Output | None = None
     async for taken in generation.pieces(heartbeat):
@@ -116,8 +114,7 @@ async def events(
             yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}
         output = pieces[-1].output
     assert output is not None
-    if output.finish_reason == "error":
-        raise Problem(500, f"the request failed: {output.error}")
+    check_output(output)
     yield "content_block_stop", {"index": 0}
     yield "message_delta", {"delta": _end(output), "usage": {"output_tokens": len(output.token_ids)}}
     yield "message_stop", {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from foredraft.errors import ForedraftError, Option, RequestError, python_spelling
+from foredraft.llm.output import Output
 
-__all__ = ["FIELDS", "Problem", "busy", "of_error"]
+__all__ = ["FIELDS", "Problem", "as_problems", "busy", "check_output", "of_error"]
 
 # Options of the library -> fields of requests, where the names differ.
 FIELDS = {
@@ -59,6 +61,25 @@ def of_error(error: ForedraftError) -> Problem:
     code = "context_length_exceeded" if "exceed the" in message else None
     option = error.option
     return Problem(400, message, param=None if option is None else FIELDS.get(option, option), code=code)
+
+
+@contextmanager
+def as_problems() -> Iterator[None]:
+    """Turn errors of the library into problems."""
+    try:
+        yield
+    except ForedraftError as error:
+        raise of_error(error) from error
+
+
+def check_output(output: Output) -> None:
+    """Check that a sample did not fail while it ran.
+
+    Raises:
+        Problem: It did.
+    """
+    if output.finish_reason == "error":
+        raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
 
 
 def busy(message: str, status: int = 503, seconds: int = 1) -> Problem:

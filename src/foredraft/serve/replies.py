@@ -14,7 +14,7 @@ from foredraft.decode.stats import Stats
 from foredraft.llm.output import Output, Piece
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.serve.problems import Problem
+from foredraft.serve.problems import check_output
 from foredraft.serve.requests import Job
 
 __all__ = ["Reply", "TokenTexts"]
@@ -35,6 +35,10 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self._bytes = [] if tokenizer is None else ByteCodec(tokenizer).table(vocabulary)
+
+    def joined(self, ids: list[int]) -> str:
+        """Return the text of several tokens; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
 
     def of(self, id: int) -> tuple[str, list[int]]:
         """Return a token's text, and its bytes."""
@@ -89,7 +93,7 @@ class Reply:
         output = pieces[-1].output
         if output is not None:
             self.outputs[sample] = output
-            self._check(output)
+            check_output(output)
         text = "".join(piece.text or "" for piece in pieces)
         ids = [token for piece in pieces for token in piece.token_ids]
         scores = [score for piece in pieces for score in piece.logprobs or ()]
@@ -149,7 +153,7 @@ class Reply:
         choices = []
         for sample in range(self.job.samples):
             output = self.outputs[sample]
-            self._check(output)
+            check_output(output)
             choice: dict[str, Any] = {"index": sample, "finish_reason": FINISH[output.finish_reason]}
             text = output.text or ""
             if self.job.chat:
@@ -220,13 +224,8 @@ class Reply:
             extras["trace"] = [asdict(each) for each in output.trace or ()]
         return extras
 
-    def _check(self, output: Output) -> None:
-        if output.finish_reason == "error":
-            raise Problem(500, f"the request failed: {output.error}", code="generation_failed")
-
     def _prompt_text(self, sample: int) -> str:
-        tokenizer = self._texts._tokenizer
-        return "" if tokenizer is None else tokenizer.decode(self.job.prompts[sample // self.job.n])
+        return self._texts.joined(self.job.prompts[sample // self.job.n])
 
     def _prompt_scores(self, output: Output, prompt: Sequence[int]) -> list[Score | None]:
         first = Score(prompt[0], math.nan, math.nan, [], [])

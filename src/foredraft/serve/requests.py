@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,7 +16,7 @@ from foredraft.decode.params import SamplingKeywords, SamplingParams
 from foredraft.llm import LLM
 from foredraft.serve.problems import Problem
 
-__all__ = ["ChatRequest", "CompletionRequest", "Job", "checked", "where"]
+__all__ = ["Body", "ChatRequest", "CompletionRequest", "Job"]
 
 MOST_SAMPLES = 128  # of a prompt, as in the API
 MOST_LOGPROBS = 20  # alternatives to a token, as in the API
@@ -76,10 +76,50 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class _Request(BaseModel):
-    """The fields of both kinds of request."""
+class Body(BaseModel):
+    """The base of all bodies. Fields that it does not declare are kept, and judged by three tables.
+
+    Attributes:
+        harmless: Fields that change nothing here.
+        unsupported: Fields that would change the output, with the values that leave it as it is.
+        instead: What to do instead of some of them.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
+    harmless: ClassVar[frozenset[str]]
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]]
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def read(cls, body: object) -> Self:
+        """Return a body with its types checked.
+
+        Raises:
+            Problem: It is no object, lacks a field, or a field has another type.
+        """
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _first(error) from None
+
+    def refuse_unsupported(self) -> None:
+        """Raise Problem for the first field that is not supported."""
+        for name, off in self.unsupported.items():
+            if (self.model_extra or {}).get(name) not in off:
+                says = f"{name} is not supported; {self.instead.get(name, 'leave it out')}"
+                raise Problem(400, says, param=name, code="unsupported_parameter")
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """The fields that no table knows."""
+        known = self.harmless | self.unsupported.keys()
+        return {name: value for name, value in (self.model_extra or {}).items() if name not in known}
+
+
+class _Request(Body):
+    """The fields of both kinds of request."""
+
+    harmless, unsupported, instead = HARMLESS, UNSUPPORTED, INSTEAD
     model: str
     temperature: float | None = None
     top_p: float | None = None
@@ -114,19 +154,6 @@ class _Request(BaseModel):
     truncate_prompt: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     provenance: bool | None = None
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of unknown fields."""
-        return sorted((self.model_extra or {}).keys() - HARMLESS - UNSUPPORTED.keys())
-
-    def refuse_unsupported(self) -> None:
-        for name, off in UNSUPPORTED.items():
-            if (self.model_extra or {}).get(name) not in off:
-                remedy = INSTEAD.get(name, "leave it out")
-                raise Problem(
-                    400, f"{name} is not supported; {remedy}", param=name, code="unsupported_parameter"
-                )
 
     def options(self) -> dict[str, Any]:
         """Return the options of the library but for the length and the scores."""
@@ -233,25 +260,11 @@ class Job:
             truncate=request.truncate_prompt,
             show_special=request.skip_special_tokens is False,
             provenance=bool(request.provenance),
-            ignored=tuple(request.ignored),
+            ignored=tuple(sorted(request.further)),
         )  # fmt: skip
 
 
-def checked(
-    kind: type[ChatRequest] | type[CompletionRequest], body: object
-) -> ChatRequest | CompletionRequest:
-    """Return a body with its types checked.
-
-    Raises:
-        Problem: The body is no object, lacks a field, or a field has another type.
-    """
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise where(error) from None
-
-
-def where(error: ValidationError) -> Problem:
+def _first(error: ValidationError) -> Problem:
     """Return the first wrong type of a body as a problem that names the field."""
     first = error.errors(include_url=False, include_input=False)[0]
     path = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))

@@ -6,26 +6,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from foredraft.llm.output import Output
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Problem
-from foredraft.serve.requests import where
+from foredraft.serve.problems import Problem, check_output
+from foredraft.serve.requests import Body
 
-__all__ = ["ResponsesRequest", "chat_body", "events", "response"]
+__all__ = ["NUMBERED", "ResponsesRequest", "chat_body", "error_event", "events", "whole"]
 
-
-class ResponsesRequest(BaseModel):
-    """The body of POST /v1/responses; fields of chat completions and of the library's own may be added."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    model: str
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    text: dict[str, Any] | None = None
-    stream: bool | None = None
+NUMBERED = True  # events have a running number
 
 
 HARMLESS = frozenset(
@@ -39,20 +27,26 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+class ResponsesRequest(Body):
+    """The body of POST /v1/responses; fields of chat completions and of the library's own may be added."""
+
+    harmless, unsupported = HARMLESS, UNSUPPORTED
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of the same request to POST /v1/chat/completions.
 
     Raises:
         Problem: The body is wrong, or asks for what is not supported.
     """
-    try:
-        request = ResponsesRequest.model_validate(body)
-    except ValidationError as error:
-        raise where(error) from None
-    extra = dict(request.model_extra or {})
-    for name, off in UNSUPPORTED.items():
-        if extra.pop(name, None) not in off:
-            raise Problem(400, f"{name} is not supported; leave it out", param=name)
+    request = ResponsesRequest.read(body)
+    request.refuse_unsupported()
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     messages = [_message(each) for each in given]
     if request.instructions:
@@ -61,7 +55,7 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
     return {
-        **{name: value for name, value in extra.items() if name not in HARMLESS},
+        **request.further,
         "model": request.model, "messages": messages, "max_tokens": request.max_output_tokens,
         "stream": request.stream, "response_format": form,
     }  # fmt: skip
@@ -80,12 +74,16 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item.get("role"), "content": content}
 
 
-def response(
-    id: str, model: str, output: Output | None, prompt_tokens: int, created: float
+def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
+    return "error", {"message": problem.message, "code": problem.code, "param": problem.param}
+
+
+def whole(
+    id: str, model: str, output: Output | None, prompt_tokens: int, created: float | None = None
 ) -> dict[str, Any]:
-    """Return a response: whole, or as it is at the beginning of a stream."""
+    """Return a response: whole, or as it is at the beginning of a stream; created: when, now if None."""
     made: dict[str, Any] = {
-        "id": f"resp_{id}", "object": "response", "created_at": int(created), "model": model,
+        "id": f"resp_{id}", "object": "response", "created_at": int(created or time.time()), "model": model,
         "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": False,
         "tool_choice": "none", "tools": [], "temperature": None, "top_p": None, "incomplete_details": None,
     }  # fmt: skip
@@ -124,7 +122,7 @@ async def events(
         Problem: The request failed while it ran.
     """
     created, tokens = time.time(), generation.prompt_tokens
-    begun = {"response": response(id, model, None, tokens, created)}
+    begun = {"response": whole(id, model, None, tokens, created)}
     place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
     yield "response.created", begun
     yield "response.in_progress", begun
@@ -139,14 +137,13 @@ async def events(
             yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
         output = taken[-1][1].output
     assert output is not None
-    if output.finish_reason == "error":
-        raise Problem(500, f"the request failed: {output.error}")
-    whole = response(id, model, output, tokens, created)
+    check_output(output)
+    ended = whole(id, model, output, tokens, created)
     text = output.text or ""
     yield "response.output_text.done", {**place, "text": text, "logprobs": []}
     yield "response.content_part.done", {**place, "part": _part(text)}
-    yield "response.output_item.done", {"output_index": 0, "item": whole["output"][0]}
+    yield "response.output_item.done", {"output_index": 0, "item": ended["output"][0]}
     yield (
-        ("response.incomplete" if whole["status"] == "incomplete" else "response.completed"),
-        {"response": whole},
+        ("response.incomplete" if ended["status"] == "incomplete" else "response.completed"),
+        {"response": ended},
     )

@@ -10,8 +10,9 @@ import uvicorn
 
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
-from foredraft.serve.app import App, Model, create_app
+from foredraft.serve.app import create_app
 from foredraft.serve.settings import Settings
+from foredraft.serve.state import App, Model
 
 __all__ = ["serve"]
 

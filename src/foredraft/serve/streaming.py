@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any
 
 from foredraft.serve.generations import Generation, Generations
@@ -33,20 +33,18 @@ async def frames(
 
     However it ends, the generation ends, too.
     """
-    generation.reader = asyncio.current_task()
-    try:
-        async for taken in generation.pieces(heartbeat):
-            if not taken:
-                yield None
-                continue
-            for chunk in reply.chunks(taken, generation.prompt_tokens):
-                yield chunk
-        if reply.job.include_usage:
-            yield reply.usage_chunk(generation.prompt_tokens)
-    except Problem as problem:
-        yield problem.body
-    finally:
-        generations.end(generation)
+    with generations.read(generation):
+        try:
+            async for taken in generation.pieces(heartbeat):
+                if not taken:
+                    yield None
+                    continue
+                for chunk in reply.chunks(taken, generation.prompt_tokens):
+                    yield chunk
+            if reply.job.include_usage:
+                yield reply.usage_chunk(generation.prompt_tokens)
+        except Problem as problem:
+            yield problem.body
 
 
 async def events(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
@@ -65,22 +63,18 @@ async def named_events(
     numbered: bool,
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events that have names, and numbers if asked for; the generation ends with them."""
-    generation.reader = asyncio.current_task()
-    number = 0
-    try:
+    numbers = count()
+
+    def made(name: str, fields: dict[str, Any]) -> bytes:
+        number = {"sequence_number": next(numbers)} if numbered else {}
+        return f"event: {name}\ndata: {as_json({'type': name, **fields, **number})}\n\n".encode()
+
+    with generations.read(generation):
         try:
             async for name, fields in objects:
-                yield _named(name, fields | ({"sequence_number": number} if numbered else {}))
-                number += 1
+                yield made(name, fields)
         except Problem as problem:
-            name, fields = error(problem)
-            yield _named(name, fields | ({"sequence_number": number} if numbered else {}))
-    finally:
-        generations.end(generation)
-
-
-def _named(name: str, fields: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {as_json({'type': name, **fields})}\n\n".encode()
+            yield made(*error(problem))
 
 
 async def plain_text(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:

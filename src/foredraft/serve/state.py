@@ -1,0 +1,152 @@
+"""State: the model of an app, from before it is loaded to the end, and how requests start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio.to_thread
+from fastapi import FastAPI
+
+from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.llm import LLM
+from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.keys import Keys
+from foredraft.serve.limits import Limits
+from foredraft.serve.metrics import Metrics
+from foredraft.serve.problems import Problem, as_problems, busy
+from foredraft.serve.replies import Reply, TokenTexts
+from foredraft.serve.requests import ChatRequest, CompletionRequest, Job
+from foredraft.serve.settings import Settings
+
+__all__ = ["App", "Loader", "Model"]
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 1.0  # between two looks for slow readers
+Loader = Callable[[], LLM]
+
+
+class Model:
+    """A loaded model as the app serves it.
+
+    Args:
+        llm: The model.
+        settings: Of the server.
+        metrics: Of the server.
+        loop: The event loop of the app.
+    """
+
+    def __init__(
+        self, llm: LLM, settings: Settings, metrics: Metrics, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.llm, self.metrics = llm, metrics
+        engine = llm._engine
+        if settings.prefix_cache:
+            engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
+        self.rows = engine.rows.capacity
+        self.limits = Limits(settings, self.rows, metrics)
+        self.generations = Generations(llm, loop, self.limits, metrics, settings.slow_reader_seconds)
+        folder = Path(llm.model)
+        self.names = (folder.resolve().name if folder.is_dir() else llm.model, llm.model)
+        self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
+        self.drafters = tuple(engine.drafters)
+
+    def update_gauges(self) -> None:
+        engine = self.llm._engine
+        rows = len(engine.rows.sequences)
+        self.metrics.running.set(rows)
+        self.metrics.waiting.set(max(0, self.limits.samples - rows))
+        used = sum(engine.cache.lengths[:rows])
+        self.metrics.cache_usage.set(used / max(1, engine.cache.rows * engine.cache.positions))
+
+
+class App:
+    """The state of one app: its model once it is loaded, and what all routes share."""
+
+    def __init__(self, load: Loader, settings: Settings) -> None:
+        self.settings, self._load = settings, load
+        self.keys = Keys.of(settings)
+        self.metrics = Metrics(vllm=settings.vllm_metrics)
+        self.model: Model | None = None
+        self.failed: BaseException | None = None
+        self.draining = False
+        self.on_ready: Callable[[Model], None] = lambda model: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Load the model beside the event loop, and end its requests at the end."""
+        loading = asyncio.create_task(self._load_model())
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            sweeping.cancel()
+            loading.cancel()
+            with suppress(BaseException):
+                await loading
+            if self.model is not None:
+                await anyio.to_thread.run_sync(self.model.generations.stop)
+
+    async def _load_model(self) -> None:
+        try:
+            llm = await anyio.to_thread.run_sync(self._load)
+            self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
+        except Exception as error:
+            self.failed = error
+            self.on_failure(error)
+            return
+        self.on_ready(self.model)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            if self.model is not None:
+                self.model.generations.drop_slow_readers()
+
+    def drain(self) -> None:
+        """Refuse further requests; those that run go on."""
+        self.draining = True
+
+    def ready(self) -> Model:
+        """Return the model.
+
+        Raises:
+            Problem: It is still being loaded.
+        """
+        if self.model is None:
+            raise Problem(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+        return self.model
+
+    async def start(
+        self, kind: type[ChatRequest] | type[CompletionRequest], body: object, key: str
+    ) -> tuple[Generation, Reply]:
+        """Check a request and start it.
+
+        Raises:
+            Problem: It is refused.
+        """
+        model = self.ready()
+        request = kind.read(body)
+        count = request.n or 1
+        if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
+            count *= sum(not isinstance(each, int) for each in request.prompt) or 1
+        if self.draining:
+            self.metrics.refused("draining")
+            raise busy("the server is shutting down", seconds=5)
+        place = model.limits.take(max(1, count), key)
+        try:
+            with as_problems():
+                job = await anyio.to_thread.run_sync(Job.of, request, model.llm, model.names)
+                if self.settings.log_prompts:
+                    logger.info("prompts %s", job.prompts)
+                generation = await model.generations.start(job, place)
+        except BaseException:
+            place.free()
+            raise
+        return generation, Reply(secrets.token_hex(12), model.names[0], job, model.texts)
