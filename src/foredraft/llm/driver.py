@@ -31,6 +31,7 @@ from foredraft.forks import check_process
 from foredraft.llm.inbox import Inbox
 from foredraft.llm.interrupts import Interrupts
 from foredraft.profiling.profile import use_profile
+from foredraft.workers import release_workers
 
 __all__ = ["Driver", "Request", "closed"]
 
@@ -141,6 +142,8 @@ class Driver:
                         for sequence in request.sequences:
                             self.inbox.cancel_with(owner, sequence)
                 result = self._drive(waiter, interrupts)
+                if self._waiters or _finished(request):
+                    release_workers()  # or they would slow down the thread that steps next
                 interrupts.deliver()
                 return result
             except BaseException:
@@ -241,3 +244,7 @@ class Driver:
         total = len(sequence.prompt) - 1
         done = self.engine.cache.lengths[sequence.row] if sequence.state is State.PREFILLING else total
         return done, total
+
+
+def _finished(request: Request) -> bool:
+    return all(sequence.state is State.FINISHED for sequence in request.sequences)

@@ -26,6 +26,7 @@ from foredraft.loading.options import LoadOptions, Needs, PlanSource, Progress, 
 from foredraft.loading.policies import make_policy
 from foredraft.loading.runners import Runners, check_compile, make_runners
 from foredraft.profiling.profile import use_profile
+from foredraft.workers import release_workers
 
 __all__ = ["load", "load_for", "options_for"]
 
@@ -148,6 +149,7 @@ def _assemble(options: LoadOptions) -> LLM:
     runners = make_runners(options, checkpoints, device)
     engine = _engine(options, checkpoints, drafting, runners, size)
     profiled = 0.0 if drafting.drafter == "none" else _profile(engine, options)
+    release_workers()  # another thread may decode
     return LLM(
         engine,
         checkpoints.target.spec,
