@@ -141,7 +141,7 @@ def enumerate_and_compare(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_drafter_under_every_policy(policy: str) -> None:
-    cases = [case("as it is", drafter, new=4) for drafter in DRAFTERS]
+    cases = [case("as it is", drafter, new=4) for drafter in (*DRAFTERS, "prediction")]
     found = enumerate_and_compare(cases, POLICIES[policy])
     for one, got in zip(cases, found, strict=True):
         assert (got.drafted > 0) == bool(one.drafters)

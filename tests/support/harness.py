@@ -14,6 +14,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Fixed, Policy
 from foredraft.decode.sequence import Sequence, State
 from foredraft.drafters.lookup import Lookup
+from foredraft.drafters.prediction import Prediction
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Forward
@@ -127,6 +128,7 @@ def make_engine(
         TappingStepper(model, cache, draft, forgetful=forgetful),
         ScriptedGuesser(script or arbitrary(model.vocabulary)),
         Lookup(2),
+        Prediction(),
         mapped(draft, rows, positions),
         retokenize(draft, rows, positions),
         layer_skip(model, cache, Skips(attention=(0,))),
@@ -146,13 +148,14 @@ def make_engine(
 
 
 _ids = itertools.count()
+PREDICTED = (1, 0, 2, 1, 1, 0) * 8  # the prediction of every request
 
 
 def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options: Any) -> Sequence:
     """A sequence of its own; `options` are Sequence's own and SamplingParams'."""
     own = {
         name: options.pop(name)
-        for name in ("seed", "sample", "eos", "constraint", "group", "drafters")
+        for name in ("seed", "sample", "eos", "constraint", "group", "drafters", "prediction")
         if name in options
     }
     seed = own.pop("seed", None)
@@ -160,6 +163,7 @@ def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options:
     number = next(_ids)
     if drafter is not None:
         own.setdefault("drafters", (drafter,))
+    own.setdefault("prediction", PREDICTED)
     return Sequence(number, list(prompt), params, number if seed is None else seed, **own)
 
 

@@ -319,7 +319,7 @@ def test_costs_are_in_plain_steps(context: BenchContext, monkeypatch: pytest.Mon
     )  # so that the drafter takes single steps
     monkeypatch.setattr("foredraft.profiling.timing.time.perf_counter", lambda: now)
     made = measure_costs(context.llm, 1, 40, 3, read_seconds=1.0, repeats=4)
-    assert made.step_seconds == 10 and set(made.drafting) == {"lookup", "draft-model"}
+    assert made.step_seconds == 10 and set(made.drafting) == {"lookup", "prediction", "draft-model"}
     draft = made.drafting["draft-model"]
     assert (draft.first, draft.further) == pytest.approx((0.7, 0.1))
     assert [cost.v for cost in made.verifying[:4]] == [1.0, 1.1, 1.2, 1.3]

@@ -18,11 +18,15 @@ FOREIGN = ModelsGiven("big", "foreign", other_tokenizer=True)
 @pytest.mark.parametrize(
     ("given", "names", "default"),
     [
-        (ALONE, "none lookup auto", "lookup"),
-        (PAIR, "none lookup draft-model auto", "draft-model"),
-        (FOREIGN, "none lookup retokenize auto", "retokenize"),
-        (ModelsGiven("big", plan=True), "none lookup layer-skip auto", "layer-skip"),
-        (ModelsGiven("big", "small", plan=True), "none lookup draft-model layer-skip auto", "layer-skip"),
+        (ALONE, "none lookup prediction auto", "lookup"),
+        (PAIR, "none lookup prediction draft-model auto", "draft-model"),
+        (FOREIGN, "none lookup prediction retokenize auto", "retokenize"),
+        (ModelsGiven("big", plan=True), "none lookup prediction layer-skip auto", "layer-skip"),
+        (
+            ModelsGiven("big", "small", plan=True),
+            "none lookup prediction draft-model layer-skip auto",
+            "layer-skip",
+        ),
     ],
     ids=str,
 )
@@ -37,7 +41,7 @@ def test_the_models_decide_the_available_and_the_default_drafters(
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
     fitting = {policy: [name for name in DRAFTERS if suits(name, policy)] for policy in POLICIES}
-    alone = ["none", "lookup", "draft-model", "retokenize", "layer-skip"]
+    alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip"]
     steppers = ["draft-model", "layer-skip"]
     assert fitting == {
         "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
@@ -50,6 +54,7 @@ def test_options_without_an_effect_are_known_for_every_drafter() -> None:
     assert {name: compatibility.unused_options(name) for name in DRAFTERS} == {
         "none": ("draft", "draft_sampling", "plan", *policy),
         "lookup": ("draft", "draft_sampling", "plan"),
+        "prediction": ("draft", "draft_sampling", "plan"),
         "draft-model": ("plan",),
         "retokenize": ("draft_sampling", "plan"),
         "layer-skip": ("draft",),

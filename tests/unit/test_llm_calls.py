@@ -179,7 +179,10 @@ class TestNoPrompts:
 
 
 def test_repr_names_the_model_and_how_it_runs(llm: foredraft.LLM) -> None:
-    assert repr(llm) == f"<LLM {llm.model!r}: drafters lookup, draft-model; policy fixed; float32 on cpu>"
+    assert (
+        repr(llm)
+        == f"<LLM {llm.model!r}: drafters lookup, prediction, draft-model; policy fixed; float32 on cpu>"
+    )
 
 
 class TestClose:

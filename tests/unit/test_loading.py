@@ -178,14 +178,14 @@ def test_requests_may_name_a_draft_model_that_is_not_the_default_drafter(models:
 def test_the_draft_models_tokenizer_decides_the_default_drafter(models: Path, tmp_path: Path) -> None:
     llm = load(models, draft=models / "foreign")
     assert llm.default_drafter == "retokenize"
-    assert set(llm._engine.drafters) == {"lookup", "retokenize"}
+    assert set(llm._engine.drafters) == {"lookup", "prediction", "retokenize"}
     assert llm.generate("a b c", GREEDY)[0].stats.drafted > 0
     # other ids and another vocabulary size, but the same tokenizer
     relative = checkpoints.save_checkpoint(tmp_path / "relative", vocab_size=400)
     alphabets.save(alphabets.permuted(checkpoints.tiny_tokenizer())[0], relative)
     llm = load(models, draft=relative)
     assert llm.default_drafter == "draft-model"
-    assert set(llm._engine.drafters) == {"lookup", "draft-model"}
+    assert set(llm._engine.drafters) == {"lookup", "prediction", "draft-model"}
     assert llm._engine.drafters["draft-model"].vocabulary is not None  # type: ignore[attr-defined]
     same = load(models, draft=models / "small")._engine.drafters["draft-model"]
     assert same.vocabulary is None  # type: ignore[attr-defined]

@@ -77,7 +77,7 @@ def test_layer_skip_drafts_on_the_targets_cache(models: Path) -> None:
 def test_a_kept_plan_is_found(models: Path, plan: PlanFile) -> None:
     with pytest.raises(ConfigError, match=NO_PLAN):
         load(models, drafter="layer-skip")
-    assert set(load(models)._engine.drafters) == {"lookup"}
+    assert set(load(models)._engine.drafters) == {"lookup", "prediction"}
     keep_plan(plan)
     llm = load(models, drafter="layer-skip")
     policy: Any = llm._engine.policy
@@ -125,7 +125,7 @@ def test_a_broken_kept_plan_is_left_out_unless_it_is_needed(
     assert place is not None
     place.write_text("{}")
     with caplog.at_level(logging.WARNING):
-        assert set(load(models)._engine.drafters) == {"lookup"}
+        assert set(load(models)._engine.drafters) == {"lookup", "prediction"}
     assert "whose format is None" in caplog.text
     with pytest.raises(ConfigError, match="whose format is None"):
         load(models, drafter="layer-skip")

@@ -144,6 +144,7 @@ CONTENDERS: dict[str, ContenderKind] = {
             lossless=DRAFTERS[drafter].lossless,
         )
         for drafter in DRAFTERS
+        if not DRAFTERS[drafter].by_request
         for name in (PLAIN if drafter == "none" else drafter,)
     },
     "bild": ContenderKind(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter
 
+from foredraft.cli.text_files import read_text
 from foredraft.errors import ConfigError
 from foredraft.kinds import DRAFTERS, POLICIES, RULES, DrafterKind, RuleKind, default_drafter
 
@@ -232,6 +233,8 @@ class SamplingOptions:
     """Stop string: the text ends before it; repeatable."""
     include_stop: Flag = False
     """Keep the stop string in the text."""
+    prediction: Path | None = None
+    """A file with what the text will probably be, such as a file before an edit; drafts copy it."""
     seed: Annotated[int | None, common(SAMPLING)] = None
     """Random seed, for reproducible text. Default: a fresh one, which the JSON document has."""
     n: int = 1
@@ -301,7 +304,7 @@ def request_options(sampling: SamplingOptions, drafting: DraftingOptions) -> dic
     """Return the given options of a request, by the field names of `SamplingParams`.
 
     Raises:
-        ConfigError: --logit-bias is malformed.
+        ConfigError: --logit-bias is malformed, or the file of --prediction cannot be read.
     """
     given: dict[str, Any] = {
         name: value for name, value in asdict(sampling).items() if value not in (None, ())
@@ -314,6 +317,8 @@ def request_options(sampling: SamplingOptions, drafting: DraftingOptions) -> dic
                 option="logit_bias", value=" ".join(given["logit_bias"]), remedy="give each token once"
             )
         given["logit_bias"] = dict(biases)
+    if "prediction" in given:
+        given["prediction"] = read_text("prediction", given["prediction"])
     for name in ("acceptance", "rollback"):
         if getattr(drafting, name) is not None:
             given[name] = getattr(drafting, name)

@@ -78,6 +78,7 @@ class SamplingKeywords(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     json_object: bool
     grammar: str | None
+    prediction: str | tuple[int, ...] | list[int] | None
     drafter: str | None
 
 
@@ -119,6 +120,8 @@ class SamplingParams:
         json_schema: A JSON schema of the text: a mapping, or JSON.
         json_object: The text is a JSON object, whatever its members.
         grammar: A context-free grammar of the text, in llguidance's Lark dialect.
+        prediction: What the text will probably be, such as a file before an edit: text, or token ids. Drafts
+            copy it where the output agrees with it; the output is the same without it.
         drafter: "none" for plain decoding, the name of a loaded drafter, "auto" for the one that pays most
             (under policy "auto"), or None for the model's default.
 
@@ -160,6 +163,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = field(default=None, hash=False)
     json_object: bool = False
     grammar: str | None = None
+    prediction: str | tuple[int, ...] | list[int] | None = None
     drafter: str | None = None
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
@@ -198,6 +202,7 @@ class SamplingParams:
         object.__setattr__(self, "json_schema", _schema(self.json_schema))
         self._check_constraints()
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "prediction", _prediction(self.prediction))
 
     def _check_numbers(self) -> None:
         for name, low, high, says in (
@@ -345,6 +350,16 @@ def _schema(given: object) -> str | None:
         return json.dumps(dict(given) if isinstance(given, Mapping) else {})
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"is not JSON ({error})", option="json_schema", remedy="correct it") from None
+
+
+def _prediction(given: object) -> str | tuple[int, ...] | None:
+    """Return a prediction as text or as token ids; None where it is empty."""
+    are_ids = isinstance(given, tuple | list) and all(is_whole(token, 0, 2**31 - 1) for token in given)
+    fits = given is None or are_ids or _is_text(given)
+    _within("prediction", given, fits, "text or a list of token ids")
+    if isinstance(given, tuple | list):
+        return tuple(given) or None
+    return given or None  # type: ignore[return-value]  # checked above
 
 
 def _biases(given: object) -> dict[int, float] | None:

@@ -67,6 +67,7 @@ class Sequence:
     group: int | None = None  # sequences of one group share a prompt and may copy its cache rows
     text_buffer: TextBuffer | None = None
     traced: bool = False
+    prediction: tuple[int, ...] = ()  # tokens that the request expects
     cached: int = 0  # tokens of the prompt that the prefix cache had
     prompt_scores: list[Score | None] = field(default_factory=list)
 

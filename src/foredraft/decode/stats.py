@@ -54,6 +54,7 @@ class Stats:
         rejections: Rounds that a rejection ended.
         drafts: Rounds in which a drafter took a step, by drafter.
         steps: Draft steps, by drafter.
+        accepted_by: Proposed tokens that were kept, by drafter.
         drafted_at: Drafts that reached each position, from the first on.
         accepted_at: Those of them whose token there was accepted.
 
@@ -71,6 +72,7 @@ class Stats:
     rejections: int = 0
     drafts: Counter[str] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -86,6 +88,7 @@ class Stats:
             if r.drafter is not None and r.steps:
                 stats.drafts[r.drafter] += 1
                 stats.steps[r.drafter] += r.steps
+                stats.accepted_by[r.drafter] += r.accepted
             stats._widen(r.drafted)
             for j in range(r.drafted):
                 stats.drafted_at[j] += 1
@@ -105,6 +108,7 @@ class Stats:
             total.rejections += s.rejections
             total.drafts += s.drafts
             total.steps += s.steps
+            total.accepted_by += s.accepted_by
             total._widen(len(s.drafted_at))
             for j, (drafted, accepted) in enumerate(zip(s.drafted_at, s.accepted_at, strict=True)):
                 total.drafted_at[j] += drafted

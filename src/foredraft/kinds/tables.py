@@ -73,6 +73,7 @@ class DrafterKind:
         needs_plan: It runs the target without the sub-layers that a plan skips.
         stepper: It returns logits, so its drafts have probabilities and can be sampled.
         lossless: The output has exactly the target's distribution.
+        by_request: It drafts only for requests that bring a text for it.
     """
 
     summary: str
@@ -84,6 +85,7 @@ class DrafterKind:
     needs_plan: bool = False
     stepper: bool = False
     lossless: bool = True
+    by_request: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,11 @@ DRAFTERS: dict[str, DrafterKind] = {
     "lookup": DrafterKind(
         "copies the tokens that followed the latest earlier match in the text",
         lambda parts: _in("drafters.lookup").Lookup(),
+    ),
+    "prediction": DrafterKind(
+        "copies the text that the request predicts; without one it drafts nothing",
+        lambda parts: _in("drafters.prediction").Prediction(),
+        by_request=True,
     ),
     "draft-model": DrafterKind(
         "a small model with the same tokenizer",

@@ -24,6 +24,8 @@ from foredraft.model.tokenizer import Tokenizer, check_unicode
 
 __all__ = ["Prompts", "Requests"]
 
+PREDICTION = "prediction"  # the drafter of requests that give one
+
 Prompts: TypeAlias = str | Seq[str] | Seq[int] | Seq[Seq[int]]
 
 
@@ -96,12 +98,13 @@ class Requests:
         self._check_prompt(prompt, truncate)
         self._check_params(params, n)
         prompt = self.truncated(prompt, params.max_new_tokens, truncate)
-        drafters = self.drafters(params.drafter)
+        drafters = self._drafters(params)
         if params.max_new_tokens == 0:
             drafters = ()  # so that no drafter reads the prompt
         seed = secrets.randbits(53) if params.seed is None else params.seed
         ids = [next(self.ids) for _ in range(n)]
         constraint = self._constraint(prompt, params, show_special)
+        prediction = self._prediction(params.prediction)
         prompt_scores: list[Score | None] = [None]  # the first token has no context to be scored by
         return [
             Sequence(
@@ -115,6 +118,7 @@ class Requests:
                 constraint(),
                 group=ids[0] if n > 1 else None,
                 text_buffer=self._text_buffer(prompt, params, show_special),
+                prediction=prediction,
                 traced=trace,
                 prompt_scores=prompt_scores,
             )
@@ -148,8 +152,9 @@ class Requests:
                 raise RequestError(
                     f"but the vocabulary has {size} tokens", option=name, value=value, remedy="give fewer"
                 )
-        for name in ("stop", "ban", *GRAMMARS):
-            if getattr(params, name) and self.tokenizer is None:
+        for name in ("stop", "ban", *GRAMMARS, "prediction"):
+            is_text = name != "prediction" or isinstance(params.prediction, str)
+            if getattr(params, name) and is_text and self.tokenizer is None:
                 raise RequestError(
                     "needs text, but this model's folder has no tokenizer.json", option=name,
                     remedy="leave it out",
@@ -217,6 +222,30 @@ class Requests:
         policy = PolicyTraits(engine.policy.name, engine.policy.uses_costs, engine.policy.stops_by_content)
         has_probs = {name: isinstance(each, Stepper) for name, each in engine.drafters.items()}
         return select_drafters(drafter or self.default_drafter or "none", has_probs, policy)
+
+    def _drafters(self, params: SamplingParams) -> tuple[str, ...]:
+        """Return the drafters of a request; `prediction` is one of them where the request has one.
+
+        Raises:
+            RequestError: The request names a drafter that does not use its prediction.
+        """
+        drafters = self.drafters(params.drafter)
+        if params.prediction is None:
+            return tuple(name for name in drafters if name != PREDICTION)
+        if PREDICTION in drafters or params.drafter == "none":
+            return drafters
+        if params.drafter is not None:
+            raise RequestError(
+                ("has no effect with ", Option("drafter", params.drafter)), option="prediction",
+                remedy=("give ", Option("drafter", PREDICTION), ", or leave the drafter out"),
+            )  # fmt: skip
+        return self.drafters(PREDICTION)
+
+    def _prediction(self, given: str | Seq[int] | None) -> tuple[int, ...]:
+        if isinstance(given, str):
+            assert self.tokenizer is not None  # `_check_params` refuses a text without one
+            given = self.tokenizer.encode(given, False)
+        return tuple(given or ())
 
     def why_plain(self, sequence: Sequence) -> str | None:
         """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
