@@ -28,7 +28,7 @@ from foredraft.decode.jump_forward import JUMP_FORWARD, JumpForward
 from foredraft.decode.noise import Keys, Noise
 from foredraft.decode.observer import SILENT, Observer
 from foredraft.decode.planning import has_drafters, plan_drafts
-from foredraft.decode.policy import Policy
+from foredraft.decode.policy import ByRequest, Policy
 from foredraft.decode.prefill import prefill_chunk
 from foredraft.decode.prefix_cache import PrefixCache
 from foredraft.decode.round_results import RowResult, fetch_results
@@ -107,7 +107,7 @@ class Engine:
         """Queue a sequence; it gets a row as soon as one is free. A cancelled sequence is not queued."""
         if sequence.state is State.FINISHED:
             return
-        sequence.policy_state = self.policy.start()
+        sequence.policy_state = (sequence.policy or self.policy).start()
         self.scheduler.submit(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -161,10 +161,11 @@ class Engine:
     def round(self) -> list[Sequence]:
         """Run one round over all rows; returns the sequences that decoded."""
         with self.observer.phase("round"), torch.inference_mode():
-            inputs = self._inputs()
+            policy = self._policy()
+            inputs = self._inputs(policy)
             with self.observer.phase("draft"):
                 tools = DraftTools(
-                    self.policy, self.noise, self.greedy_drafts, self.draft_temperature, self.observer
+                    policy, self.noise, self.greedy_drafts, self.draft_temperature, self.observer
                 )
                 draft = propose({**self.drafters, **FREE_DRAFTERS}, inputs, tools)
             with self.observer.phase("verify"):
@@ -181,18 +182,23 @@ class Engine:
                 judge=p if limit is None else limit.judge,
                 dead_ends=dead_ends,
                 masks=masks,
-                signal=self.policy.target_signal if has_drafters(inputs.sequences) else None,
+                signal=policy.target_signal if has_drafters(inputs.sequences) else None,
             )  # fmt: skip
             return self._commit(inputs, results, forward)
 
-    def _inputs(self) -> RoundInputs:
+    def _policy(self) -> Policy:
+        """Return the policy of this round's rows."""
+        own = any(sequence.policy is not None for sequence in self.rows.sequences)
+        return ByRequest(self.policy, self.rows.sequences) if own else self.policy
+
+    def _inputs(self, policy: Policy) -> RoundInputs:
         sequences = list(self.rows.sequences)
         idle = [s.state is not State.RUNNING for s in sequences]
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
             self._table = ids, SamplingTable.of(params, self.device, ends, self.vocab_ops)
-        budgets, drafters = plan_drafts(sequences, idle, self.drafters, self.policy, self.target.max_queries)
+        budgets, drafters = plan_drafts(sequences, idle, self.drafters, policy, self.target.max_queries)
         return self.round_inputs(
             sequences, idle, budgets, drafters, self._table[1], self.vocabulary, self.device
         )
@@ -238,7 +244,7 @@ class Engine:
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             self._tell_drafters(sequence, base, outcome.emitted, forward)
             if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
-                self.policy.learn(sequence, outcome, result.target_confidence)
+                (sequence.policy or self.policy).learn(sequence, outcome, result.target_confidence)
             if result.drafter_nonfinite:
                 assert drafter is not None
                 reset_drafter(sequence, self.drafters[drafter], self.cache)
@@ -287,7 +293,7 @@ class Engine:
                 self.target,
                 self.cache,
                 [self.drafters[name] for name in sequence.drafters],
-                drafters_read=not self.policy.uses_costs,
+                drafters_read=not (sequence.policy or self.policy).uses_costs,
                 vocab_ops=self.vocab_ops,
             )
             self._keep_prefix(sequence)

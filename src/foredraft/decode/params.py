@@ -80,6 +80,8 @@ class SamplingKeywords(TypedDict, total=False):
     grammar: str | None
     prediction: str | tuple[int, ...] | list[int] | None
     drafter: str | None
+    policy: str | None
+    max_draft: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class SamplingParams:
             copy it where the output agrees with it; the output is the same without it.
         drafter: "none" for plain decoding, the name of a loaded drafter, "auto" for the one that pays most
             (under policy "auto"), or None for the model's default.
+        policy: The policy of this request; None for the loaded one.
+        max_draft: Longest draft of this request, in tokens; None leaves it to the policy.
 
     Raises:
         RequestError: An option is unknown, or its value out of range.
@@ -165,6 +169,8 @@ class SamplingParams:
     grammar: str | None = None
     prediction: str | tuple[int, ...] | list[int] | None = None
     drafter: str | None = None
+    policy: str | None = None
+    max_draft: int | None = None
 
     def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
         """Refuse unknown options with a remedy, which the dataclass's own error lacks."""
@@ -193,10 +199,14 @@ class SamplingParams:
                     "which applies only to the lossy acceptance rule", option="rollback", value=self.rollback,
                     remedy=("give ", Option("acceptance", "bild"), ", or leave it out"),
                 )  # fmt: skip
-        _within(
-            "drafter", self.drafter, self.drafter is None or isinstance(self.drafter, str),
-            "'none', the name of a drafter, or None",
-        )  # fmt: skip
+        for name, says in (
+            ("drafter", "'none', the name of a drafter, or None"),
+            ("policy", "a name or None"),
+        ):
+            value = getattr(self, name)
+            _within(name, value, value is None or isinstance(value, str), says)
+        fits = self.max_draft is None or is_whole(self.max_draft, 1, 2**31 - 1)
+        _within("max_draft", self.max_draft, fits, "1 token or more, or None")
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "ban", _strings("ban", self.ban))
         object.__setattr__(self, "json_schema", _schema(self.json_schema))

@@ -64,7 +64,7 @@ def _ask_policy(
     rows = [
         Candidates(sequence, {}, idle=True)
         if is_idle
-        else _candidates(sequence, drafters, policy, max_queries)
+        else _candidates(sequence, drafters, policy.of(sequence), max_queries)
         for sequence, is_idle in zip(sequences, idle, strict=True)
     ]
     for at, (row, decision) in enumerate(zip(rows, policy.decide(rows), strict=True)):
@@ -88,6 +88,8 @@ def _candidates(
     if sequence.skip_draft or (sequence.constraint is not None and sequence.constraint.at_dead_end):
         return row
     room = min(sequence.remaining, max_queries) - 1
+    if sequence.params.max_draft is not None:
+        room = min(room, sequence.params.max_draft)
     for name in sequence.drafters:
         drafter, limit = drafters[name], room
         if drafter.max_length is not None:

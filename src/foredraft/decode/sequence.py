@@ -86,6 +86,7 @@ class Sequence:
     cache_finite: bool = False  # the last round showed that its cache rows hold finite values only
     skip_draft: bool = False  # its last draft led to non-finite values, so the next step is plain
     drafter_faults: int = 0  # rounds in which a drafter's logits were not finite
+    policy: Any = None  # the `Policy` that its request names; None is the engine's
     policy_state: Any = None  # opaque to all but the policy
     started: float = 0.0  # monotonic clock in seconds: begin of the first round, and the end
     ended: float = 0.0

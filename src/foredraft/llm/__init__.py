@@ -27,6 +27,7 @@ from foredraft.kinds.compatibility import is_lossless
 from foredraft.llm.driver import Driver, Request, closed
 from foredraft.llm.keywords import SAMPLING_OPTIONS, with_keywords
 from foredraft.llm.output import Output, Piece
+from foredraft.llm.policies import RequestPolicies
 from foredraft.llm.requests import Prompts, Requests
 from foredraft.llm.stream import Stream
 from foredraft.model.chat import Message
@@ -80,7 +81,7 @@ class LLM:
         self.default_drafter, self.max_length = default_drafter, max_length
         self.default_params = default_params or SamplingParams()
         self.deterministic, self.profile_seconds = deterministic, profile_seconds
-        self._ids = itertools.count()
+        self._ids, self._policies = itertools.count(), RequestPolicies()
         self._driver: Driver | None = Driver(engine, progress)  # None once closed
         self._constraints = None if tokenizer is None else ConstraintFactory(
             tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids)
@@ -215,7 +216,7 @@ class LLM:
         driver.check_process()
         chosen = with_keywords(params, self.default_params, options)
         for own in chosen if isinstance(chosen, list) else [chosen]:
-            requests.drafters(own.drafter)  # refuses an unknown one before any work
+            requests.drafters(own)  # refuses an unknown one before any work
         encoded = requests.encode(prompts)
         if not is_whole(n, 1, MOST_SAMPLES):
             raise RequestError(option="n", value=n, remedy=f"give a whole number from 1 to {MOST_SAMPLES:,}")
@@ -290,7 +291,7 @@ class LLM:
         """Return the sequences of a stream, not yet submitted, and what makes their outputs."""
         driver, requests = self._open_driver(), self._requests
         driver.check_process()
-        requests.drafters(params.drafter)  # refuses an unknown one before any work
+        requests.drafters(params)  # refuses an unknown one before any work
         encoded = requests.encode(prompt)
         if len(encoded) != 1:
             raise RequestError(
@@ -376,13 +377,13 @@ class LLM:
         """The checks and the defaults of requests, by the current values of the attributes."""
         return Requests(
             self._engine, self._spec, self.tokenizer, self.default_drafter, self.max_length, self._ids,
-            self._constraints,
+            self._constraints, self._policies,
         )  # fmt: skip
 
     def _output(self, sequence: Sequence, requests: Requests) -> Output:
         assert sequence.finish is not None
         text_buffer, params = sequence.text_buffer, sequence.params
-        lossless = is_lossless(params.acceptance, requests.drafters(params.drafter))
+        lossless = is_lossless(params.acceptance, requests.drafters(params))
         if text_buffer is not None:
             sequence.update_text()
             text_buffer.finish()

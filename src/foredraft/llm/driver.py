@@ -230,7 +230,9 @@ class Driver:
         sequence = scheduler.prefilling
         try:
             if not self.engine.rows.sequences and has_drafters(scheduler.waiting):
-                use_profile(self.engine)  # unless loading did: the default drafter may be none
+                # unless loading did: the default drafter may be none, and a request may name the policy
+                for policy in {sequence.policy for sequence in scheduler.waiting if sequence.drafters}:
+                    use_profile(self.engine, policy=policy)
             self.engine.step()
         except Exception as error:
             # The batch cannot go on (out of memory, a broken operator), so its requests fail with this error.

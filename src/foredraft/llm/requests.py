@@ -14,11 +14,13 @@ from foredraft.decode.constraint import Constraint
 from foredraft.decode.drafter import Stepper
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import GRAMMARS, SamplingParams
+from foredraft.decode.policy import Policy
 from foredraft.decode.scores import Score
 from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.errors import Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, select_drafters
+from foredraft.llm.policies import RequestPolicies
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer, check_unicode
 
@@ -41,6 +43,7 @@ class Requests:
         max_length: Prompt and new tokens together, at most.
         ids: Fresh ids of sequences.
         constraints: Makes constraints; None without a tokenizer.
+        policies: That requests name.
     """
 
     engine: Engine
@@ -49,7 +52,8 @@ class Requests:
     default_drafter: str | None
     max_length: int
     ids: Iterator[int]
-    constraints: ConstraintFactory | None = None
+    constraints: ConstraintFactory | None
+    policies: RequestPolicies
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -98,7 +102,7 @@ class Requests:
         self._check_prompt(prompt, truncate)
         self._check_params(params, n)
         prompt = self.truncated(prompt, params.max_new_tokens, truncate)
-        drafters = self._drafters(params)
+        drafters = self.drafters(params)
         if params.max_new_tokens == 0:
             drafters = ()  # so that no drafter reads the prompt
         seed = secrets.randbits(53) if params.seed is None else params.seed
@@ -119,6 +123,7 @@ class Requests:
                 group=ids[0] if n > 1 else None,
                 text_buffer=self._text_buffer(prompt, params, show_special),
                 prediction=prediction,
+                policy=self.policy(params),
                 traced=trace,
                 prompt_scores=prompt_scores,
             )
@@ -216,20 +221,15 @@ class Requests:
             remedy=tuple(remedy),
         )  # fmt: skip
 
-    def drafters(self, drafter: str | None) -> tuple[str, ...]:
-        """Return the drafters of a request that names `drafter`; the policy chooses among several."""
-        engine = self.engine
-        policy = PolicyTraits(engine.policy.name, engine.policy.uses_costs, engine.policy.stops_by_content)
-        has_probs = {name: isinstance(each, Stepper) for name, each in engine.drafters.items()}
-        return select_drafters(drafter or self.default_drafter or "none", has_probs, policy)
-
-    def _drafters(self, params: SamplingParams) -> tuple[str, ...]:
-        """Return the drafters of a request; `prediction` is one of them where the request has one.
+    def drafters(self, params: SamplingParams) -> tuple[str, ...]:
+        """Return the drafters of a request; its policy chooses among several.
 
         Raises:
-            RequestError: The request names a drafter that does not use its prediction.
+            RequestError: A drafter is not loaded, the policy cannot decide about it, or it does not use the
+                request's prediction.
         """
-        drafters = self.drafters(params.drafter)
+        named = params.drafter or self.default_drafter or "none"
+        drafters = self._drafters(named, params)
         if params.prediction is None:
             return tuple(name for name in drafters if name != PREDICTION)
         if PREDICTION in drafters or params.drafter == "none":
@@ -239,7 +239,18 @@ class Requests:
                 ("has no effect with ", Option("drafter", params.drafter)), option="prediction",
                 remedy=("give ", Option("drafter", PREDICTION), ", or leave the drafter out"),
             )  # fmt: skip
-        return self.drafters(PREDICTION)
+        return self._drafters(PREDICTION, params)
+
+    def _drafters(self, drafter: str, params: SamplingParams) -> tuple[str, ...]:
+        """Return the drafters that a name stands for under the request's policy."""
+        policy = self.policy(params) or self.engine.policy
+        traits = PolicyTraits(policy.name, policy.uses_costs, policy.stops_by_content)
+        has_probs = {name: isinstance(each, Stepper) for name, each in self.engine.drafters.items()}
+        return select_drafters(drafter, has_probs, traits)
+
+    def policy(self, params: SamplingParams) -> Policy | None:
+        """Return the policy of a request; None is the loaded one. Raises as `RequestPolicies.of`."""
+        return self.policies.of(params, self.engine)
 
     def _prediction(self, given: str | Seq[int] | None) -> tuple[int, ...]:
         if isinstance(given, str):
@@ -251,7 +262,7 @@ class Requests:
         """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
         if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
             return None
-        return self.engine.policy.why_plain(sequence)
+        return (sequence.policy or self.engine.policy).why_plain(sequence)
 
 
 def _check_kind(what: str, prompt: object, remedy: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from foredraft import user_cache
 from foredraft.decode.drafter import Drafter, DraftPass
 from foredraft.decode.engine import Engine
-from foredraft.decode.policy import Auto, CostTable
+from foredraft.decode.policy import Auto, CostTable, Policy
 from foredraft.kernels.machine import describe_cpu
 from foredraft.profiling.forwards import ForwardMeter, reading
 from foredraft.profiling.host import host_ms
@@ -60,17 +60,22 @@ class Profile:
     seconds: float = 0.0
 
 
-def use_profile(engine: Engine, progress: Callable[[int, int], None] = lambda done, total: None) -> float:
-    """Give the engine's policy the costs of this machine, if it decides by costs and has none yet.
+def use_profile(
+    engine: Engine,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    policy: Policy | None = None,
+) -> float:
+    """Give a policy the costs of this machine, if it decides by costs and has none yet.
 
     Args:
         engine: No sequence has a row.
         progress: Called as (done, total) while measuring.
+        policy: Of a request; None is the engine's.
 
     Returns:
         Seconds that measuring took; 0 where a kept profile serves.
     """
-    policy = engine.policy
+    policy = policy or engine.policy
     if not isinstance(policy, Auto) or policy.measured:
         return 0.0
     try:

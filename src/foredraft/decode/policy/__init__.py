@@ -2,6 +2,7 @@
 
 from foredraft.decode.policy.auto import Auto
 from foredraft.decode.policy.base import PLAIN, Candidates, Decision, Policy, Signal
+from foredraft.decode.policy.by_request import ByRequest
 from foredraft.decode.policy.cost_table import CostTable
 from foredraft.decode.policy.lengths import Fixed, Heuristic
 from foredraft.decode.policy.target_confidence import TargetConfidence
@@ -11,6 +12,7 @@ __all__ = [
     "PLAIN",
     "AdaptiveExit",
     "Auto",
+    "ByRequest",
     "Candidates",
     "Confidence",
     "CostTable",

@@ -80,6 +80,10 @@ class Policy:
     target_signal: Signal | None = None
     uses_costs: bool = False
 
+    def of(self, sequence: Sequence) -> Policy:
+        """Return the policy that decides about a sequence: this one, unless requests name their own."""
+        return self
+
     def start(self) -> Any:
         """Return the policy's state for a new sequence; the sequence keeps it as `policy_state`."""
         return None

@@ -1,0 +1,49 @@
+"""Policies that requests name beside the loaded one."""
+
+from __future__ import annotations
+
+from foredraft.decode.engine import Engine
+from foredraft.decode.params import SamplingParams
+from foredraft.decode.policy import Policy
+from foredraft.errors import RequestError, did_you_mean
+from foredraft.kinds.tables import POLICIES
+
+__all__ = ["RequestPolicies"]
+
+
+class RequestPolicies:
+    """Each policy is made once, because some learn from all requests."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], Policy] = {}
+
+    def of(self, params: SamplingParams, engine: Engine) -> Policy | None:
+        """Return the policy of a request; None is the engine's.
+
+        Raises:
+            RequestError: There is no such policy, or its drafts cannot be as long as `max_draft`.
+        """
+        loaded = engine.policy
+        name = params.policy or loaded.name
+        if name != loaded.name and name not in POLICIES:
+            raise RequestError(
+                option="policy", value=name,
+                remedy=f"give one of {', '.join(POLICIES)}{did_you_mean(name, POLICIES)}",
+            )  # fmt: skip
+        kind = loaded if name == loaded.name else POLICIES[name]
+        most = engine.target.max_queries - 1
+        own = min(kind.max_draft, most)
+        if kind.uses_costs:  # it knows no costs of longer drafts; shorter ones are a bound on its decisions
+            most = own
+        longest = own if params.max_draft is None else params.max_draft
+        if longest > most:
+            raise RequestError(
+                f"but drafts have {most} tokens at most here", option="max_draft", value=longest,
+                remedy=f"give {most} or less",
+            )  # fmt: skip
+        if kind is loaded and (kind.uses_costs or longest == own):
+            return None
+        key = name, own if kind.uses_costs else longest
+        if key not in self._made:
+            self._made[key] = POLICIES[name].make(key[1])
+        return self._made[key]
