@@ -103,7 +103,7 @@ class ChatTemplate:
         given = variables | {"tools": tools, "documents": documents}
         values = {name: _plain(value, name) for name, value in given.items()}
         values |= {"messages": _checked(messages), "add_generation_prompt": bool(add_generation_prompt)}
-        source = self._source(tools is not None)
+        source = self.source(with_tools=tools is not None)
         try:
             read = variables_of(source)
             text = render(source, self.special_tokens | values)
@@ -121,7 +121,20 @@ class ChatTemplate:
             )
         return text
 
-    def _source(self, with_tools: bool) -> str:
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template for messages with tools reads them."""
+        try:
+            return "tools" in variables_of(self.source(with_tools=True))
+        except Exception:  # a malformed template; `render` says so
+            return False
+
+    def source(self, *, with_tools: bool) -> str:
+        """Return the template for messages with or without tools.
+
+        Raises:
+            RequestError: There is none of these names.
+        """
         if with_tools and TOOL_USE in self.templates:
             return self.templates[TOOL_USE]
         if DEFAULT not in self.templates:

@@ -18,6 +18,7 @@ import foredraft
 from foredraft.decode.params import is_whole
 from foredraft.kinds import DRAFTERS
 from foredraft.serve import messages, responses
+from foredraft.serve.blocks import whole_blocks
 from foredraft.serve.bodies import BoundedBodies
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.origins import KnownOrigins
@@ -231,7 +232,10 @@ def _add_dialects(app: FastAPI, state: App) -> None:
         await _finish(model, generation, reply, request)
         [output] = reply.outputs.values()
         check_output(output)
-        return JSONResponse(dialect.whole(id, name, output, generation.prompt_tokens), headers=headers)
+        made = dialect.whole(
+            id, name, generation.prompt_tokens, output, whole_blocks(output, reply.job.tools)
+        )
+        return JSONResponse(made, headers=headers)
 
     @app.post("/v1/messages")
     async def answer_messages(request: Request) -> Response:

@@ -1,17 +1,22 @@
 """POST /v1/messages: the shape of Anthropic's API, over the same chat requests.
 
-Fields that this API shares with chat completions mean the same. What it has beyond text (tools, images,
+Fields that this API shares with chat completions mean the same. What it has beyond text and tools (images,
 thinking) is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
-from foredraft.llm.output import Output, Piece
+from pydantic import BaseModel, ConfigDict
+
+from foredraft.llm.output import Output
+from foredraft.serve.blocks import Block, stream_blocks
+from foredraft.serve.calls import parsed_object
+from foredraft.serve.conversation import text_of
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Problem, check_output
+from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Body
 
 __all__ = ["NUMBERED", "MessagesRequest", "chat_body", "error_body", "error_event", "events", "whole"]
@@ -30,9 +35,25 @@ KINDS = {
 # Fields of this API that have no meaning here, or no support.
 HARMLESS = frozenset("metadata service_tier container inference_geo".split())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []), "tool_choice": (None,), "thinking": (None, {"type": "disabled"}),
-    "mcp_servers": (None, []),
+    "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []),
 }  # fmt: skip
+
+
+class Tool(BaseModel):
+    """A tool that the client runs."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class MessagesRequest(Body):
@@ -44,6 +65,8 @@ class MessagesRequest(Body):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     stream: bool | None = None
 
 
@@ -55,14 +78,55 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """
     request = MessagesRequest.read(body)
     request.refuse_unsupported()
-    messages = list(request.messages)
+    messages = [made for each in request.messages for made in _messages(each)]
     if request.system:
         messages.insert(0, {"role": "system", "content": request.system})
     return {
-        **request.further,
+        **request.further, **_tools(request),
         "model": request.model, "max_tokens": request.max_tokens, "messages": messages,
         "stream": request.stream, "stop": request.stop_sequences,
     }  # fmt: skip
+
+
+def _tools(request: MessagesRequest) -> dict[str, Any]:
+    """Return the fields of chat completions for a request's tools."""
+    choice = request.tool_choice or ToolChoice(type="auto")
+    named = {"type": "function", "function": {"name": choice.name}}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name, "description": tool.description, "parameters": tool.input_schema
+            },
+        }
+        for tool in request.tools or ()
+    ]  # fmt: skip
+    return {
+        "tools": tools, "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
+    }  # fmt: skip
+
+
+def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message as chat messages: results of tools become messages of their own, in front."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return [message]
+    results, calls, texts = [], [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "tool_result":
+            text = text_of(part.get("content") or "", "the content of a tool_result", "messages")
+            results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
+        elif kind == "tool_use":
+            function = {"name": part.get("name"), "arguments": part.get("input") or {}}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
+        else:
+            texts.append(part)  # chat completions refuse what is no text
+    if not texts and not calls:
+        return results
+    kept = {"role": message.get("role"), "content": texts, "tool_calls": calls or None}
+    return [*results, kept]
 
 
 def error_body(problem: Problem) -> dict[str, Any]:
@@ -76,22 +140,35 @@ def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
     return "error", error_body(problem)
 
 
-def whole(id: str, model: str, output: Output | None, prompt_tokens: int) -> dict[str, Any]:
+def whole(
+    id: str, model: str, prompt_tokens: int, output: Output | None = None, blocks: list[Block] | None = None
+) -> dict[str, Any]:
     """Return a message: whole, or empty at the beginning of a stream."""
-    content = [] if output is None else [{"type": "text", "text": output.text or ""}]
     new, cached = (0, 0) if output is None else (len(output.token_ids), output.cached_tokens)
+    made = [_block(block) for block in blocks or ()]
     return {
-        "id": id, "type": "message", "role": "assistant", "model": model, "content": content,
-        **_end(output),
+        "id": id, "type": "message", "role": "assistant", "model": model, "content": made,
+        **_end(output, called=any(block.call for block in blocks or ())),
         "usage": {"input_tokens": prompt_tokens, "output_tokens": new, "cache_read_input_tokens": cached},
     }  # fmt: skip
 
 
-def _end(output: Output | None) -> dict[str, Any]:
+def _block(block: Block, *, begun: bool = False) -> dict[str, Any]:
+    """Return a block of content, empty where it has only begun."""
+    if block.call is None:
+        return {"type": "text", "text": "" if begun else block.text}
+    given = {} if begun else parsed_object(block.text)
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
+
+
+def _end(output: Output | None, *, called: bool = False) -> dict[str, Any]:
     if output is None:
         return {"stop_reason": None, "stop_sequence": None}
     reason = REASONS.get(output.finish_reason, "end_turn")
-    return {"stop_reason": reason, "stop_sequence": output.stopped_by if reason == "stop_sequence" else None}
+    stopped = output.stopped_by if reason == "stop_sequence" else None
+    if called and reason == "end_turn":
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": stopped}
 
 
 async def events(
@@ -102,19 +179,23 @@ async def events(
     Raises:
         Problem: The request failed while it ran.
     """
-    yield "message_start", {"message": whole(id, model, None, generation.prompt_tokens)}
-    yield "content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}
-    output: Output | None = None
-    async for taken in generation.pieces(heartbeat):
-        pieces: list[Piece] = [piece for _, piece in taken]
-        if not pieces:
+    yield "message_start", {"message": whole(id, model, generation.prompt_tokens)}
+    called = False
+    async for step in stream_blocks(generation, heartbeat):
+        block = step.block
+        if step.output is not None:
+            new = {"output_tokens": len(step.output.token_ids)}
+            yield "message_delta", {"delta": _end(step.output, called=called), "usage": new}
+        elif block is None:
             yield "ping", {}
-            continue
-        if text := "".join(piece.text or "" for piece in pieces):
-            yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}
-        output = pieces[-1].output
-    assert output is not None
-    check_output(output)
-    yield "content_block_stop", {"index": 0}
-    yield "message_delta", {"delta": _end(output), "usage": {"output_tokens": len(output.token_ids)}}
+        elif step.kind == "open":
+            called = called or block.call is not None
+            yield "content_block_start", {"index": block.index, "content_block": _block(block, begun=True)}
+        elif step.kind == "delta":
+            kind, name = (
+                ("text_delta", "text") if block.call is None else ("input_json_delta", "partial_json")
+            )
+            yield "content_block_delta", {"index": block.index, "delta": {"type": kind, name: step.text}}
+        else:
+            yield "content_block_stop", {"index": block.index}
     yield "message_stop", {}

@@ -14,6 +14,7 @@ from foredraft.decode.stats import Stats
 from foredraft.llm.output import Output, Piece
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.calls import Call, CallReader
 from foredraft.serve.problems import check_output
 from foredraft.serve.requests import Job
 
@@ -71,6 +72,7 @@ class Reply:
         self._started = [False] * job.samples
         self._tokens = [0] * job.samples
         self._offsets = [0] * job.samples
+        self._readers = [None if job.tools is None else job.tools.reader() for _ in range(job.samples)]
         self.outputs: dict[int, Output] = {}
 
     # --- chunks -----------------------------------------------------------------------------------------
@@ -103,15 +105,19 @@ class Reply:
         self._started[sample] = True
         if first and self.job.echo:
             text = self._prompt_text(sample) + text
-        if text or scores or first or (ids and self.job.provenance):
-            made.append(self._chunk(sample, text, scores, None, first=first))
-            if self.job.provenance:
-                origins = [origin for piece in pieces for origin in piece.origins]
-                made[-1]["choices"][0]["provenance"] = [
-                    {"token_id": token, "origin": origin} for token, origin in zip(ids, origins, strict=True)
-                ]
+        deltas = self._deltas(sample, text, ended=output is not None)
+        if not deltas and (scores or first or (ids and self.job.provenance)):
+            deltas = [{"content": ""}]
+        for delta in deltas:
+            made.append(self._chunk(sample, delta, scores, None, first=first))
+            scores, first = [], False
+        if made and self.job.provenance:
+            origins = [origin for piece in pieces for origin in piece.origins]
+            made[0]["choices"][0]["provenance"] = [
+                {"token_id": token, "origin": origin} for token, origin in zip(ids, origins, strict=True)
+            ]
         if output is not None:
-            last = self._chunk(sample, "", [], output)
+            last = self._chunk(sample, {}, [], output)
             last["choices"][0] |= self._extras(output)
             if len(self.outputs) == self.job.samples:
                 last["metrics"] = self._metrics()
@@ -126,18 +132,41 @@ class Reply:
         """Return the chunk that ends a stream whose request asks for the usage."""
         return {**self._chunk_head, "choices": [], "usage": self.usage(prompt_tokens)}
 
+    def _deltas(self, sample: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
+        """Return what a text adds to its message: content, calls, and arguments of calls."""
+        reader = self._readers[sample]
+        if reader is None:
+            return [{"content": text}] if text else []
+        deltas: list[dict[str, Any]] = []
+        for event in [*reader.read(text), *(reader.end() if ended else [])]:
+            if event[0] == "content":
+                deltas.append({"content": event[1]})
+            elif event[0] == "call":
+                deltas.append({"tool_calls": [{"index": event[1].index, **_call(event[1], arguments="")}]})
+            else:
+                part = {"index": event[1].index, "function": {"arguments": event[2]}}
+                deltas.append({"tool_calls": [part]})
+        return deltas
+
+    def _reason(self, output: Output, reader: CallReader | None) -> str:
+        reason = FINISH[output.finish_reason]
+        return "tool_calls" if reason == "stop" and reader is not None and reader.calls else reason
+
     def _chunk(
-        self, sample: int, text: str, scores: list[Score], output: Output | None, *, first: bool = False
+        self,
+        sample: int,
+        delta: dict[str, Any],
+        scores: list[Score],
+        output: Output | None,
+        *,
+        first: bool = False,
     ) -> dict[str, Any]:
-        reason = None if output is None else FINISH[output.finish_reason]
         choice: dict[str, Any] = {"index": sample}
         if self.job.chat:
-            delta: dict[str, Any] = {"role": "assistant"} if first else {}
-            if output is None:
-                delta["content"] = text
-            choice["delta"] = delta
+            choice["delta"] = {"role": "assistant", **delta} if first else delta
         else:
-            choice["text"] = text
+            choice["text"] = delta.get("content", "")
+        reason = None if output is None else self._reason(output, self._readers[sample])
         choice["logprobs"] = self._logprobs(sample, scores) if scores else None
         choice["finish_reason"] = reason
         return {**self._chunk_head, "choices": [choice]}
@@ -154,10 +183,11 @@ class Reply:
         for sample in range(self.job.samples):
             output = self.outputs[sample]
             check_output(output)
-            choice: dict[str, Any] = {"index": sample, "finish_reason": FINISH[output.finish_reason]}
             text = output.text or ""
+            reader = None if self.job.tools is None else self.job.tools.read(text)
+            choice: dict[str, Any] = {"index": sample, "finish_reason": self._reason(output, reader)}
             if self.job.chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                choice["message"] = _message(text, reader)
             else:
                 choice["text"] = self._prompt_text(sample) + text if self.job.echo else text
             scores: list[Score | None] = list(output.logprobs or ())
@@ -196,7 +226,17 @@ class Reply:
         return {
             "prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new,
             "prompt_tokens_details": {"cached_tokens": sum(cached)},
+            "completion_tokens_details": self._predicted(),
         }  # fmt: skip
+
+    def _predicted(self) -> dict[str, int]:
+        """Return how many tokens of predictions were kept, and how many not, of the samples that ended."""
+        stats = Stats.merge(output.stats for output in self.outputs.values())
+        accepted = stats.accepted_by["prediction"]
+        return {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": stats.steps["prediction"] - accepted,
+        }
 
     def _metrics(self) -> dict[str, Any]:
         """Return how drafting went, in vLLM's shape."""
@@ -262,6 +302,17 @@ class Reply:
             ],
             "text_offset": offsets,
         }
+
+
+def _message(text: str, reader: CallReader | None) -> dict[str, Any]:
+    if reader is None or not reader.calls:
+        return {"role": "assistant", "content": text, "refusal": None}
+    calls = [_call(call, call.arguments) for call in reader.calls]
+    return {"role": "assistant", "content": reader.content or None, "refusal": None, "tool_calls": calls}
+
+
+def _call(call: Call, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _number(logprob: float) -> float | None:

@@ -12,9 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from foredraft.constraints.compiling import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
+from foredraft.errors import RequestError
 from foredraft.llm import LLM
+from foredraft.serve.conversation import messages_of, text_of
 from foredraft.serve.problems import Problem
+from foredraft.serve.tools import MOST_TOOLS, Tool, ToolChoice, Tools
 
 __all__ = ["Body", "ChatRequest", "CompletionRequest", "Job"]
 
@@ -31,16 +35,17 @@ HARMLESS = frozenset(
 # Fields that would change the output and are not supported; a value that says "off" is taken.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "tool_choice": (None, "none", "auto"),
-    "functions": (None, []), "function_call": (None, "none", "auto"), "prediction": (None,), "audio": (None,),
+    "functions": (None, []), "function_call": (None, "none", "auto"), "audio": (None,),
     "modalities": (None, ["text"]), "web_search_options": (None,), "stop_token_ids": (None, []),
     "logits_processors": (None, []), "use_beam_search": (None, False), "length_penalty": (None, 1, 1.0),
-    "early_stopping": (None, False), "policy": (None,), "max_draft": (None,), "allowed_token_ids": (None, []),
+    "early_stopping": (None, False), "allowed_token_ids": (None, []),
     "bad_words": (None, []), "guided_choice": (None,), "guided_json": (None,), "guided_regex": (None,),
     "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
 }  # fmt: skip
 INSTEAD = {
     "best_of": "ask for n samples with logprobs", "bad_words": "its name is ban",
     "guided_json": "its name is response_format", "guided_regex": "its name is regex",
+    "functions": "its name is tools", "function_call": "its name is tool_choice",
     "guided_grammar": "its name is grammar", "structured_outputs": "give response_format, regex or grammar",
 }  # fmt: skip
 # Fields that have the library's own names and meanings.
@@ -48,6 +53,7 @@ SAME = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "ignore_eos", "ban", "ban_mode", "ban_ignore_case",
     "ban_whole_words", "ban_prompt", "ban_rollbacks", "regex", "grammar", "acceptance", "rollback", "drafter",
+    "policy", "max_draft",
 )  # fmt: skip
 
 
@@ -74,6 +80,18 @@ class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class Prediction(BaseModel):
+    """What the text will probably be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["content"]
+    content: str | Items[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content, "prediction.content", "prediction")
 
 
 class Body(BaseModel):
@@ -151,6 +169,9 @@ class _Request(Body):
     acceptance: Literal["speculative", "coupled", "bild"] | None = None
     rollback: float | None = None
     drafter: str | None = None
+    policy: str | None = None
+    max_draft: int | None = None
+    prediction: Prediction | None = None
     truncate_prompt: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     provenance: bool | None = None
@@ -164,6 +185,8 @@ class _Request(Body):
             options["include_stop"] = self.include_stop_str_in_output
         if self.logit_bias:
             options["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        if self.prediction is not None:
+            options["prediction"] = self.prediction.text
         form = self.response_format
         if form is not None and form.type == "json_object":
             options["json_object"] = True
@@ -182,6 +205,9 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(_Request):
@@ -208,6 +234,7 @@ class Job:
         truncate: As in `LLM.generate`.
         show_special: As in `LLM.generate`.
         provenance: The reply says where each token comes from.
+        tools: That the reply may call.
         ignored: Names of unknown fields.
     """
 
@@ -222,6 +249,7 @@ class Job:
     truncate: Literal["left"] | None = None
     show_special: bool = False
     provenance: bool = False
+    tools: Tools | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -244,7 +272,7 @@ class Job:
         request.refuse_unsupported()
         options = request.options()
         read = _read_chat if isinstance(request, ChatRequest) else _read_completion
-        prompts = read(cast(Any, request), llm, options)
+        prompts, tools = read(cast(Any, request), llm, options)
         params = llm.params(**cast(SamplingKeywords, options))
         if request.stream_options is not None and not request.stream:
             raise Problem(400, "stream_options needs stream", param="stream_options")
@@ -260,6 +288,7 @@ class Job:
             truncate=request.truncate_prompt,
             show_special=request.skip_special_tokens is False,
             provenance=bool(request.provenance),
+            tools=tools,
             ignored=tuple(sorted(request.further)),
         )  # fmt: skip
 
@@ -277,18 +306,22 @@ def _is_type_name(part: object) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or part.startswith("list["))
 
 
-def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> list[list[int]]:
-    """Return the prompt, and add the length and the scores to the options."""
+def _read_chat(
+    request: ChatRequest, llm: LLM, options: dict[str, Any]
+) -> tuple[list[list[int]], Tools | None]:
+    """Return the prompt and the tools, and add the length, the scores and the form of calls to `options`."""
     if llm.tokenizer is None:
         raise Problem(
             400, "this model has no tokenizer; use /v1/completions with token ids", param="messages"
         )
-    if not request.messages:
-        raise Problem(400, "messages is empty", param="messages")
-    messages = [_message(message, place) for place, message in enumerate(request.messages)]
-    variables = request.chat_template_kwargs or {}
+    messages, variables = messages_of(request.messages), request.chat_template_kwargs or {}
     if taken := variables.keys() & {"messages", "self"}:
         raise Problem(400, f"{min(taken)} is not a variable of a chat template", param="chat_template_kwargs")
+    tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer.chat)
+    if tools is not None:
+        messages, described = tools.prompt(messages)
+        variables = variables | described
+        _constrain_calls(tools, options)
     prompt = llm.tokenizer.encode_chat(messages, **variables)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     options["max_new_tokens"] = max(1, llm.max_length - len(prompt)) if limit is None else limit
@@ -296,10 +329,31 @@ def _read_chat(request: ChatRequest, llm: LLM, options: dict[str, Any]) -> list[
         raise Problem(400, "top_logprobs needs logprobs", param="top_logprobs")
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
-    return [prompt]
+    return [prompt], tools
 
 
-def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, Any]) -> list[list[int]]:
+def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
+    """Put the grammar of calls into the options; an answer without calls keeps its own schema."""
+    for name in ("regex", "grammar"):
+        if name in options:
+            raise Problem(400, f"{name} cannot hold together with tools", param=name)
+    schema = {"type": "object"} if options.pop("json_object", False) else options.pop("json_schema", None)
+    grammar = tools.grammar(schema)
+    if grammar is None and schema is not None:
+        raise Problem(
+            400, "response_format cannot hold together with this model's tools", param="response_format"
+        )
+    if grammar is not None:
+        try:
+            check_grammar("grammar", grammar)
+        except RequestError as error:
+            raise Problem(400, f"the parameters of a tool: {error}", param="tools") from None
+        options["grammar"] = grammar
+
+
+def _read_completion(
+    request: CompletionRequest, llm: LLM, options: dict[str, Any]
+) -> tuple[list[list[int]], None]:
     options["max_new_tokens"] = 16 if request.max_tokens is None else request.max_tokens
     if request.echo and request.truncate_prompt:
         raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
@@ -312,26 +366,7 @@ def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, An
     prompts = llm.encode(request.prompt)
     if not prompts:
         raise Problem(400, "prompt is empty", param="prompt")
-    return prompts
-
-
-def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return a message whose content is text: the API allows a list of parts, most templates do not."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return dict(message)
-    if not isinstance(content, list):
-        raise Problem(400, f"messages[{place}].content must be text or a list of parts", param="messages")
-    texts = []
-    for part in content:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise Problem(400, f"messages[{place}].content has a part that is no text", param="messages")
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+    return prompts, None
 
 
 def _token_id(key: str) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from foredraft.llm.output import Output
+from foredraft.serve.blocks import Block, stream_blocks
 from foredraft.serve.generations import Generation
-from foredraft.serve.problems import Problem, check_output
+from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Body
 
 __all__ = ["NUMBERED", "ResponsesRequest", "chat_body", "error_event", "events", "whole"]
@@ -17,14 +20,32 @@ NUMBERED = True  # events have a running number
 
 
 HARMLESS = frozenset(
-    "metadata store user service_tier include truncation reasoning parallel_tool_calls max_tool_calls"
+    "metadata store user service_tier include truncation reasoning max_tool_calls"
     " prompt_cache_key prompt_cache_retention safety_identifier stream_options".split()
 )
 TEXTS = ("input_text", "output_text")  # types of parts
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []), "tool_choice": (None, "auto", "none"), "previous_response_id": (None,),
-    "conversation": (None,), "background": (None, False), "prompt": (None,),
+    "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
 }  # fmt: skip
+
+
+class Tool(BaseModel):
+    """A function that the client runs."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedChoice(BaseModel):
+    """The one function to call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    name: str
 
 
 class ResponsesRequest(Body):
@@ -36,6 +57,9 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
 
 
@@ -48,30 +72,55 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     request = ResponsesRequest.read(body)
     request.refuse_unsupported()
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    messages = [_message(each) for each in given]
+    messages: list[dict[str, Any]] = []
+    for each in given:
+        _add(messages, each)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     form = (request.text or {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    tools = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools or ()
+    ]
+    choice: Any = request.tool_choice
+    if isinstance(choice, NamedChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
     return {
         **request.further,
         "model": request.model, "messages": messages, "max_tokens": request.max_output_tokens,
-        "stream": request.stream, "response_format": form,
+        "stream": request.stream, "response_format": form, "tools": tools, "tool_choice": choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
     }  # fmt: skip
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of the input as a chat message."""
-    if item.get("type", "message") != "message":
-        raise Problem(400, f"input items of type {item.get('type')!r} are not supported", param="input")
-    content = item.get("content")
+def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item of the input to the chat messages; calls in a row are one message."""
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1].get("tool_calls"):
+            messages[-1]["tool_calls"].append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        text = _texts(item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    elif kind == "message":
+        messages.append({"role": item.get("role"), "content": _texts(item.get("content"))})
+    else:
+        raise Problem(400, f"input items of type {kind!r} are not supported", param="input")
+
+
+def _texts(content: Any) -> Any:
+    """Return content with the parts of chat completions in place of this API's."""
     if isinstance(content, list):
         content = [
             {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in TEXTS else part
             for part in content
         ]
-    return {"role": item.get("role"), "content": content}
+    return content
 
 
 def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
@@ -79,34 +128,51 @@ def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
 
 
 def whole(
-    id: str, model: str, output: Output | None, prompt_tokens: int, created: float | None = None
-) -> dict[str, Any]:
+    id: str, model: str, prompt_tokens: int, output: Output | None = None, blocks: list[Block] | None = None,
+    created: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return a response: whole, or as it is at the beginning of a stream; created: when, now if None."""
     made: dict[str, Any] = {
         "id": f"resp_{id}", "object": "response", "created_at": int(created or time.time()), "model": model,
-        "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": False,
-        "tool_choice": "none", "tools": [], "temperature": None, "top_p": None, "incomplete_details": None,
+        "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
+        "tool_choice": "auto", "tools": [], "temperature": None, "top_p": None, "incomplete_details": None,
     }  # fmt: skip
     if output is None:
         return made | {"status": "in_progress", "output": [], "usage": None}
     new = len(output.token_ids)
     cut = {"length": "max_output_tokens", "constraint": "content_filter"}.get(output.finish_reason)
+    status = "incomplete" if cut else "completed"
     usage = {
         "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": output.cached_tokens},
         "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt_tokens + new,
     }  # fmt: skip
     return made | {
-        "status": "incomplete" if cut else "completed",
+        "status": status,
         "incomplete_details": {"reason": cut} if cut else None,
-        "output": [_item(id, output.text or "", "incomplete" if cut else "completed")],
+        "output": [_item(id, block, status) for block in blocks or ()],
         "usage": usage,
     }
 
 
-def _item(id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_part(text)]
-    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status, "content": content}
+def _item(id: str, block: Block, status: str) -> dict[str, Any]:
+    """Return a block as an item of the output; without content while it is in progress."""
+    begun = status == "in_progress"
+    if block.call is not None:
+        call = block.call
+        return {
+            "id": _item_id(id, block), "type": "function_call", "status": status, "call_id": call.id,
+            "name": call.name, "arguments": "" if begun else block.text,
+        }  # fmt: skip
+    content = [] if begun else [_part(block.text)]
+    return {
+        "id": _item_id(id, block), "type": "message", "role": "assistant", "status": status,
+        "content": content,
+    }  # fmt: skip
+
+
+def _item_id(id: str, block: Block) -> str:
+    return f"msg_{id}_{block.index}" if block.call is None else f"fc_{block.call.id}"
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -122,28 +188,43 @@ async def events(
         Problem: The request failed while it ran.
     """
     created, tokens = time.time(), generation.prompt_tokens
-    begun = {"response": whole(id, model, None, tokens, created)}
-    place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
+    begun = {"response": whole(id, model, tokens, created=created)}
     yield "response.created", begun
     yield "response.in_progress", begun
-    yield "response.output_item.added", {"output_index": 0, "item": _item(id, None, "in_progress")}
-    yield "response.content_part.added", {**place, "part": _part("")}
-    output: Output | None = None
-    async for taken in generation.pieces(heartbeat):
-        if not taken:
+    blocks: list[Block] = []
+    async for step in stream_blocks(generation, heartbeat):
+        if step.output is not None:
+            ended = whole(id, model, tokens, step.output, blocks, created)
+            name = "response.incomplete" if ended["status"] == "incomplete" else "response.completed"
+            yield name, {"response": ended}
+        elif step.block is None:
             yield "ping", {}
-            continue
-        if text := "".join(piece.text or "" for _, piece in taken):
-            yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
-        output = taken[-1][1].output
-    assert output is not None
-    check_output(output)
-    ended = whole(id, model, output, tokens, created)
-    text = output.text or ""
-    yield "response.output_text.done", {**place, "text": text, "logprobs": []}
-    yield "response.content_part.done", {**place, "part": _part(text)}
-    yield "response.output_item.done", {"output_index": 0, "item": ended["output"][0]}
-    yield (
-        ("response.incomplete" if ended["status"] == "incomplete" else "response.completed"),
-        {"response": ended},
-    )
+        else:
+            if step.kind == "open":
+                blocks.append(step.block)
+            for event in _block_events(id, step.block, step.kind, step.text):
+                yield event
+
+
+def _block_events(id: str, block: Block, kind: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of one step of a block."""
+    output = {"output_index": block.index}
+    place = {"item_id": _item_id(id, block), **output}
+    if block.call is None:
+        place["content_index"] = 0
+    if kind == "open":
+        yield "response.output_item.added", {**output, "item": _item(id, block, "in_progress")}
+        if block.call is None:
+            yield "response.content_part.added", {**place, "part": _part("")}
+    elif kind == "delta" and block.call is None:
+        yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
+    elif kind == "delta":
+        yield "response.function_call_arguments.delta", {**place, "delta": text}
+    else:
+        if block.call is None:
+            yield "response.output_text.done", {**place, "text": block.text, "logprobs": []}
+            yield "response.content_part.done", {**place, "part": _part(block.text)}
+        else:
+            done = {**place, "name": block.call.name, "arguments": block.text}
+            yield "response.function_call_arguments.done", done
+        yield "response.output_item.done", {**output, "item": _item(id, block, "completed")}

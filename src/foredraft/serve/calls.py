@@ -1,0 +1,273 @@
+"""Calls: the text of a model that may call tools -> content and calls, however the text is cut into pieces.
+
+Models write calls in three ways, and a checkpoint's chat template shows which one it was trained for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+__all__ = ["HERMES", "LLAMA", "MISTRAL", "Call", "CallFormat", "CallReader", "Event", "parsed_object"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The way in which a model writes calls.
+
+    Attributes:
+        opens: Before each call.
+        closes: After each call.
+        between: From one call to the next.
+        arguments: The key of the arguments, beside "name".
+        marked: `opens` shows that a call follows, wherever it stands; otherwise calls begin the text.
+        first, last: Around all calls.
+    """
+
+    opens: str
+    closes: str
+    between: str
+    arguments: str
+    marked: bool = False
+    first: str = ""
+    last: str = ""
+
+
+# Nous Research's Hermes; Qwen 2.5 and 3.
+HERMES = CallFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments", marked=True)
+LLAMA = CallFormat("", "", "; ", "parameters")  # Llama 3.1 and later
+MISTRAL = CallFormat("", "", ", ", "arguments", first="[", last="]")  # after the token [TOOL_CALLS]
+
+MARKER = HERMES.opens.strip()
+CLOSING = HERMES.closes.strip()
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+BEGINNING = '{"name":"'  # of every call, white space aside
+BETWEEN = " \t\r\n,;"  # characters from one call to the next
+ID_LENGTH = 9  # letters and digits, as Mistral's template asks
+
+
+@dataclass(slots=True)
+class Call:
+    """One call.
+
+    Attributes:
+        index: Among the calls of its text.
+        id: A fresh one.
+        name: Of the tool.
+        arguments: JSON as the model wrote it, so far.
+    """
+
+    index: int
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=lambda: secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
+
+
+# Content; a new call; or further arguments of a call.
+Event: TypeAlias = (
+    tuple[Literal["content"], str] | tuple[Literal["call"], Call] | tuple[Literal["arguments"], Call, str]
+)
+
+
+class CallReader:
+    """Reads one text piece by piece.
+
+    Args:
+        format: How the model writes calls.
+        names: Of the tools. What calls another one is content.
+        most: Calls at most; further ones are content. None is no limit.
+
+    Attributes:
+        calls: Found so far.
+        content: Text beside the calls so far.
+    """
+
+    def __init__(self, format: CallFormat, names: Collection[str], most: int | None = None) -> None:
+        self._format, self._names, self._most = format, frozenset(names), most
+        self.calls: list[Call] = []
+        self.content = ""
+        self._text = ""  # not yet decided
+        self._state: Literal["content", "object", "after"] = "content" if format.marked else "after"
+        self._scan = _ObjectScan()
+        self._call: Call | None = None  # whose arguments are being read
+        self._sent = 0  # characters of the object that are sent as arguments
+        self._before = ""  # what stood before the object that is being read
+        self._follows_call = False  # no content has come since the last call
+
+    def read(self, piece: str) -> list[Event]:
+        """Return what a further piece of the text shows."""
+        self._text += piece
+        return self._settle(ended=False)
+
+    def end(self) -> list[Event]:
+        """Return what is left at the end of the text."""
+        return self._settle(ended=True)
+
+    def _settle(self, *, ended: bool) -> list[Event]:
+        events: list[Event] = []
+        going = True
+        while going and (self._text or ended):
+            read = {"content": self._content, "object": self._object, "after": self._after}[self._state]
+            going = read(events, ended)
+        return events
+
+    def _show(self, events: list[Event], length: int) -> None:
+        """Show the first characters of the text as content."""
+        shown, self._text = self._text[:length], self._text[length:]
+        if shown:
+            self._follows_call = False
+            self.content += shown
+            events.append(("content", shown))
+
+    def _content(self, events: list[Event], ended: bool) -> bool:
+        if self._follows_call:  # white space around calls is no content
+            self._text = self._text.lstrip()
+        if not self._format.marked:
+            self._show(events, len(self._text))
+            return False
+        before, marker, _ = self._text.partition(MARKER)
+        if not marker and not ended:
+            before = before[: len(before) - _overlap(before, MARKER)]
+        self._show(events, len(before if ended and not marker else before.rstrip()))
+        if marker:
+            at = self._text.index(MARKER) + len(MARKER)
+            before, self._text = self._text[:at], self._text[at:]
+            self._begin_object(before)
+        return bool(marker)
+
+    def _after(self, events: list[Event], ended: bool) -> bool:
+        """Read what stands before a call where nothing marks it, or between two calls."""
+        rest = self._text.lstrip() if self._format.marked else self._text.lstrip(BETWEEN)
+        if self._format.marked:
+            if not ended and CLOSING.startswith(rest):
+                return False
+            self._text, self._state = rest.removeprefix(CLOSING), "content"
+            return True
+        if self.calls:
+            rest = rest.removeprefix(self._format.last)
+        else:
+            rest = rest.removeprefix(self._format.first).lstrip()
+        if not rest and not ended:
+            return False
+        if rest.startswith("{"):
+            before, self._text = self._text.removesuffix(rest), rest
+            self._begin_object(before)
+            return True
+        if self.calls:
+            self._text = rest
+        self._state = "content"
+        return True
+
+    def _begin_object(self, before: str) -> None:
+        """Begin to read an object; `before` is content if it turns out to be no call."""
+        self._before = before
+        self._state, self._scan, self._call, self._sent = "object", _ObjectScan(), None, 0
+
+    def _object(self, events: list[Event], ended: bool) -> bool:
+        """Read the object of a call."""
+        end = self._scan.end(self._text)
+        if self._call is None:
+            self._call = self._named(events, end)
+        if self._call is not None:
+            stop = self._scan.value_end(self._text, self._sent) if end is None else end - 1
+            arguments = self._text[self._sent : stop]
+            if end is not None:
+                arguments = arguments.rstrip()
+            if arguments:
+                self._call.arguments += arguments
+                self._sent = stop
+                events.append(("arguments", self._call, arguments))
+        elif end is None and not ended and (self._format.marked or self._may_be_call()):
+            return False
+        if end is None and self._call is not None:
+            return False
+        if self._call is None:  # no call after all
+            self._text = self._before + self._text
+            self._state = "content"
+            self._show(events, len(self._text))
+            return False
+        self._text, self._state, self._follows_call = self._text[end:], "after", True
+        return True
+
+    def _named(self, events: list[Event], end: int | None) -> Call | None:
+        """Return the call once its name is known, with all arguments where they came before the name."""
+        head = HEAD.match(self._text)
+        if head is not None:
+            name, self._sent, arguments = json.loads(head[1], strict=False), head.end(), ""
+        elif end is not None:
+            found = parsed_object(self._text[:end])
+            name, arguments, self._sent = found.get("name"), _arguments(found), end - 1
+        else:
+            return None
+        if not isinstance(name, str) or name not in self._names or len(self.calls) == self._most:
+            return None
+        call = Call(len(self.calls), name)
+        self.calls.append(call)
+        events.append(("call", call))
+        if arguments:
+            call.arguments = arguments
+            events.append(("arguments", call, arguments))
+        return call
+
+    def _may_be_call(self) -> bool:
+        begun = "".join(self._text[: 4 * len(BEGINNING)].split())
+        return begun.startswith(BEGINNING) or BEGINNING.startswith(begun)
+
+
+class _ObjectScan:
+    """Finds the end of a JSON object in a text that grows."""
+
+    def __init__(self) -> None:
+        self._read, self._depth = 0, 0
+        self._in_string = self._escaped = False
+        self._end: int | None = None
+
+    def end(self, text: str) -> int | None:
+        """Return the position after the object; None while it is open."""
+        while self._end is None and self._read < len(text):
+            character = text[self._read]
+            self._read += 1
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = character == "\\", character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._end = self._read
+        return self._end
+
+    def value_end(self, text: str, start: int) -> int:
+        """Return how far the value that begins at `start`, a member of the object, is surely read."""
+        stop = len(text)
+        if self._depth == 1 and not self._in_string:  # the value is over; white space or "}" comes next
+            stop = start + len(text[start:].rstrip())
+        return stop
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return how many last characters of a text may begin the marker."""
+    return next((n for n in range(min(len(marker), len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
+
+
+def parsed_object(text: str) -> dict[str, object]:
+    """Return a JSON object; {} where the text is none, such as one that a limit has cut."""
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _arguments(found: dict[str, object]) -> str:
+    """Return the arguments of a call as JSON; some models write them as a string that holds it."""
+    given = found.get("arguments", found.get("parameters", {}))
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

@@ -1,0 +1,227 @@
+"""Tools of a chat: what the prompt says of them, the grammar of calls, and who reads the calls.
+
+A chat template that reads tools describes them as its model was trained to see them. Under any other template
+a system message does, in the way of Nous Research's Hermes. Calls are constrained: to JSON that the tool's
+schema allows, by name; only Mistral's models begin calls with a special token, which a grammar has no text
+for, so theirs are constrained only where a call is required.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foredraft.constraints.compiling import WHITE_SPACE
+from foredraft.model.chat import ChatTemplate
+from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
+from foredraft.serve.problems import Problem
+
+__all__ = ["MOST_TOOLS", "Tool", "ToolChoice", "Tools"]
+
+MOST_TOOLS = 128
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+SYSTEM = """You may call one or more functions. Their signatures are between <tools> and </tools>:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and its arguments between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool; only functions are supported."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class NamedChoice(BaseModel):
+    """The one function to call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, Field(union_mode="left_to_right")]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of one request.
+
+    Attributes:
+        functions: All that the prompt describes.
+        callable: Those that may be called.
+        required: The text is calls and nothing else.
+        parallel: Several calls are allowed.
+        format: How the model writes calls.
+        described: The chat template describes the functions.
+    """
+
+    functions: tuple[Function, ...]
+    callable: tuple[Function, ...]
+    required: bool
+    parallel: bool
+    format: CallFormat
+    described: bool
+
+    @classmethod
+    def of(
+        cls, tools: list[Tool] | None, choice: Any, parallel: bool | None, chat: ChatTemplate | None
+    ) -> Tools | None:
+        """Return the tools of a request; None where it has none, or none may be called.
+
+        Raises:
+            Problem: The choice names no tool, or two tools have one name.
+        """
+        if not tools or chat is None:
+            if choice not in (None, "none", "auto"):
+                raise Problem(400, "tool_choice needs tools", param="tool_choice")
+            return None
+        functions = tuple(tool.function for tool in tools)
+        names = [function.name for function in functions]
+        if len(set(names)) < len(names):
+            raise Problem(400, "two tools have the same name", param="tools")
+        if choice == "none":
+            return None
+        chosen = functions
+        if isinstance(choice, NamedChoice):
+            chosen = tuple(each for each in functions if each.name == choice.function.name)
+            if not chosen:
+                raise Problem(
+                    400, f"tool_choice names {choice.function.name!r}, which is no tool", param="tool_choice"
+                )
+        described = chat.reads_tools
+        return cls(
+            functions,
+            chosen,
+            required=choice not in (None, "auto"),
+            parallel=parallel is not False and not isinstance(choice, NamedChoice),
+            format=_format(chat.source(with_tools=True)) if described else HERMES,
+            described=described,
+        )
+
+    def reader(self) -> CallReader:
+        """Return a fresh reader of one text."""
+        return CallReader(
+            self.format, [function.name for function in self.callable], most=None if self.parallel else 1
+        )
+
+    def read(self, text: str) -> CallReader:
+        """Return the reader of a whole text."""
+        reader = self.reader()
+        reader.read(text)
+        reader.end()
+        return reader
+
+    def prompt(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the messages and the further variables for the chat template."""
+        listed = [
+            {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}
+            for function in self.functions
+        ]
+        if self.described:
+            return messages, {"tools": listed}
+        says = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
+        if messages and messages[0]["role"] == "system":
+            first, rest = messages[0], messages[1:]
+            says = f"{first.get('content') or ''}\n\n{says}".lstrip()
+        else:
+            rest = messages
+        return [{"role": "system", "content": says}, *map(_spelled_out, rest)], {}
+
+    def grammar(self, schema: Mapping[str, Any] | None) -> str | None:
+        """Return the grammar of the text in llguidance's dialect; None where there is none.
+
+        An answer and a call that both begin as a JSON object cannot be told apart by the library.
+
+        Args:
+            schema: Of a text without calls; None leaves it free.
+        """
+        form = self.format
+        if not self.required and (form is MISTRAL or (schema is not None and not form.marked)):
+            return None
+        lines = [f"body: {' | '.join(f'tool_{i}' for i in range(len(self.callable)))}"]
+        for i, function in enumerate(self.callable):
+            opens = json.dumps({"name": function.name, form.arguments: 0})[:-2]
+            lines += [
+                f"tool_{i}: {_quoted(opens)} args_{i} {_quoted('}')}",
+                f"args_{i}: %json {_json(function.parameters or NO_PARAMETERS)}",
+            ]
+        more = f" ({_quoted(form.between)} call)*" if self.parallel else ""
+        lines.append(f"call: {_quoted(form.opens)} body {_quoted(form.closes)}")
+        lines.append(f"calls: {_quoted(form.first)} call{more} {_quoted(form.last)}")
+        if self.required:
+            start = "calls"
+        elif schema is not None:
+            lines.append(f"answer: %json {_json(schema)}")
+            start = "answer | calls"
+        elif form.marked:
+            marker = form.opens.strip()
+            lines += [
+                rf"FREE: /(.|\n)*/ & ~/(.|\n)*{marker}(.|\n)*/",
+                rf"marked[suffix={_quoted(marker)}]: /(.|\n)*/",
+                f"tail: {_quoted(form.opens.removeprefix(marker))} body {_quoted(form.closes)}{more}",
+            ]
+            start = "FREE | marked tail"
+        else:
+            lines.append(r"FREE: /([^{ \n\t](.|\n)*)?/")
+            start = "FREE | calls"
+        return "\n".join([f"start: {start}", *lines])
+
+
+def _format(template: str) -> CallFormat:
+    """Return how the model of a template that reads tools writes calls."""
+    if HERMES.opens.strip() in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    return LLAMA if '"parameters"' in template else HERMES
+
+
+def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message about calls as text, for a template that knows no tools."""
+    if message["role"] == "tool":
+        says = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+        return {"role": "user", "content": says}
+    if not message.get("tool_calls"):
+        return message
+    written = [
+        HERMES.opens
+        + json.dumps({"name": each["name"], "arguments": each["arguments"]}, ensure_ascii=False)
+        + HERMES.closes
+        for each in (call["function"] for call in message["tool_calls"])
+    ]
+    parts = [message["content"]] if message.get("content") else []
+    return {"role": message["role"], "content": HERMES.between.join([*parts, *written])}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})

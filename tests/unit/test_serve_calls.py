@@ -1,0 +1,273 @@
+"""The reader of calls, whatever pieces a text comes in, and the grammar that calls are constrained by."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+pytest.importorskip("fastapi")
+
+import foredraft
+from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
+from foredraft.model.byte_codec import ByteCodec
+from foredraft.model.chat import ChatTemplate
+from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
+from foredraft.serve.problems import Problem
+from foredraft.serve.tools import NamedChoice, Tool, Tools
+
+ARGUMENTS = '{"path": "a}\\"b", "n": [1, {"x": "]"}]}'
+Found = tuple[str, list[tuple[str, str]]]
+CASES: list[tuple[CallFormat, str, Found]] = [
+    (HERMES, "hello", ("hello", [])),
+    (HERMES, "x <tool_cal y ", ("x <tool_cal y ", [])),
+    (
+        HERMES, f'Sure.\n<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>\n',
+        ("Sure.", [("read", ARGUMENTS)]),
+    ),
+    (
+        HERMES, '<tool_call>{"name":"read","arguments":{}}</tool_call>\n<tool_call>\n{"name": "write", "arguments": {"a": 1} }\n</tool_call>',
+        ("", [("read", "{}"), ("write", '{"a": 1}')]),
+    ),
+    (HERMES, '<tool_call>\n{"arguments": {"a": 1}, "name": "read"}\n</tool_call>', ("", [("read", '{"a": 1}')])),
+    (HERMES, '<tool_call>\n{"name": "read", "arguments": "{\\"a\\": 1}"}\n</tool_call>', ("", [("read", '{"a": 1}')])),
+    (HERMES, '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call> x', ('<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call> x', [])),
+    (HERMES, '<tool_call>\n{"name": "read", "arguments": {"a": 1', ("", [("read", '{"a": 1')])),
+    (HERMES, "<tool_call>\nbad", ("<tool_call>\nbad", [])),
+    (HERMES, '<tool_call>{"name":"read","arguments":{}}</tool_call> and then', ("and then", [("read", "{}")])),
+    (LLAMA, f'{{"name": "read", "parameters": {ARGUMENTS}}}', ("", [("read", ARGUMENTS)])),
+    (LLAMA, '{"name": "read", "parameters": {}}; {"name": "write", "parameters": {"a": 1}}', ("", [("read", "{}"), ("write", '{"a": 1}')])),
+    (LLAMA, '{"answer": 5, "x": {}}', ('{"answer": 5, "x": {}}', [])),
+    (LLAMA, '  text {"name": 1}', ('  text {"name": 1}', [])),
+    (LLAMA, '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
+    (LLAMA, '{"na', ('{"na', [])),
+    (MISTRAL, f'[{{"name": "read", "arguments": {ARGUMENTS}}}, {{"name": "write", "arguments": {{}}}}]', ("", [("read", ARGUMENTS), ("write", "{}")])),
+    (MISTRAL, "[1, 2]", ("[1, 2]", [])),
+    (MISTRAL, '[{"a": 1}]', ('[{"a": 1}]', [])),
+    (HERMES, "", ("", [])),
+]  # fmt: skip
+
+
+def read(format: CallFormat, text: str, cuts: list[int], most: int | None = None) -> Found:
+    """Return content and calls of a text in pieces, as the events tell them."""
+    reader = CallReader(format, ["read", "write"], most)
+    events = []
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        events += reader.read(text[start:stop])
+    events += reader.end()
+    content, calls = "", []
+    for event in events:
+        if event[0] == "content":
+            content += event[1]
+        elif event[0] == "call":
+            calls.append([event[1].name, ""])
+        else:
+            calls[event[1].index][1] += event[2]
+    told = content, [(name, arguments) for name, arguments in calls]
+    assert told == (reader.content, [(call.name, call.arguments) for call in reader.calls])
+    return told
+
+
+@pytest.mark.parametrize(("format", "text", "found"), CASES, ids=str)
+def test_every_cut_gives_the_same_calls(format: CallFormat, text: str, found: Found) -> None:
+    assert read(format, text, []) == found
+    assert read(format, text, list(range(1, len(text)))) == found
+    for at in range(len(text)):
+        assert read(format, text, [at]) == found
+
+
+PARTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "\n",
+    '{"name": "read", "arguments": ',
+    "{}",
+    '{"a": "}"}',
+    "}",
+    "x",
+    "<tool",
+    "[",
+    "]",
+    ", ",
+    '"',
+]
+
+
+@given(
+    st.sampled_from([HERMES, LLAMA, MISTRAL]),
+    st.lists(st.sampled_from(PARTS), max_size=9).map("".join),
+    st.data(),
+)
+@settings(max_examples=300)
+def test_random_texts_lose_nothing_to_cuts(format: CallFormat, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    found = read(format, text, cuts)
+    assert found == read(format, text, [])
+    if not found[1]:
+        assert found[0] == text, "a text without calls is content, to the character"
+
+
+def test_further_calls_than_allowed_are_content() -> None:
+    text = '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "write", "arguments": {}}\n</tool_call>'
+    content, calls = read(HERMES, text, [], most=1)
+    assert calls == [("read", "{}")] and content.startswith("<tool_call>")
+
+
+# --- grammars ---------------------------------------------------------------------------------------------
+
+LIST = [
+    {"type": "function", "function": {"name": "read", "parameters": {
+        "type": "object", "properties": {"path": {"$ref": "#/$defs/path"}}, "required": ["path"],
+        "additionalProperties": False, "$defs": {"path": {"enum": ["a", "b"]}},
+    }}},
+    {"type": "function", "function": {"name": "stop"}},
+]  # fmt: skip
+TEMPLATES = {
+    "none": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "hermes": "{{ tools }}<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}",
+    "llama": '{{ tools }}{"name": x, "parameters": y}{% for m in messages %}{{ m.content }}{% endfor %}',
+    "mistral": "{{ tools }}[TOOL_CALLS]{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+def tools(template: str = "hermes", choice: Any = None, parallel: bool | None = None) -> Tools:
+    made = Tools.of(
+        [Tool.model_validate(each) for each in LIST],
+        choice,
+        parallel,
+        ChatTemplate({"default": TEMPLATES[template]}),
+    )
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm() -> foredraft.LLM:
+    return foredraft.load(drafter="none", max_length=64)
+
+
+def allows(llm: foredraft.LLM, grammar: str | None, text: str) -> bool:
+    assert grammar is not None and llm.tokenizer is not None
+    ends = frozenset(llm._spec.eos_token_ids)
+    codec = grammar_tokenizer(ByteCodec(llm.tokenizer), llm._spec.vocab_size, ends)
+    matcher, ids = compile_grammar("grammar", grammar, codec), llm.tokenizer.encode(text, False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+ONE = {
+    "hermes": '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>',
+    "llama": '{"name": "read", "parameters": {"path": "a"}}',
+    "mistral": '[{"name": "read", "arguments": {"path": "a"}}]',
+}
+TWO = {
+    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+    "llama": ONE["llama"] + '; {"name": "stop", "parameters": {}}',
+    "mistral": ONE["mistral"][:-1] + ', {"name": "stop", "arguments": {}}]',
+}
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama", "mistral", "none"])
+def test_a_required_call_is_a_call_of_a_tool_with_its_arguments(llm: foredraft.LLM, template: str) -> None:
+    form = "hermes" if template == "none" else template
+    grammar = tools(template, "required").grammar(None)
+    assert allows(llm, grammar, ONE[form]) and allows(llm, grammar, TWO[form])
+    for wrong in (
+        "",
+        "hello",
+        ONE[form].replace('"a"', '"c"'),
+        ONE[form].replace("read", "open"),
+        ONE[form][:-1],
+    ):
+        assert not allows(llm, grammar, wrong)
+    assert not allows(llm, tools(template, "required", parallel=False).grammar(None), TWO[form])
+    named = NamedChoice.model_validate({"type": "function", "function": {"name": "stop"}})
+    assert not allows(llm, tools(template, named).grammar(None), ONE[form])
+    assert read_names(tools(template, named), ONE[form]) == []
+
+
+def read_names(made: Tools, text: str) -> list[str]:
+    return [call.name for call in made.read(text).calls]
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama"])
+def test_a_free_text_may_call(llm: foredraft.LLM, template: str) -> None:
+    grammar = tools(template).grammar(None)
+    for text in ("", "hello <tool_ca and {so on", ONE[template], TWO[template]):
+        assert allows(llm, grammar, text), text
+    assert not allows(llm, grammar, ONE[template].replace("read", "open"))
+    assert allows(llm, grammar, "Sure.\n" + ONE["hermes"]) or template == "llama"
+    answer = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    either = tools(template).grammar(answer)
+    if template == "llama":
+        assert either is None, "a request for both is refused"
+        return
+    assert allows(llm, either, '{"x": 5}') and allows(llm, either, ONE[template])
+    assert not allows(llm, either, "hello") and not allows(llm, either, '{"x": "5"}')
+
+
+def test_mistral_s_calls_begin_with_a_token_that_no_grammar_has() -> None:
+    assert tools("mistral").grammar(None) is None
+    assert tools("mistral").format is MISTRAL
+
+
+# --- prompts ----------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_reads_tools_gets_them() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    same, variables = tools("hermes").prompt(messages)
+    assert same == messages
+    assert [each["function"]["name"] for each in variables["tools"]] == ["read", "stop"]
+
+
+def test_another_template_gets_them_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "text of a"},
+    ]
+    made, variables = tools("none").prompt(messages)
+    assert variables == {}
+    assert made[0]["content"].startswith("Be brief.\n\n") and '"path"' in made[0]["content"]
+    assert made[1] == messages[1]
+    assert read_names(tools("none"), made[2]["content"]) == ["read"]
+    assert made[3] == {"role": "user", "content": "<tool_response>\ntext of a\n</tool_response>"}
+    [system, user] = tools("none").prompt(messages[1:2])[0]
+    assert system["role"] == "system" and user == messages[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "choice", "says"),
+    [
+        (None, "required", "tool_choice needs tools"),
+        ([LIST[0], LIST[0]], None, "two tools have the same name"),
+        (LIST, {"type": "function", "function": {"name": "nope"}}, "names 'nope', which is no tool"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_chosen_is_refused(given: Any, choice: Any, says: str) -> None:
+    chosen = NamedChoice.model_validate(choice) if isinstance(choice, dict) else choice
+    listed = None if given is None else [Tool.model_validate(each) for each in given]
+    with pytest.raises(Problem, match=says):
+        Tools.of(listed, chosen, None, ChatTemplate({"default": TEMPLATES["none"]}))
+
+
+def test_no_tool_may_be_called_where_none_is_chosen() -> None:
+    listed = [Tool.model_validate(each) for each in LIST]
+    assert Tools.of(listed, "none", None, ChatTemplate({"default": TEMPLATES["none"]})) is None
+
+
+def test_the_system_message_describes_all_tools() -> None:
+    [system, _] = tools("none").prompt([{"role": "user", "content": "hi"}])[0]
+    lines = system["content"].split("<tools>\n")[-1].split("\n</tools>")[0].splitlines()
+    assert [json.loads(line)["function"]["name"] for line in lines] == ["read", "stop"]
