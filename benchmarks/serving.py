@@ -1,11 +1,13 @@
 """Time the server beside the engine that it serves, in turns, on the demo target with padding layers.
 
-    single      one stream over HTTP, against the same request in this process
-    batch       16 streams at a time over HTTP, against one call for 16 prompts
-    first       the first token of a prompt that arrives while 15 streams decode, against an idle server
+    single    one stream over HTTP; beside it the engine in this process, which writes the same chunks itself
+    batch     16 streams at a time over HTTP; beside it one call of the engine for 16 prompts
+    first     the first token of a 64-token prompt while 15 streams decode, and on an idle server
+    prefix    the first token of a prompt of which the prefix cache has 1,024 tokens, and of one that is new
+    auto      policy auto, always drafting and never drafting, at 1, 4, 16 and 32 streams at a time
 
-The server runs in a process of its own; the one of both that waits sleeps. Seconds are
-those of the same requests, and texts are compared.
+One client process reads all streams, the engine's own too, by the same code; the one of both engines that
+waits sleeps. Ratios are of turns that follow each other, and texts are compared.
 
     python benchmarks/serving.py --layers 48
 """
@@ -13,107 +15,226 @@ those of the same requests, and texts are compared.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 from timing import spread
-from workload import DEMO_LAYERS, heldout, machine, padded_demo, write
+from workload import heldout, machine, padded_demo, write
 
 import foredraft
-from foredraft import demo
+from foredraft import LLM, demo
 
-ROWS = 16
+ROWS, POSITIONS = 32, 1536
+CASES = ("single", "batch", "first", "prefix", "auto")
+CLIENT = Path(__file__).with_name("stream_client.py")
 
 
-def start_server(model: str, draft: str) -> tuple[subprocess.Popen[str], str]:
+class Client:
+    """The process that reads streams."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(CLIENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def read(self, port: int, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Send requests at a time; return each one's text, seconds to the first chunk, and seconds in all."""
+        self.send(port, bodies)
+        return self.result()
+
+    def send(self, port: int, bodies: list[dict[str, Any]], leave: float | None = None) -> None:
+        """Send requests at a time, and leave them after some seconds where a time is given."""
+        assert self._process.stdin is not None
+        print(
+            json.dumps({"port": port, "bodies": bodies, "leave": leave}), file=self._process.stdin, flush=True
+        )
+
+    def result(self) -> list[dict[str, Any]]:
+        assert self._process.stdout is not None
+        found: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class OwnSender:
+    """Streams of the engine in this process: the thread that decodes writes each piece to the client."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._listening = llm, socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+
+    def serve_one(self) -> None:
+        connection, _ = self._listening.accept()
+        with connection, connection.makefile("rb") as reader:
+            length = 0
+            while (line := reader.readline().strip()) != b"":
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            body = json.loads(reader.read(length))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            params = self._llm.params(
+                temperature=0, max_new_tokens=body["max_tokens"], ignore_eos=True, policy=body.get("policy"),
+                drafter=body.get("drafter"),
+            )  # fmt: skip
+            for piece in self._llm.stream(body["prompt"], params):
+                chunk = {"choices": [{"index": 0, "text": piece.text}]}
+                connection.sendall(f"data: {json.dumps(chunk)}\n\n".encode())
+            connection.sendall(b"data: [DONE]\n\n")
+
+
+def start_server(model: str, draft: str, *options: str) -> tuple[subprocess.Popen[str], int]:
     command = [
         sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--model", model, "--draft", draft,
-        "--policy", "fixed", "--drafter", "draft-model", "--max-batch", str(ROWS), "--max-length", "1024",
+        "--max-batch", str(ROWS), "--max-length", str(POSITIONS), *options,
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if found := re.search(r"serves \S+ at (\S+) ", line):
-            return process, found[1]
+        if found := re.search(r"serves \S+ at http://[^ ]*:(\d+) ", line):
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return process, int(found[1])
     raise RuntimeError("the server did not start")
 
 
-class Client:
-    """Requests to the server."""
+class Measurement:
+    """All cases, with one server and one engine of the same models."""
 
-    def __init__(self, url: str) -> None:
-        self.http = httpx.AsyncClient(base_url=url, timeout=600)
-        self.name = ""
+    def __init__(self, llm: LLM, port: int, client: Client, name: str, given: argparse.Namespace) -> None:
+        self.llm, self.port, self.client, self.name, self.given = llm, port, client, name, given
 
-    async def connect(self) -> None:
-        self.name = (await self.http.get("/v1/models")).json()["data"][0]["id"]
-
-    async def text(self, prompt: str, new_tokens: int) -> tuple[str, float]:
-        """Stream a text; return it, and the seconds to its first chunk."""
-        body = {
+    def body(self, prompt: str | list[int], new_tokens: int, **own: Any) -> dict[str, Any]:
+        return {
             "model": self.name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True,
-            "ignore_eos": True,
+            "ignore_eos": True, **own,
         }  # fmt: skip
-        text, first, begun = "", 0.0, time.perf_counter()
-        async with self.http.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-                    first = first or time.perf_counter() - begun
-        return text, first
 
+    def drafting(self) -> dict[str, Any]:
+        return {"policy": "fixed", "drafter": "draft-model"}
 
-async def measure(llm: foredraft.LLM, url: str, repeats: int, new_tokens: int) -> dict[str, Any]:
-    client = Client(url)
-    await client.connect()
-    prompts = (heldout(8) * 2)[:ROWS]
-    params = llm.params(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
-
-    def engine(some: list[str]) -> tuple[list[str | None], float]:
-        begun = time.perf_counter()
-        outputs = llm.generate(some, params)
-        return [output.text for output in outputs], time.perf_counter() - begun
-
-    async def server(some: list[str]) -> tuple[list[str | None], float]:
-        begun = time.perf_counter()
-        found = await asyncio.gather(*(client.text(prompt, new_tokens) for prompt in some))
-        return [text for text, _ in found], time.perf_counter() - begun
-
-    cases: dict[str, Any] = {}
-    for name, batches in (("single", [[prompt] for prompt in prompts[:4]]), ("batch", [prompts])):
-        ratios, same = [], True
-        for turn in range(-1, repeats):
-            for some in batches:
-                mine, own = engine(some)
-                theirs, other = await server(some)
-                same &= mine == theirs
+    def single(self) -> dict[str, Any]:
+        sender, ratios, same = OwnSender(self.llm), [], True
+        for turn in range(-1, self.given.repeats):
+            for prompt in heldout(4):
+                bodies = [self.body(prompt, self.given.new_tokens, **self.drafting())]
+                thread = threading.Thread(target=sender.serve_one)
+                thread.start()
+                [own] = self.client.read(sender.port, bodies)
+                thread.join()
+                [other] = self.client.read(self.port, bodies)
+                same &= own["text"] == other["text"]
                 if turn >= 0:
-                    ratios.append(own / other)
-        cases[name] = {"server_over_engine": spread(ratios), "identical": same}
-    idle, busy = [], []
-    short = " ".join(prompts[0].split()[:8])
-    for _ in range(repeats):
-        idle.append((await client.text(short, 2))[1])
-        others = [asyncio.create_task(client.text(prompt, 4 * new_tokens)) for prompt in prompts[: ROWS - 1]]
-        await asyncio.sleep(2)
-        busy.append((await client.text(short, 2))[1])
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.sleep(0.5)
-    ratio = statistics.median(busy) / statistics.median(idle)
-    cases["first"] = {"idle_seconds": spread(idle), "busy_seconds": spread(busy), "busy_over_idle": ratio}
-    await client.http.aclose()
-    return cases
+                    ratios.append(own["seconds"] / other["seconds"])
+        return {"server_over_engine": spread(ratios), "identical": same}
+
+    def batch(self) -> dict[str, Any]:
+        ratios, same, prompts = [], True, (heldout(8) * 2)
+        params = self.llm.params(
+            temperature=0, max_new_tokens=self.given.new_tokens, ignore_eos=True, **self.drafting()
+        )
+        bodies = [self.body(prompt, self.given.new_tokens, **self.drafting()) for prompt in prompts]
+        for turn in range(-1, self.given.repeats):
+            begun = time.perf_counter()
+            outputs = self.llm.generate(prompts, params)
+            own = time.perf_counter() - begun
+            found = self.client.read(self.port, bodies)
+            same &= [output.text for output in outputs] == [each["text"] for each in found]
+            if turn >= 0:
+                ratios.append(own / max(each["seconds"] for each in found))
+        return {"server_over_engine": spread(ratios), "identical": same}
+
+    def first(self) -> dict[str, Any]:
+        cases: dict[str, Any] = {}
+        ids = [id for prompt in heldout(8) for id in self.llm.encode(prompt)[0]]
+        others = Client()
+        try:
+            for name, own in (("auto", {}), ("fixed", self.drafting()), ("plain", {"drafter": "none"})):
+                idle, busy = [], []
+                for turn in range(self.given.repeats):
+                    short = [self.body(ids[turn : turn + 64], 2, **own)]  # no two begin alike
+                    idle.append(self.client.read(self.port, short)[0]["first"])
+                    others.send(
+                        self.port,
+                        [self.body(prompt, 900, **own) for prompt in (heldout(8) * 2)[:15]],
+                        leave=6.0,
+                    )
+                    time.sleep(2)
+                    for more in range(3):
+                        at = 64 * (1 + more) + turn
+                        busy.append(
+                            self.client.read(self.port, [self.body(ids[at : at + 64], 2, **own)])[0]["first"]
+                        )
+                    others.result()
+                    time.sleep(0.5)
+                ratio = statistics.median(busy) / statistics.median(idle)
+                cases[name] = {
+                    "idle_seconds": spread(idle),
+                    "busy_seconds": spread(busy),
+                    "busy_over_idle": ratio,
+                }
+        finally:
+            others.close()
+        return cases
+
+    def prefix(self) -> dict[str, Any]:
+        ids = [id for prompt in heldout(60) for id in self.llm.encode(prompt)[0]]
+        cold, warm, cached = [], [], []
+        for turn in range(self.given.repeats):
+            long = ids[turn : turn + 1 + 1024]
+            for tail, seconds in ((ids[:32], cold), (ids[32:64], warm)):
+                [found] = self.client.read(
+                    self.port, [self.body([*long, *tail], 2, stream_options={"include_usage": True})]
+                )
+                seconds.append(found["first"])
+                cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return {
+            "cold_seconds": spread(cold),
+            "warm_seconds": spread(warm),
+            "cached_tokens": cached,
+            "cold_over_warm": statistics.median(cold) / statistics.median(warm),
+        }
+
+    def auto(self) -> dict[str, Any]:
+        ways: dict[str, dict[str, Any]] = {
+            "auto": {},
+            "never": {"drafter": "none"},
+            "always": self.drafting(),
+        }
+        cases = {}
+        for at_a_time in (1, 4, 16, 32):
+            prompts = (heldout(8) * 4)[:at_a_time]
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            texts = set()
+            for turn in range(-1, self.given.repeats):
+                for name, own in ways.items():
+                    bodies = [self.body(prompt, self.given.new_tokens, **own) for prompt in prompts]
+                    found = self.client.read(self.port, bodies)
+                    texts.add(tuple(each["text"] for each in found))
+                    if turn >= 0:
+                        seconds[name].append(max(each["seconds"] for each in found))
+            best = min(("never", "always"), key=lambda name: statistics.median(seconds[name]))
+            ratios = [theirs / own for theirs, own in zip(seconds[best], seconds["auto"], strict=True)]
+            tokens = at_a_time * self.given.new_tokens
+            cases[str(at_a_time)] = {
+                "auto_over_best": spread(ratios), "best": best, "identical": len(texts) == 1,
+                "tokens_per_second": {
+                    name: tokens / statistics.median(each) for name, each in seconds.items()
+                },
+            }  # fmt: skip
+        return cases
 
 
 def main() -> None:
@@ -123,22 +244,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--name", default="serving")
     given = parser.parse_args()
     with TemporaryDirectory() as folder:
-        model = str(demo.target_path())
-        if given.layers > DEMO_LAYERS:
-            model = str(padded_demo(Path(folder) / "target", given.layers))
+        model = str(padded_demo(Path(folder) / "target", given.layers, POSITIONS))
         draft = str(demo.draft_path())
-        llm = foredraft.load(
-            model, draft=draft, policy="fixed", drafter="draft-model", max_batch=ROWS, max_length=1024
-        )
-        process, url = start_server(model, draft)
+        llm = foredraft.load(model, draft=draft, max_batch=ROWS, max_length=POSITIONS)
+        process, port = start_server(model, draft)
+        client = Client()
         try:
-            cases = asyncio.run(measure(llm, url, given.repeats, given.new_tokens))
+            measurement = Measurement(llm, port, client, Path(model).name, given)
+            cases = {}
+            for name in given.cases:
+                case: Callable[[], dict[str, Any]] = getattr(measurement, name)
+                cases[name] = case()
+                print(name, json.dumps(cases[name]), file=sys.stderr, flush=True)
         finally:
+            client.close()
             process.terminate()
-            process.communicate()
+            process.wait()
     write(given.name, {"what": vars(given), "machine": machine(), "cases": cases})
 
 

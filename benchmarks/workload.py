@@ -48,15 +48,16 @@ def demo_plan(layers: int) -> str:
     return f"skip:attn=1-3,5-7,9-11,13-15{more}/mlp=1-7,9-11,13-15{more}"
 
 
-def padded_demo(folder: Path, layers: int) -> Path:
+def padded_demo(folder: Path, layers: int, positions: int | None = None) -> Path:
     """Write the demo target with layers that change nothing added, so that a step takes longer; return it.
 
     The added layers have random weights, but their output projections are zero: the residual stream, and so
-    every logit, stays the same bit for bit.
+    every logit, stays the same bit for bit. `positions` allows longer texts than the model was trained for.
     """
     copytree(demo.target_path(), folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     first, config["num_hidden_layers"] = config["num_hidden_layers"], layers
+    config["max_position_embeddings"] = positions or config["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     [file] = folder.glob("*.safetensors")
     weights = load_file(file)
