@@ -16,7 +16,7 @@ from foredraft.decode.params import SamplingKeywords, SamplingParams
 from foredraft.llm import LLM
 from foredraft.serve.problems import Problem
 
-__all__ = ["Body", "ChatRequest", "CompletionRequest", "Job"]
+__all__ = ["Body", "ChatRequest", "CompletionRequest", "Items", "Job", "check_model"]
 
 MOST_SAMPLES = 128  # of a prompt, as in the API
 MOST_LOGPROBS = 20  # alternatives to a token, as in the API
@@ -236,11 +236,7 @@ class Job:
             Problem: The model is another, or a field is not supported.
             RequestError: A value cannot be honoured.
         """
-        if request.model not in names:
-            raise Problem(
-                404, f"the model {request.model!r} does not exist; this server has {names[0]!r}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+        check_model(request.model, names)
         request.refuse_unsupported()
         options = request.options()
         read = _read_chat if isinstance(request, ChatRequest) else _read_completion
@@ -261,6 +257,19 @@ class Job:
             show_special=request.skip_special_tokens is False,
             provenance=bool(request.provenance),
             ignored=tuple(sorted(request.further)),
+        )  # fmt: skip
+
+
+def check_model(name: str, names: tuple[str, ...]) -> None:
+    """Check that a request names this server's model.
+
+    Raises:
+        Problem: It names another one.
+    """
+    if name not in names:
+        raise Problem(
+            404, f"the model {name!r} does not exist; this server has {names[0]!r}",
+            param="model", code="model_not_found",
         )  # fmt: skip
 
 
@@ -303,8 +312,6 @@ def _read_completion(request: CompletionRequest, llm: LLM, options: dict[str, An
     options["max_new_tokens"] = 16 if request.max_tokens is None else request.max_tokens
     if request.echo and request.truncate_prompt:
         raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
-    if request.echo and request.stream and request.logprobs is not None:
-        raise Problem(400, "echo with logprobs is not streamed; leave out stream", param="echo")
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:
