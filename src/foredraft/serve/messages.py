@@ -31,7 +31,8 @@ KINDS = {
 HARMLESS = frozenset("metadata service_tier container inference_geo".split())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None,), "thinking": (None, {"type": "disabled"}),
-    "mcp_servers": (None, []),
+    "mcp_servers": (None, []), "stop": (None,), "n": (None, 1), "logprobs": (None, False),
+    "provenance": (None, False), "max_completion_tokens": (None,),
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def _described(
     plain: dict[str, Any] = {"schema": {"type": "string"}}
     content = {"text/plain": plain} if reply is str else {"application/json": {"schema": _reference(reply)}}
     if event is not None:
-        content["text/event-stream"] = plain | {"itemSchema": _item(event)}
+        content["text/event-stream"] = {"itemSchema": _item(event)}
     if text:
         content["text/plain"] = plain
     done = {"description": "The reply.", "content": content, "headers": headers or {}}
@@ -127,7 +127,8 @@ ROUTES = {
         shapes.Response, RUNS, body=ResponsesRequest, event=shapes.ResponseEvent, **_DIALECT
     ),
     "/v1/messages": _described(
-        shapes.Message, RUNS, body=MessagesRequest, event=shapes.MessageEvent, errors=(shapes.MessageError, shapes.Error),  # the second one before the route is reached
+        shapes.Message, RUNS, body=MessagesRequest, event=shapes.MessageEvent,
+        errors=(shapes.MessageError, shapes.Error),  # the second one before the route is reached
         **_DIALECT,
     ),
 }  # fmt: skip

@@ -37,11 +37,25 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "early_stopping": (None, False), "policy": (None,), "max_draft": (None,), "allowed_token_ids": (None, []),
     "bad_words": (None, []), "guided_choice": (None,), "guided_json": (None,), "guided_regex": (None,),
     "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
+    "prompt": (None,), "echo": (None, False), "messages": (None,), "max_completion_tokens": (None,),
+    "top_logprobs": (None, 0), "chat_template_kwargs": (None, {}), "chat_template": (None,),
+    "add_generation_prompt": (None, True), "continue_final_message": (None, False), "documents": (None, []),
+    "add_special_tokens": (None,), "banned_strings": (None, [], ""), "prompt_logprobs": (None, False),
+    "truncate_prompt_tokens": (None,), "min_new_tokens": (None, 0), "max_new_tokens": (None,),
+    "repeat_penalty": (None, 1, 1.0), "json_schema": (None,), "json_object": (None, False),
 }  # fmt: skip
 INSTEAD = {
     "best_of": "ask for n samples with logprobs", "bad_words": "its name is ban",
     "guided_json": "its name is response_format", "guided_regex": "its name is regex",
     "guided_grammar": "its name is grammar", "structured_outputs": "give response_format, regex or grammar",
+    "prompt": "it is a field of /v1/completions", "echo": "it is a field of /v1/completions",
+    "messages": "it is a field of /v1/chat/completions",
+    "max_completion_tokens": "its name here is max_tokens",
+    "top_logprobs": "give their number as logprobs", "banned_strings": "its name is ban",
+    "prompt_logprobs": "give echo and logprobs to /v1/completions",
+    "truncate_prompt_tokens": 'give truncate_prompt "left"', "max_new_tokens": "its name is max_tokens",
+    "min_new_tokens": "its name is min_tokens", "repeat_penalty": "its name is repetition_penalty",
+    "json_schema": "its name is response_format", "json_object": "its name is response_format",
 }  # fmt: skip
 # Fields that have the library's own names and meanings.
 SAME = (
