@@ -34,11 +34,9 @@ from foredraft import demo
 ROWS = 16
 
 
-def start_server(model: str, draft: str) -> tuple[subprocess.Popen[str], str]:
-    command = [
-        sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--model", model, "--draft", draft,
-        "--policy", "fixed", "--drafter", "draft-model", "--max-batch", str(ROWS), "--max-length", "1024",
-    ]  # fmt: skip
+def start_server(*options: str) -> tuple[subprocess.Popen[str], str]:
+    """Start `foredraft serve` with options; return its process and its address."""
+    command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -133,7 +131,10 @@ def main() -> None:
         llm = foredraft.load(
             model, draft=draft, policy="fixed", drafter="draft-model", max_batch=ROWS, max_length=1024
         )
-        process, url = start_server(model, draft)
+        process, url = start_server(
+            "--model", model, "--draft", draft, "--policy", "fixed", "--drafter", "draft-model",
+            "--max-batch", str(ROWS), "--max-length", "1024",
+        )  # fmt: skip
         try:
             cases = asyncio.run(measure(llm, url, given.repeats, given.new_tokens))
         finally:
