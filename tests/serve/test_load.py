@@ -207,6 +207,17 @@ def test_a_reader_that_takes_nothing_is_dropped(llm: LLM) -> None:
         assert served.metric("foredraft_requests_refused_total") == 1
 
 
+def test_a_frame_that_is_too_large_is_refused_and_the_socket_goes_on(llm: LLM) -> None:
+    from websockets.sync.client import connect
+
+    with serving(llm, max_body=200) as served, connect(served.url.replace("http", "ws") + "/v1/stream") as ws:
+        ws.send(json.dumps({"id": "a", "model": "demo", "prompt": "x" * 200}))
+        answer = json.loads(ws.recv(timeout=10))
+        assert answer["id"] is None and answer["error"]["code"] == "body_too_large"
+        ws.send(json.dumps({"id": "a", "model": "demo", "prompt": "x", "max_tokens": 1}))
+        assert "chunk" in json.loads(ws.recv(timeout=10))
+
+
 @pytest.mark.slow
 def test_a_socket_that_never_reads_is_dropped_and_no_other_client_waits(llm: LLM) -> None:
     from websockets.sync.client import connect

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,29 @@ def test_tokens_take_the_model_and_judge_fields_as_the_others_do(served: Served)
             refused = http.post(path, content=json.dumps({**body, **wrong}))
             assert refused.status_code == status, (path, wrong)
             assert refused.json()["error"]["param"] in (*wrong, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "work"),
+    [("/tokenize", {"prompt": "x"}, "encode"), ("/detokenize", {"tokens": [5]}, "decode")],
+)
+def test_a_long_text_makes_no_other_request_wait(
+    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = getattr(type(llm.tokenizer), work)
+
+    def long(*args: Any, **more: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return real(*args, **more)
+
+    monkeypatch.setattr(type(llm.tokenizer), work, long)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            waiting = pool.submit(served.client.post, path, json=body)
+            assert begun.wait(10)
+            assert served.client.get("/health", timeout=5).status_code == 200
+        finally:
+            go_on.set()
+        assert waiting.result().status_code == 200
