@@ -6,9 +6,11 @@ NODE_PATH: `npm install --prefix DIR openai`, then NODE_PATH=DIR/node_modules.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,18 @@ def test_openai_for_node(served: Served, llm: LLM) -> None:
     served.wait(served.idle, 5)  # the stream that it left has ended
 
 
+@pytest.fixture
+def event_loop() -> Iterator[None]:
+    """Give a client that asks for this thread's event loop one that is closed in the end."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
 @pytest.mark.filterwarnings("ignore")  # the client's own
+@pytest.mark.usefixtures("event_loop")
 def test_litellm(served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the internet
     litellm: Any = pytest.importorskip("litellm")

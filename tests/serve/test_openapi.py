@@ -52,9 +52,10 @@ def schema_of(
     document: dict[str, Any], path: str, method: str, status: int, media: str = "application/json"
 ) -> Any:
     content = document["paths"][path][method]["responses"][str(status)]["content"][media]
-    schema = content["schema"]
     if media == "text/event-stream":
         schema = content["itemSchema"]["properties"]["data"]["contentSchema"]
+    else:
+        schema = content["schema"]
     return {**schema, "components": document["components"]}
 
 
