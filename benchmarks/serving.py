@@ -96,11 +96,9 @@ class OwnSender:
             connection.sendall(b"data: [DONE]\n\n")
 
 
-def start_server(model: str, draft: str, *options: str) -> tuple[subprocess.Popen[str], int]:
-    command = [
-        sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--model", model, "--draft", draft,
-        "--max-batch", str(ROWS), "--max-length", str(POSITIONS), *options,
-    ]  # fmt: skip
+def start_server(*options: str) -> tuple[subprocess.Popen[str], int]:
+    """Start `foredraft serve` with options; return its process and its port."""
+    command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--no-access-log", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -251,7 +249,9 @@ def main() -> None:
         model = str(padded_demo(Path(folder) / "target", given.layers, POSITIONS))
         draft = str(demo.draft_path())
         llm = foredraft.load(model, draft=draft, max_batch=ROWS, max_length=POSITIONS)
-        process, port = start_server(model, draft)
+        process, port = start_server(
+            "--model", model, "--draft", draft, "--max-batch", str(ROWS), "--max-length", str(POSITIONS)
+        )
         client = Client()
         try:
             measurement = Measurement(llm, port, client, Path(model).name, given)

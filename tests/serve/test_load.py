@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +205,35 @@ def test_a_reader_that_takes_nothing_is_dropped(llm: LLM) -> None:
         assert future.result(20) == "dropped"
         served.wait(served.idle)
         assert served.metric("foredraft_requests_refused_total") == 1
+
+
+def test_a_frame_that_is_too_large_is_refused_and_the_socket_goes_on(llm: LLM) -> None:
+    from websockets.sync.client import connect
+
+    with serving(llm, max_body=200) as served, connect(served.url.replace("http", "ws") + "/v1/stream") as ws:
+        ws.send(json.dumps({"id": "a", "model": "demo", "prompt": "x" * 200}))
+        answer = json.loads(ws.recv(timeout=10))
+        assert answer["id"] is None and answer["error"]["code"] == "body_too_large"
+        ws.send(json.dumps({"id": "a", "model": "demo", "prompt": "x", "max_tokens": 1}))
+        assert "chunk" in json.loads(ws.recv(timeout=10))
+
+
+@pytest.mark.slow
+def test_a_socket_that_never_reads_is_dropped_and_no_other_client_waits(llm: LLM) -> None:
+    from websockets.sync.client import connect
+
+    with serving(llm, slow_reader_seconds=0.3) as served:
+        port = int(served.url.rpartition(":")[2])
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", port))
+        with connect(f"ws://127.0.0.1:{port}/v1/stream", sock=raw, max_queue=1, close_timeout=0.1) as ws:
+            fat = {"model": "demo", **LONG, "logprobs": 20, "provenance": True}
+            for id in range(24):  # megabytes: more than the buffers of both ends hold
+                ws.send(json.dumps({"id": str(id), **fat}))
+            served.wait(lambda: served.metric("foredraft_requests_refused_total") > 0, 60)
+            assert post(served, prompt="x", max_tokens=2).status_code == 200
+        served.wait(served.idle)
 
 
 def test_a_silent_stream_sends_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

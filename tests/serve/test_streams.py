@@ -200,13 +200,14 @@ def test_a_cancelled_request_ends_and_the_socket_goes_on(served: Served) -> None
 
 
 @pytest.mark.parametrize(
-    "frame", ["{", "[]", "3", '{"prompt": "x"}', '{"id": ""}', '{"id": 3}', '{"id": "' + "x" * 300 + '"}', b"x", "[" * 99_999]
+    "frame", ["{", "[]", "3", '{"prompt": "x"}', '{"id": ""}', '{"id": 3}', '{"id": "' + "x" * 300 + '"}', b"x", "[" * 99_999, '{"id": "a", "seed": NaN}']
 )  # fmt: skip
 def test_a_wrong_frame_is_answered_and_the_socket_goes_on(served: Served, frame: str | bytes) -> None:
     with websocket(served) as ws:
         ws.send(frame)
         [answer] = frames_of(ws, 1)
         assert answer["id"] is None and set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["code"] == (None if answer["error"]["param"] == "id" else "invalid_json")
         ws.send(json.dumps({"id": "a", "model": "nope", "prompt": "x"}))
         error, done = frames_of(ws, 2)
         assert error["error"]["code"] == "model_not_found" and done["reason"] == "error"

@@ -119,6 +119,15 @@ def test_a_stream_adds_up_to_the_output(llm: foredraft.LLM) -> None:
     assert all(p.output is None for p in pieces[:-1])
 
 
+@pytest.mark.parametrize("new", [0, 5])
+def test_the_first_piece_of_a_stream_has_the_prompt_s_scores(llm: foredraft.LLM, new: int) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True, prompt_logprobs=2)
+    first, *others = llm.stream("def add(a, b):", params)
+    [want] = llm.generate("def add(a, b):", params)
+    assert first.prompt_logprobs == want.prompt_logprobs and len(want.prompt_logprobs or []) > 1
+    assert all(piece.prompt_logprobs is None for piece in others)
+
+
 def test_a_closed_stream_is_cancelled_and_others_go_on(llm: foredraft.LLM) -> None:
     stream = llm.stream("def accept", SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True))
     next(stream)

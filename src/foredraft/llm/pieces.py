@@ -21,6 +21,7 @@ class Pieces:
     def __init__(self, sequence: Sequence, output: Callable[[Sequence], Output]) -> None:
         self.sequence, self._output = sequence, output
         self.over = False  # the last piece was given
+        self._begun = False  # the first piece was given
         self._shown = 0  # new tokens that earlier pieces carried
 
     def next(self) -> Piece | None:
@@ -33,6 +34,8 @@ class Pieces:
         if output is None and settled <= self._shown:
             return None
         new, self._shown = slice(self._shown, settled), settled
+        asked = sequence.params.prompt_logprobs is not None and not self._begun
+        self._begun = True
         parts = None
         if sequence.text_buffer is not None:
             sequence.update_text()
@@ -43,6 +46,7 @@ class Pieces:
             origins=[str(origin) for origin in sequence.origins[new]],
             parts=parts,
             logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
+            prompt_logprobs=list(sequence.prompt_scores) if asked else None,
             output=output,
         )
         self.over = output is not None

@@ -4,6 +4,8 @@
     requests.py     bodies -> checked fields -> sampling parameters and a prompt
     replies.py      pieces -> the objects of the API
     responses.py, messages.py    two more shapes of requests and replies
+    tokens.py       text -> token ids, and back
+    openapi.py, shapes.py    what the app says of its routes; the types of all replies
     generations.py  the engine's thread -> the event loop; limits of load
     streaming.py    objects -> server-sent events, plain text
     sockets.py      the same over WebSockets

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from functools import cache
 from typing import Any, cast
 
 import anyio.to_thread
@@ -15,20 +15,21 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
-from foredraft.decode.params import is_whole
 from foredraft.kinds import DRAFTERS
 from foredraft.serve import messages, responses
 from foredraft.serve.blocks import whole_blocks
-from foredraft.serve.bodies import BoundedBodies
+from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, as_problems, check_output
 from foredraft.serve.replies import Reply
-from foredraft.serve.requests import ChatRequest, CompletionRequest
+from foredraft.serve.requests import ChatRequest, CompletionRequest, check_model
 from foredraft.serve.settings import Settings
 from foredraft.serve.sockets import Socket
 from foredraft.serve.state import App, Loader, Model
 from foredraft.serve.streaming import SSE_HEADERS, events, frames, named_events, plain_text
+from foredraft.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 __all__ = ["create_app"]
 
@@ -49,7 +50,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="Foredraft", version=foredraft.__version__, lifespan=state.lifespan,
         description="An OpenAI-compatible API with lossless speculative decoding.",
-        docs_url=None, redoc_url=None, openapi_url=None if state.keys else "/openapi.json",
+        docs_url=None, redoc_url=None, openapi_url=None,
     )  # fmt: skip
     app.state.foredraft = state
     app.add_middleware(BoundedBodies, most=settings.max_body)
@@ -66,8 +67,10 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     app.add_exception_handler(405, cast(Any, _answer_status))
     _add_health(app, state)
     _add_models(app, state)
+    _add_tokens(app, state)
     _add_generation(app, state)
     _add_dialects(app, state)
+    _add_document(app, state)
     return app
 
 
@@ -84,7 +87,7 @@ def _add_health(app: FastAPI, state: App) -> None:
 
     app.get("/ready")(health)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         update = state.model.update_gauges if state.model is not None else lambda: None
         return PlainTextResponse(state.metrics.text(update), media_type="text/plain; version=0.0.4")
@@ -111,8 +114,7 @@ def _add_models(app: FastAPI, state: App) -> None:
     async def one_model(name: str, request: Request) -> dict[str, Any]:
         state.keys.check(request.headers.get("authorization"))
         model = state.ready()
-        if name not in model.names:
-            raise Problem(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        check_model(name, model.names)
         return card(model, name)
 
     @app.get("/v1/capabilities")
@@ -130,38 +132,32 @@ def _add_models(app: FastAPI, state: App) -> None:
             "streams": ["sse", "text", "websocket"],
         }  # fmt: skip
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+
+def _add_tokens(app: FastAPI, state: App) -> None:
+    async def answer(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
         state.keys.check(request.headers.get("authorization"))
-        body, model = await _body(request), state.ready()
-        tokenizer, prompt = model.llm.tokenizer, body.get("prompt")
-        if tokenizer is None or not isinstance(prompt, str):
-            raise Problem(400, "prompt must be text", param="prompt")
+        asked = kind.read(json_object(await request.body()))
+        model = state.ready()
         with as_problems():
-            special = body.get("add_special_tokens", True) is not False
-            ids = await anyio.to_thread.run_sync(tokenizer.encode, prompt, special)
-        return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.max_length}
+            found = await anyio.to_thread.run_sync(asked.answer, model)
+        return JSONResponse(found, headers=_ignored(asked.further))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await answer(TokenizeRequest, request)
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        state.keys.check(request.headers.get("authorization"))
-        body, model = await _body(request), state.ready()
-        tokenizer, ids = model.llm.tokenizer, body.get("tokens")
-        size = model.llm._spec.vocab_size
-        fits = isinstance(ids, list) and all(is_whole(id, 0, size - 1) for id in ids)
-        if tokenizer is None or not fits:
-            raise Problem(400, "tokens must be a list of token ids of this model", param="tokens")
-        return {"prompt": tokenizer.decode(cast(list[int], ids), skip_special=False)}
+    async def detokenize(request: Request) -> Response:
+        return await answer(DetokenizeRequest, request)
 
 
 def _add_generation(app: FastAPI, state: App) -> None:
     async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
-        generation, reply = await state.start(kind, await _body(request), key)
+        generation, reply = await state.start(kind, json_object(await request.body()), key)
         model = state.ready()
         headers = {"x-request-id": request.headers.get("x-request-id", reply.id)}
-        if reply.job.ignored:
-            headers["x-ignored-fields"] = _listed(reply.job.ignored)
+        headers |= _ignored(reply.job.ignored)
         if reply.job.stream:
             objects = frames(model.generations, generation, reply, state.settings.heartbeat_seconds)
             if "text/plain" in request.headers.get("accept", ""):
@@ -214,11 +210,11 @@ def _add_dialects(app: FastAPI, state: App) -> None:
 
     async def answer(dialect: Any, request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        body = dialect.chat_body(await _body(request))
+        body = dialect.chat_body(json_object(await request.body()))
         generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
         model = state.ready()
         id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
-        headers = {"x-request-id": id, "request-id": id}
+        headers = {"x-request-id": id, "request-id": id} | _ignored(reply.job.ignored)
         if reply.job.stream:
             objects = named_events(
                 model.generations, generation,
@@ -249,6 +245,15 @@ def _add_dialects(app: FastAPI, state: App) -> None:
         return await answer(responses, request)
 
 
+def _add_document(app: FastAPI, state: App) -> None:
+    made = cache(lambda: document(app, keys=bool(state.keys)))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        state.keys.check(request.headers.get("authorization"))
+        return JSONResponse(made())
+
+
 async def _finish(model: Model, generation: Generation, reply: Reply, request: Request) -> None:
     """Wait for the whole reply; a client that leaves ends it."""
 
@@ -273,18 +278,12 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request."""
-    try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise Problem(400, f"the body is not JSON ({error})", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise Problem(400, "the body must be a JSON object", code="invalid_json")
-    return body
+def _ignored(names: Collection[str]) -> dict[str, str]:
+    """Return the header that lists unknown fields; none where there are none."""
+    return {"x-ignored-fields": _listed(sorted(names))} if names else {}
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _listed(names: list[str]) -> str:
     """Return names as a header can carry them: some of them, each printable and short."""
     shown = [repr(name[:40])[1:-1].encode("ascii", "backslashreplace").decode() for name in names[:20]]
     return ", ".join([*shown, *([f"and {len(names) - 20} more"] if len(names) > 20 else [])])

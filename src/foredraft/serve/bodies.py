@@ -1,13 +1,35 @@
-"""Bounded bodies: a request whose body is too large is refused before it is read whole."""
+"""Bodies: one that is too large is refused before it is read whole, and one that is no JSON object, too."""
 
 from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.serve.problems import Problem
 
-__all__ = ["BoundedBodies"]
+__all__ = ["BoundedBodies", "json_object"]
+
+
+def json_object(data: bytes | str) -> dict[str, Any]:
+    """Return the JSON object of a body or a frame.
+
+    Raises:
+        Problem: It is something else.
+    """
+    try:
+        found = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"this is not JSON ({error})", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise Problem(400, "this is JSON, but not an object", code="invalid_json")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 class BoundedBodies:

@@ -35,7 +35,8 @@ KINDS = {
 # Fields of this API that have no meaning here, or no support.
 HARMLESS = frozenset("metadata service_tier container inference_geo".split())
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []),
+    "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []), "stop": (None,), "n": (None, 1),
+    "logprobs": (None, False), "provenance": (None, False), "max_completion_tokens": (None,),
 }  # fmt: skip
 
 

@@ -98,13 +98,14 @@ class Reply:
             check_output(output)
         text = "".join(piece.text or "" for piece in pieces)
         ids = [token for piece in pieces for token in piece.token_ids]
-        scores = [score for piece in pieces for score in piece.logprobs or ()]
+        scores: list[Score | None] = [score for piece in pieces for score in piece.logprobs or ()]
         self._tokens[sample] += len(ids)
         made = []
         first = not self._started[sample]
         self._started[sample] = True
         if first and self.job.echo:
             text = self._prompt_text(sample) + text
+            scores = [*self._prompt_scores(sample, pieces[0].prompt_logprobs), *scores]
         deltas = self._deltas(sample, text, ended=output is not None)
         if not deltas and (scores or first or (ids and self.job.provenance)):
             deltas = [{"content": ""}]
@@ -156,7 +157,7 @@ class Reply:
         self,
         sample: int,
         delta: dict[str, Any],
-        scores: list[Score],
+        scores: list[Score | None],
         output: Output | None,
         *,
         first: bool = False,
@@ -191,9 +192,8 @@ class Reply:
             else:
                 choice["text"] = self._prompt_text(sample) + text if self.job.echo else text
             scores: list[Score | None] = list(output.logprobs or ())
-            if self.job.echo and output.prompt_logprobs is not None:
-                prompt = self.job.prompts[sample // self.job.n]
-                scores = [*self._prompt_scores(output, prompt), *scores]
+            if self.job.echo:
+                scores = [*self._prompt_scores(sample, output.prompt_logprobs), *scores]
             choice["logprobs"] = self._logprobs(sample, scores) if scores else None
             choice |= self._extras(output)
             if self.job.provenance:
@@ -267,9 +267,12 @@ class Reply:
     def _prompt_text(self, sample: int) -> str:
         return self._texts.joined(self.job.prompts[sample // self.job.n])
 
-    def _prompt_scores(self, output: Output, prompt: Sequence[int]) -> list[Score | None]:
-        first = Score(prompt[0], math.nan, math.nan, [], [])
-        return [first, *(output.prompt_logprobs or [])[1:]]
+    def _prompt_scores(self, sample: int, scores: list[Score | None] | None) -> list[Score | None]:
+        """Return the scores that an echo shows; the first token has none, but a place."""
+        if scores is None:
+            return []
+        first = Score(self.job.prompts[sample // self.job.n][0], math.nan, math.nan, [], [])
+        return [first, *scores[1:]]
 
     def _logprobs(self, sample: int, scores: Sequence[Score | None]) -> dict[str, Any]:
         known = [score for score in scores if score is not None]

@@ -20,7 +20,7 @@ from foredraft.serve.conversation import messages_of, text_of
 from foredraft.serve.problems import Problem
 from foredraft.serve.tools import MOST_TOOLS, Tool, ToolChoice, Tools
 
-__all__ = ["Body", "ChatRequest", "CompletionRequest", "Job"]
+__all__ = ["Body", "ChatRequest", "CompletionRequest", "Items", "Job", "check_model"]
 
 MOST_SAMPLES = 128  # of a prompt, as in the API
 MOST_LOGPROBS = 20  # alternatives to a token, as in the API
@@ -41,12 +41,26 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "early_stopping": (None, False), "allowed_token_ids": (None, []),
     "bad_words": (None, []), "guided_choice": (None,), "guided_json": (None,), "guided_regex": (None,),
     "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
+    "prompt": (None,), "echo": (None, False), "messages": (None,), "max_completion_tokens": (None,),
+    "top_logprobs": (None, 0), "chat_template_kwargs": (None, {}), "chat_template": (None,),
+    "add_generation_prompt": (None, True), "continue_final_message": (None, False), "documents": (None, []),
+    "add_special_tokens": (None,), "banned_strings": (None, [], ""), "prompt_logprobs": (None, False),
+    "truncate_prompt_tokens": (None,), "min_new_tokens": (None, 0), "max_new_tokens": (None,),
+    "repeat_penalty": (None, 1, 1.0), "json_schema": (None,), "json_object": (None, False),
 }  # fmt: skip
 INSTEAD = {
     "best_of": "ask for n samples with logprobs", "bad_words": "its name is ban",
     "guided_json": "its name is response_format", "guided_regex": "its name is regex",
     "functions": "its name is tools", "function_call": "its name is tool_choice",
     "guided_grammar": "its name is grammar", "structured_outputs": "give response_format, regex or grammar",
+    "prompt": "it is a field of /v1/completions", "echo": "it is a field of /v1/completions",
+    "messages": "it is a field of /v1/chat/completions",
+    "max_completion_tokens": "its name here is max_tokens",
+    "top_logprobs": "give their number as logprobs", "banned_strings": "its name is ban",
+    "prompt_logprobs": "give echo and logprobs to /v1/completions",
+    "truncate_prompt_tokens": 'give truncate_prompt "left"', "max_new_tokens": "its name is max_tokens",
+    "min_new_tokens": "its name is min_tokens", "repeat_penalty": "its name is repetition_penalty",
+    "json_schema": "its name is response_format", "json_object": "its name is response_format",
 }  # fmt: skip
 # Fields that have the library's own names and meanings.
 SAME = (
@@ -264,11 +278,7 @@ class Job:
             Problem: The model is another, or a field is not supported.
             RequestError: A value cannot be honoured.
         """
-        if request.model not in names:
-            raise Problem(
-                404, f"the model {request.model!r} does not exist; this server has {names[0]!r}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+        check_model(request.model, names)
         request.refuse_unsupported()
         options = request.options()
         read = _read_chat if isinstance(request, ChatRequest) else _read_completion
@@ -290,6 +300,19 @@ class Job:
             provenance=bool(request.provenance),
             tools=tools,
             ignored=tuple(sorted(request.further)),
+        )  # fmt: skip
+
+
+def check_model(name: str, names: tuple[str, ...]) -> None:
+    """Check that a request names this server's model.
+
+    Raises:
+        Problem: It names another one.
+    """
+    if name not in names:
+        raise Problem(
+            404, f"the model {name!r} does not exist; this server has {names[0]!r}",
+            param="model", code="model_not_found",
         )  # fmt: skip
 
 
@@ -357,8 +380,6 @@ def _read_completion(
     options["max_new_tokens"] = 16 if request.max_tokens is None else request.max_tokens
     if request.echo and request.truncate_prompt:
         raise Problem(400, "echo needs the whole prompt; leave out truncate_prompt", param="echo")
-    if request.echo and request.stream and request.logprobs is not None:
-        raise Problem(400, "echo with logprobs is not streamed; leave out stream", param="echo")
     if request.logprobs is not None:
         options["logprobs"] = request.logprobs
         if request.echo:

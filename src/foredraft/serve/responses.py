@@ -26,6 +26,8 @@ HARMLESS = frozenset(
 TEXTS = ("input_text", "output_text")  # types of parts
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
+    "messages": (None,), "max_tokens": (None,), "response_format": (None,), "n": (None, 1),
+    "logprobs": (None, False), "top_logprobs": (None, 0), "provenance": (None, False),
 }  # fmt: skip
 
 

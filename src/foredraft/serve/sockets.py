@@ -8,7 +8,6 @@ then `done`, or `error`.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from foredraft.serve.bodies import json_object
 from foredraft.serve.problems import Problem
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
@@ -61,17 +61,10 @@ class Socket:
     async def _read(self, message: Any) -> None:
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code", 1005))
-        text = message.get("text")
         try:
-            if text is None:
-                raise ValueError("a frame must be text")
-            if len(text) > self._max_frame:
-                raise ValueError(f"a frame has more than {self._max_frame} characters")
-            frame = json.loads(text)
-            if not isinstance(frame, dict):
-                raise ValueError("a frame must be a JSON object")
-        except (ValueError, RecursionError) as error:
-            await self._send(None, Problem(400, f"{error}", code="invalid_frame").body)
+            frame = self._frame(message.get("text"))
+        except Problem as refused:
+            await self._send(None, refused.body)
             return
         id = frame.pop("id", None)
         if not isinstance(id, str) or not id or len(id) > 256 or invalid_at(id) is not None:
@@ -92,6 +85,13 @@ class Socket:
         else:
             task = self._tasks[id] = asyncio.create_task(self._answer(id, frame))
             task.add_done_callback(lambda done: self._end(id, done))
+
+    def _frame(self, text: str | None) -> dict[str, Any]:
+        if text is None:
+            raise Problem(400, "a frame must be text", code="invalid_json")
+        if len(text) > self._max_frame:
+            raise Problem(413, f"a frame has more than {self._max_frame} characters", code="body_too_large")
+        return json_object(text)
 
     async def _answer(self, id: str, frame: dict[str, Any]) -> None:
         async def send(chunk: dict[str, Any]) -> None:

@@ -1,0 +1,71 @@
+"""POST /tokenize and /detokenize: text -> token ids, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from foredraft.decode.params import is_whole
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.problems import Problem
+from foredraft.serve.requests import Body, Items, check_model
+from foredraft.serve.state import Model
+
+__all__ = ["DetokenizeRequest", "TokenizeRequest"]
+
+
+class _TokensRequest(Body):
+    """The fields of both kinds of request."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("user", "request_id"))
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "messages": (None,), "return_token_strs": (None, False), "skip_special_tokens": (None, False),
+    }  # fmt: skip
+    model: str | None = None
+
+    def tokenizer_of(self, model: Model) -> Tokenizer:
+        """Return the tokenizer that the request asks for.
+
+        Raises:
+            Problem: It asks for another model or for what is not supported, or the model has no tokenizer.
+        """
+        if self.model is not None:
+            check_model(self.model, model.names)
+        self.refuse_unsupported()
+        if model.llm.tokenizer is None:
+            raise Problem(400, "this model has no tokenizer; use token ids everywhere", param="model")
+        return model.llm.tokenizer
+
+
+class TokenizeRequest(_TokensRequest):
+    """The body of POST /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool | None = None
+
+    def answer(self, model: Model) -> dict[str, Any]:
+        """Return the reply; it may take long for a long text.
+
+        Raises:
+            Problem: The request is refused.
+            RequestError: The text is not valid Unicode.
+        """
+        ids = self.tokenizer_of(model).encode(self.prompt, self.add_special_tokens is not False)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.max_length}
+
+
+class DetokenizeRequest(_TokensRequest):
+    """The body of POST /detokenize."""
+
+    tokens: Items[int]
+
+    def answer(self, model: Model) -> dict[str, Any]:
+        """Return the reply; it may take long for many tokens.
+
+        Raises:
+            Problem: The request is refused.
+        """
+        tokenizer, size = self.tokenizer_of(model), model.llm._spec.vocab_size
+        if not all(is_whole(id, 0, size - 1) for id in self.tokens):
+            raise Problem(400, f"tokens must be ids of this model, from 0 to {size - 1}", param="tokens")
+        return {"prompt": tokenizer.decode(self.tokens, skip_special=False)}
