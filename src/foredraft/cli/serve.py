@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -48,12 +47,22 @@ class ServerOptions:
     """Largest body of a request, in bytes."""
     drain_seconds: float = DEFAULTS.drain_seconds
     """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
+    max_unread: int = DEFAULTS.max_unread
+    """A sample of a stream pauses where its reader has not taken so many of its tokens, and goes on once the
+    reader takes them. Meanwhile it gives its row to a request that waits."""
     slow_reader_seconds: float = DEFAULTS.slow_reader_seconds
     """A stream whose reader takes nothing for this long ends."""
     heartbeat_seconds: float = DEFAULTS.heartbeat_seconds
     """A stream that is silent for this long sends a comment."""
     vllm_metrics: Flag = DEFAULTS.vllm_metrics
     """Give metrics vLLM's names where it has them."""
+    log_format: Literal["text", "json"] = DEFAULTS.log_format
+    """Form of the log's lines, one for each request and each warning; json is one object a line."""
+    access_log: bool = DEFAULTS.access_log
+    """Write a line for each request."""
+    otel: Flag = DEFAULTS.otel
+    """Send a trace of each request to an OpenTelemetry collector: OTEL_EXPORTER_OTLP_ENDPOINT and the other
+    standard variables of the environment say where."""
     log_prompts: Flag = DEFAULTS.log_prompts
     """Write prompts, as token ids, to the log."""
     cors: Repeatable = DEFAULTS.cors
@@ -73,6 +82,8 @@ def serve(
     for name in ("max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "port"):
         if getattr(server, name) < 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
+    if server.max_unread < 1:
+        raise ConfigError(option="max_unread", value=server.max_unread, remedy="give 1 or more")
     for name in ("drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
         if not getattr(server, name) > 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
@@ -85,8 +96,6 @@ def serve(
     import foredraft
 
     settings = Settings(**asdict(server))
-    if server.log_prompts:
-        logging.getLogger("foredraft.serve").setLevel(logging.INFO)
     bars = ProgressBars()
 
     def load() -> foredraft.LLM:

@@ -38,7 +38,7 @@ class Rows:
                 cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
 
     def park(self, sequence: Sequence, caches: Iterable[KVCache]) -> None:
-        """Free the row of a sequence that goes on later; what these caches hold of it is kept in host memory."""
+        """Free the row of a sequence that goes on later; host memory keeps what these caches hold of it."""
         spans = {cache: cache.take(sequence.row, 0, cache.lengths[sequence.row]) for cache in caches}
         sequence.parked = {
             cache: replace(span, parts=tuple(part.cpu() for part in span.parts))

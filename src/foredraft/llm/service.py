@@ -1,7 +1,7 @@
 """Service: one thread that steps the engine, for programs that must not wait for it, such as servers.
 
-A program submits, pauses and cancels requests from any thread. After each step the engine's thread calls `publish`
-once, with what all requests have to show since the step before.
+A program submits, pauses and cancels requests from any thread. After each step the engine's thread calls
+`publish` once, with what all requests have to show since the step before.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Service:
         self._bell.set()
 
     def resume(self, ticket: Ticket) -> None:
-        """Let a paused request go on. A request that waited for its row meanwhile keeps it until one is free."""
+        """Let a paused request go on, once a row is free if another request took its row."""
         self._driver.inbox.resume(ticket.sequences)
         self._bell.set()
 

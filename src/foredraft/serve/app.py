@@ -22,6 +22,7 @@ from foredraft.serve.bodies import BoundedBodies
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, as_problems, check_output
+from foredraft.serve.records import Recording, current
 from foredraft.serve.replies import Reply
 from foredraft.serve.requests import ChatRequest, CompletionRequest
 from foredraft.serve.settings import Settings
@@ -59,6 +60,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Recording, end=state.end)  # the last one added sees a request first
     app.add_exception_handler(Problem, cast(Any, _answer_problem))
     app.add_exception_handler(Exception, cast(Any, _answer_bug))
     app.add_exception_handler(404, cast(Any, _answer_status))
@@ -158,7 +160,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
         key = state.keys.check(request.headers.get("authorization"))
         generation, reply = await state.start(kind, await _body(request), key)
         model = state.ready()
-        headers = {"x-request-id": request.headers.get("x-request-id", reply.id)}
+        headers = {}
         if reply.job.ignored:
             headers["x-ignored-fields"] = _listed(reply.job.ignored)
         if reply.job.stream:
@@ -205,7 +207,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
                 if each is not None:
                     await send(each)
 
-        await Socket(socket, run, state.settings.max_body).serve()
+        await Socket(socket, run, state.settings.max_body, state.end).serve()
 
 
 def _add_dialects(app: FastAPI, state: App) -> None:
@@ -217,7 +219,7 @@ def _add_dialects(app: FastAPI, state: App) -> None:
         generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
         model = state.ready()
         id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
-        headers = {"x-request-id": id, "request-id": id}
+        headers = {"request-id": id}
         if reply.job.stream:
             objects = named_events(
                 model.generations, generation,
@@ -295,9 +297,11 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._generations.end(self._generation)
+            with self._generations.read(self._generation):
+                await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._generation.dropped:
+                raise
 
 
 def _error(problem: Problem) -> Response:
@@ -310,7 +314,9 @@ async def _answer_problem(request: Request, problem: Problem) -> Response:
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     logger.exception("a request failed by a defect of the server", exc_info=error)
-    return _error(Problem(500, "the server failed; its log has the reason", code="internal_error"))
+    problem = Problem(500, "the server failed; its log has the reason", code="internal_error")
+    problem.headers["x-request-id"] = current().id  # this answer does not pass `Recording`
+    return _error(problem)
 
 
 async def _answer_status(request: Request, error: Any) -> Response:

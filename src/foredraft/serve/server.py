@@ -11,10 +11,13 @@ import uvicorn
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.app import create_app
+from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Model
 
 __all__ = ["serve"]
+
+LAST_WORDS_SECONDS = 3  # for sending what is ready, once all requests are over
 
 
 class _Server(uvicorn.Server):
@@ -28,6 +31,11 @@ class _Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self._state.drain()
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests finish before connections are closed: uvicorn closes WebSockets at once."""
+        await self._state.finish(lambda: self.force_exit)
+        await super().shutdown(sockets)
 
 
 def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model], None]) -> None:
@@ -49,7 +57,7 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,
         ws_per_message_deflate=False, ws_max_size=settings.max_body,
     )  # fmt: skip
     server = _Server(config, state)
@@ -58,7 +66,8 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
         server.should_exit = True
 
     state.on_ready, state.on_failure = lambda model: on_ready(address, model), fail
-    server.run(sockets=[listening])
+    with to_stderr(settings):
+        server.run(sockets=[listening])
     if state.failed is not None:
         raise state.failed
 
@@ -68,6 +77,11 @@ def _listen(settings: Settings) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(
+            socket, "TCP_USER_TIMEOUT"
+        ):  # connections inherit it: the kernel ends those that are stuck
+            stuck = 2 * round(1000 * settings.slow_reader_seconds)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(stuck, 2**31 - 1))
         listening.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:
         listening.close()
