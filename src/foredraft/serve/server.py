@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
@@ -15,9 +16,12 @@ from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App, Model
 
-__all__ = ["serve"]
+__all__ = ["listen", "make_server", "serve"]
 
 LAST_WORDS_SECONDS = 3  # for sending what is ready, once all requests are over
+# Bytes of a connection that the kernel takes before the server waits for the reader. Its own choice is
+# megabytes, which is a whole text, so that the server would never notice a slow reader.
+SEND_BUFFER = 64 << 10
 
 
 class _Server(uvicorn.Server):
@@ -52,15 +56,10 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
     """
     app = create_app(load, settings)
     state: App = app.state.foredraft
-    listening = _listen(settings)
+    listening = listen(settings)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,
-        ws_per_message_deflate=False, ws_max_size=settings.max_body,
-    )  # fmt: skip
-    server = _Server(config, state)
+    server = make_server(app, settings)
 
     def fail(error: BaseException) -> None:
         server.should_exit = True
@@ -72,14 +71,28 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
         raise state.failed
 
 
-def _listen(settings: Settings) -> socket.socket:
+def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    """Return a server of an app that `create_app` made."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,
+        ws_per_message_deflate=False, ws_max_size=settings.max_body,
+    )  # fmt: skip
+    return _Server(config, app.state.foredraft)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Return a socket that is bound to the address of a server.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(
-            socket, "TCP_USER_TIMEOUT"
-        ):  # connections inherit it: the kernel ends those that are stuck
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited: the kernel ends connections that are stuck
             stuck = 2 * round(1000 * settings.slow_reader_seconds)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(stuck, 2**31 - 1))
         listening.bind((settings.host, settings.port))
