@@ -14,7 +14,7 @@ from foredraft.llm import LLM
 from foredraft.serve.app import create_app
 from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
-from foredraft.serve.state import App, Model
+from foredraft.serve.state import SWEEP_SECONDS, App, Model
 
 __all__ = ["listen", "make_server", "serve"]
 
@@ -93,7 +93,7 @@ def listen(settings: Settings) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited: the kernel ends connections that are stuck
-            stuck = 2 * round(1000 * settings.slow_reader_seconds)
+            stuck = round(2000 * (settings.slow_reader_seconds + SWEEP_SECONDS))  # after streams are dropped
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(stuck, 2**31 - 1))
         listening.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:

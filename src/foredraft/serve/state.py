@@ -27,7 +27,7 @@ from foredraft.serve.requests import ChatRequest, CompletionRequest, Job
 from foredraft.serve.settings import Settings
 from foredraft.serve.tracing import Tracing, asked
 
-__all__ = ["App", "Loader", "Model"]
+__all__ = ["SWEEP_SECONDS", "App", "Loader", "Model"]
 
 logger = logging.getLogger(__name__)
 
