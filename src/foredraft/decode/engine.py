@@ -313,15 +313,17 @@ class Engine:
         """Copy what is kept of a prompt that is about to be read, unless the reading itself is asked for."""
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or self._must_read(sequence):
             return
-        sequence.cached = self.prefix_cache.restore(
+        sequence.prefix = self.prefix_cache.restore(
             sequence.prompt[:-1], self._prompt_caches(sequence), sequence.row, self.target.chunk
         )
+        sequence.cached = sequence.prefix.end
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        length = self.cache.lengths[sequence.row]
-        if self.prefix_cache is not None and length and length % self.target.chunk == 0:
-            self.prefix_cache.keep(
-                sequence.prompt[:length], self._prompt_caches(sequence), sequence.row, self.target.chunk
+        before, length = sequence.prefix, self.cache.lengths[sequence.row]
+        if self.prefix_cache is not None and length == before.end + self.target.chunk:
+            chunk = sequence.prompt[before.end : length]
+            sequence.prefix = self.prefix_cache.keep(
+                before, chunk, self._prompt_caches(sequence), sequence.row
             )
 
     def _must_read(self, sequence: Sequence) -> bool:

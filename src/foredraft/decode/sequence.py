@@ -14,6 +14,7 @@ from typing import Any
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.prefix_cache import NOTHING, Prefix
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Round
 from foredraft.decode.text_buffer import TextBuffer
@@ -69,6 +70,7 @@ class Sequence:
     text_buffer: TextBuffer | None = None
     traced: bool = False
     cached: int = 0  # tokens of the prompt that the prefix cache had
+    prefix: Prefix = NOTHING  # what the prefix cache knows of the prompt
     prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids

@@ -136,6 +136,7 @@ class Recording:
                 MutableHeaders(scope=message)["x-request-id"] = record.id
             elif message["type"] == "websocket.accept":
                 record.status = 101
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
             elif message["type"] == "websocket.close" and not record.status:
                 record.status = 403  # what a server answers to a handshake that is refused
             await send(message)
