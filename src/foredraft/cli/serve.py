@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -21,6 +23,7 @@ __all__ = ["ServerOptions", "serve"]
 
 SERVER = Group("Server", sort_key=0)
 DEFAULTS = Settings()
+KEY = "API_KEY"  # stands for a key in the calls to paste
 
 
 @Parameter(name="*", group=SERVER)
@@ -108,25 +111,26 @@ def serve(
     return 0
 
 
-def _greet(address: str, model: Model) -> None:
-    """Say where the server is, with calls to paste."""
+def _greet(address: str, model: Model, keys: bool) -> None:
+    """Say where the server is, with calls to paste; keys: requests need an API key."""
     name, chat = model.names[0], model.llm.tokenizer is not None and model.llm.tokenizer.chat is not None
     path = "chat/completions" if chat else "completions"
-    prompt = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def add(a, b):"'
-    call = (
-        f'client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])'
-        if chat
-        else f'client.completions.create(model="{name}", prompt="def add(a, b):", max_tokens=64)'
-    )
+    prompt: dict[str, Any] = {"prompt": "def add(a, b):"}
+    if chat:
+        prompt = {"messages": [{"role": "user", "content": "Hello"}]}
+    fields = {"model": name, **prompt, "max_tokens": 64}
+    data = shlex.quote(json.dumps({**fields, "stream": True}))
+    header = f" -H 'Authorization: Bearer {KEY}'" if keys else ""
+    arguments = ", ".join(f"{field}={json.dumps(value)}" for field, value in fields.items())
+    says = "; put your API key in place of API_KEY" if keys else ""
     print(
-        f"""foredraft serves {name} at {address} (Ctrl-C ends it)
+        f"""foredraft serves {name} at {address} (Ctrl-C ends it){says}
 
-  curl -N {address}/v1/{path} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", {prompt}, "max_tokens": 64, "stream": true}}'
+curl -N {address}/v1/{path} -H 'Content-Type: application/json'{header} -d {data}
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{address}/v1", api_key="none")
-  print({call})
+from openai import OpenAI
+client = OpenAI(base_url="{address}/v1", api_key="{KEY if keys else 'none'}")
+print(client.{path.replace('/', '.')}.create({arguments}))
 """,
         file=sys.stderr, flush=True,
     )  # fmt: skip

@@ -42,13 +42,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model], None]) -> None:
+def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model, bool], None]) -> None:
     """Serve until a signal comes.
 
     Args:
         load: Returns the model.
         settings: Options of the server.
-        on_ready: Told the address, and the model, once requests are served.
+        on_ready: Told the address, the model, and whether requests need a key, once requests are served.
 
     Raises:
         ConfigError: The address cannot be used, or the file of API keys.
@@ -64,7 +64,7 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
     def fail(error: BaseException) -> None:
         server.should_exit = True
 
-    state.on_ready, state.on_failure = lambda model: on_ready(address, model), fail
+    state.on_ready, state.on_failure = lambda model: on_ready(address, model, bool(state.keys)), fail
     with to_stderr(settings):
         server.run(sockets=[listening])
     if state.failed is not None:
