@@ -38,6 +38,7 @@ def start_server(model: str, draft: str) -> tuple[subprocess.Popen[str], str]:
     command = [
         sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--model", model, "--draft", draft,
         "--policy", "fixed", "--drafter", "draft-model", "--max-batch", str(ROWS), "--max-length", "1024",
+        "--no-access-log",  # nothing reads the pipe
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
