@@ -52,6 +52,7 @@ class Soak:
         self.url, self.dice = url, random.Random(seed)
         self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port or 80
         self.new_tokens = new_tokens
+        self.long = {"max_tokens": 16 * new_tokens, "n": 2}  # requests that their clients leave
         self.prompts = [f"def f{place}(x):\n" for place in range(8)]
         self.texts: dict[str, str] = {}
         self.name = ""
@@ -143,10 +144,10 @@ class Soak:
         await self._send(data[: self.dice.randrange(data.index(b"\r\n\r\n") + 4, len(data))])
 
     async def leave_waiting(self) -> None:
-        await self._send(self._request(n=2), wait=self.dice.choice((0.0, 0.01, 0.1)))
+        await self._send(self._request(**self.long), wait=self.dice.choice((0.0, 0.01, 0.1)))
 
     async def leave_streaming(self) -> None:
-        await self._send(self._request(stream=True, n=2), read=self.dice.choice((1, 400, 4000)))
+        await self._send(self._request(stream=True, **self.long), read=self.dice.choice((1, 400, 4000)))
 
     async def garbage(self) -> None:
         await self._send(self.dice.randbytes(self.dice.choice((1, 100, 100_000))), read=1)
@@ -172,7 +173,7 @@ class Soak:
 
     async def socket_cancel(self) -> None:
         async with self._socket() as ws:
-            await ws.send(json.dumps(self.body(self.prompts[0], id="a", n=2)))
+            await ws.send(json.dumps(self.body(self.prompts[0], id="a", **self.long)))
             await asyncio.sleep(self.dice.choice((0.0, 0.01, 0.1)))
             await ws.send('{"id": "a", "cancel": true}')
             while "done" not in json.loads(await ws.recv()):
@@ -181,7 +182,7 @@ class Soak:
     async def socket_leave(self) -> None:
         async with self._socket() as ws:
             for id in ("a", "b"):
-                await ws.send(json.dumps(self.body(self.prompts[0], id=id)))
+                await ws.send(json.dumps(self.body(self.prompts[0], id=id, **self.long)))
             await asyncio.sleep(self.dice.choice((0.0, 0.05)))
             ws.transport.abort()
 
