@@ -141,15 +141,17 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 def test_a_signal_ends_a_server_that_is_still_loading() -> None:
     program = """
-import sys, time
-from foredraft.serve.server import serve
-from foredraft.serve.settings import Settings
+import atexit, os, sys, time
+import foredraft
+from foredraft.cli import main
 
-def load():
+def load(*_, **__):
     print("loading", file=sys.stderr, flush=True)
     time.sleep(600)
 
-serve(load, Settings(port=0), lambda *_: None)
+foredraft.load = load
+atexit.register(lambda: os._exit(7))  # Python's own exit may abort in the libraries that a load uses
+main(["serve", "--port", "0"])
 """
     for sign in (signal.SIGINT, signal.SIGTERM):
         process = subprocess.Popen(

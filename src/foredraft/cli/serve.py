@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -107,7 +108,9 @@ def serve(
         finally:
             bars.clear()
 
-    run(load, settings, _greet)
+    if not run(load, settings, _greet):
+        sys.stderr.flush()
+        os._exit(0)  # no thread can be stopped while it loads, and Python's own exit may abort under it
     return 0
 
 

@@ -42,13 +42,16 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model, bool], None]) -> None:
+def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model, bool], None]) -> bool:
     """Serve until a signal comes.
 
     Args:
         load: Returns the model.
         settings: Options of the server.
         on_ready: Told the address, the model, and whether requests need a key, once requests are served.
+
+    Returns:
+        False if the signal came while the model was being loaded: the thread that loads it goes on.
 
     Raises:
         ConfigError: The address cannot be used, or the file of API keys.
@@ -69,6 +72,7 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
         server.run(sockets=[listening])
     if state.failed is not None:
         raise state.failed
+    return state.model is not None
 
 
 def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
