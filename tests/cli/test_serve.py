@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -21,50 +25,110 @@ from tests.support.running import environment
 pytest.importorskip("fastapi")
 
 
-def started(*options: str) -> tuple[subprocess.Popen[str], str, str]:
-    """Start a server; return it, its address, and all that it said until then."""
+LONG = {"model": "demo", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+@contextmanager
+def started(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Start a server; yield it, its address, and all that it said until then."""
     command = [sys.executable, "-m", "foredraft.cli", "serve", "--port", "0", "--policy", "fixed", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    env = {**environment(), **variables}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     said = ""
-    assert process.stderr is not None
-    for line in process.stderr:
-        said += line
-        if line.startswith("  print("):
-            break
-    address = re.search(r"foredraft serves \S+ at (http://127\.0\.0\.1:\d+) ", said)
-    assert address, said
-    return process, address[1], said
-
-
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_the_calls_that_it_prints_work_and_a_signal_ends_it(sign: signal.Signals) -> None:
-    process, address, said = started()
     try:
-        call = re.search(r"curl -N (\S+) .*\n    -d '(.*)'", said)
-        assert call
-        events = httpx.post(call[1], content=call[2], timeout=60).text
-        assert events.count("data: ") > 2 and events.endswith("data: [DONE]\n\n")
-        snippet = said[said.index("  from openai") :].replace("\n  ", "\n").strip()
-        found = subprocess.run(
-            [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=environment()
-        )
-        assert "finish_reason='length'" in found.stdout, found.stderr
-        body = {"model": "demo", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            os.kill(process.pid, sign)
-            assert "data: [DONE]" in list(lines)
-        assert process.wait(20) == 0
+        assert process.stderr is not None
+        for line in process.stderr:
+            said += line
+            if line.startswith("print("):
+                break
+        address = re.search(r"foredraft serves \S+ at (http://127\.0\.0\.1:\d+) ", said)
+        assert address, said
+        yield process, address[1], said
     finally:
         process.kill()
         process.communicate()
 
 
+@pytest.mark.parametrize("keys", [False, True])
+def test_the_calls_that_it_prints_work_as_pasted(keys: bool) -> None:
+    with started(**({"FOREDRAFT_API_KEY": "wonderland"} if keys else {})) as (_, _, said):
+        assert ("put your API key in place of API_KEY" in said) == keys
+        _, call, snippet = (
+            said.replace('API_KEY"', 'wonderland"').replace("API_KEY'", "wonderland'").split("\n\n")
+        )
+        if shutil.which("curl"):
+            found = subprocess.run(["sh", "-c", call], capture_output=True, text=True, timeout=120)
+            assert found.stdout.count("data: {") > 2 and found.stdout.endswith("data: [DONE]\n\n"), (
+                found.stdout
+            )
+        found = subprocess.run(
+            [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=environment()
+        )
+        assert "finish_reason='length'" in found.stdout, found.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_every_kind_of_request_finish(sign: signal.Signals) -> None:
+    """A stream, a reply in one piece, a request of a socket, and one that waits for a row of the batch."""
+    from websockets.sync.client import connect
+
+    with started("--max-batch", "2") as (process, address, _), ThreadPoolExecutor() as pool:
+        body = {**LONG, "max_tokens": 200}
+
+        def whole() -> str:
+            found = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            return str(found["choices"][0]["text"])
+
+        def over_a_socket() -> str:
+            text = ""
+            with connect(address.replace("http", "ws") + "/v1/stream") as ws:
+                ws.send(json.dumps({**body, "id": "a"}))
+                while "done" not in (frame := json.loads(ws.recv(timeout=60))):
+                    text += frame["chunk"]["choices"][0]["text"]
+            assert frame["reason"] == "finished"
+            return text
+
+        want = whole()
+        with httpx.stream(
+            "POST", f"{address}/v1/completions", json={**body, "stream": True}, timeout=60
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            others = [pool.submit(call) for call in (whole, over_a_socket, over_a_socket, whole)]
+            while "foredraft_requests_waiting 3.0" not in httpx.get(f"{address}/metrics").text:
+                pass
+            os.kill(process.pid, sign)
+            while httpx.get(f"{address}/health").status_code != 503:  # it says so while it drains
+                pass
+            assert httpx.post(f"{address}/v1/completions", json=body).status_code == 503
+            assert "data: [DONE]" in list(lines)
+        assert [other.result() for other in others] == [want] * 4
+        assert process.wait(20) == 0
+
+
+def test_requests_that_last_longer_than_the_drain_end_with_an_error() -> None:
+    with (
+        started("--max-batch", "1", "--drain-seconds", "0.2") as (process, address, _),
+        ThreadPoolExecutor() as pool,
+    ):
+        url, body = f"{address}/v1/completions", {**LONG, "n": 8}
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            waiting = pool.submit(httpx.post, url, json=body, timeout=60)
+            while "foredraft_requests_waiting 15.0" not in httpx.get(f"{address}/metrics").text:
+                pass
+            os.kill(process.pid, signal.SIGTERM)
+            *_, error, done = [line for line in lines if line]
+        assert json.loads(error[6:])["error"]["message"] == "the server is shutting down"
+        assert done == "data: [DONE]"
+        assert waiting.result().status_code == 503
+        assert process.wait(20) == 0
+
+
 def test_a_second_signal_ends_it_at_once() -> None:
-    process, address, _ = started("--drain-seconds", "600")
-    try:
-        body = {"model": "demo", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "n": 8, "stream": True}
+    with started("--drain-seconds", "600") as (process, address, _):
+        body = {**LONG, "n": 8, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
             pieces = stream.iter_bytes()  # kept: httpx closes a stream with its iterator
             next(pieces)
@@ -73,9 +137,33 @@ def test_a_second_signal_ends_it_at_once() -> None:
             assert process.poll() is None
             os.kill(process.pid, signal.SIGTERM)
             assert process.wait(15) == 0
-    finally:
-        process.kill()
-        process.communicate()
+
+
+def test_a_signal_ends_a_server_that_is_still_loading() -> None:
+    program = """
+import atexit, os, sys, time
+import foredraft
+from foredraft.cli import main
+
+def load(*_, **__):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+foredraft.load = load
+atexit.register(lambda: os._exit(7))  # Python's own exit may abort in the libraries that a load uses
+main(["serve", "--port", "0"])
+"""
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        try:
+            assert process.stderr is not None and process.stderr.readline() == "loading\n"
+            os.kill(process.pid, sign)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -86,6 +174,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         (["--port", "-1"], "--port is -1; give 0 or more"),
         (["--max-queued", "-1"], "--max-queued is -1; give 0 or more"),
         (["--drain-seconds", "0"], "--drain-seconds is 0.0; give seconds, above 0"),
+        (["--max-unread", "0"], "--max-unread is 0; give 1 or more"),
         (["--api-key-file", "/nowhere"], "--api-key-file is '/nowhere', which cannot be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -121,3 +210,18 @@ def test_the_guide_names_every_path(tmp_path: Path) -> None:
     for path in paths:
         shown = path.replace("{name}", "{id}")
         assert f"`{shown}`" in guide or f" {shown}`" in guide or path == "/version", path
+
+
+def test_the_options_of_the_unit_and_of_the_containers_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    unit = (root / "docs" / "systemd" / "foredraft.service").read_text(encoding="utf-8")
+    container = (root / "Containerfile").read_text(encoding="utf-8")
+    assert main(["serve", "--help-all"]) == 0
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    started = re.findall(r"^ExecStart=(.*)$", unit, re.M) + re.findall(r"^ENTRYPOINT (.*)$", container, re.M)
+    used = {option for command in started for option in re.findall(r"--[a-z-]+", command)}
+    assert len(started) == 3 and len(used) >= 5 and used <= known
+    drain, stop = re.search(r"--drain-seconds (\d+)", unit), re.search(r"^TimeoutStopSec=(\d+)", unit, re.M)
+    assert drain and stop and int(stop[1]) >= int(drain[1]) + 10
+    stages = container.split("\nFROM ")[2:]
+    assert all("USER foredraft" in stage for stage in stages) and "HEALTHCHECK" in container

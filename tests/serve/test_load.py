@@ -16,6 +16,7 @@ from foredraft.decode.engine import Engine
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.keys import Keys
+from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
 from foredraft.serve.streaming import events, frames
 from tests.support.serving import Served, load_chat, serving
@@ -93,6 +94,23 @@ def test_keys_are_asked_for_and_limited(llm: LLM, tmp_path: Path, monkeypatch: p
             assert (
                 post(served, {"authorization": "Bearer second"}, prompt="x", max_tokens=1).status_code == 200
             )
+
+
+@pytest.mark.parametrize("key", ["caf\u00e9", "\u00e0", "\u20ac", "\u4f60\u597d", "plain"])
+def test_a_key_may_have_any_letters(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"other\nthe name {key}\n", encoding="utf-8")
+    keys = Keys.of(Settings(api_key_file=file))
+    sent = [key.encode()] + ([key.encode("latin-1")] if max(key) < "\u0100" else [])
+    for data in sent:  # as clients write it; ASGI hands bytes over as Latin-1
+        assert (
+            keys.check(f"Bearer {data.decode('latin-1')}")
+            == keys.check(None, data.decode("latin-1"))
+            == "the name"
+        )
+    for wrong in ("?", "caf?", "", "\u00e0\u00a0", key[:-1]):
+        with pytest.raises(Problem):
+            keys.check(f"Bearer {wrong}")
 
 
 def test_a_file_of_keys_without_a_key_is_refused(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import uvicorn
 
 import foredraft
 from foredraft import LLM, demo
 from foredraft.serve.app import create_app
+from foredraft.serve.server import listen, make_server
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
 
@@ -75,14 +75,12 @@ def load_chat(folder: Path, **options: object) -> LLM:
 @contextmanager
 def serving(llm: LLM, **settings: object) -> Iterator[Served]:
     """Serve a model until the block ends."""
-    app = create_app(lambda: llm, Settings(**settings))  # type: ignore[arg-type]
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws_per_message_deflate=False)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    given = Settings(**{"port": 0, "drain_seconds": 10.0, **settings})  # type: ignore[arg-type]
+    app = create_app(lambda: llm, given)
+    server, listening = make_server(app, given), listen(given)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = listening.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=60) as client:

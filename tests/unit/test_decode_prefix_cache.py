@@ -11,7 +11,7 @@ import pytest
 import foredraft
 from foredraft import LLM
 from foredraft.decode import prefix_cache
-from foredraft.decode.prefix_cache import PrefixCache
+from foredraft.decode.prefix_cache import Prefix, PrefixCache
 from tests.support.planting import assert_caught, defect
 
 CHUNK = 256
@@ -98,10 +98,9 @@ def test_a_digest_of_one_chunk_alone_is_caught(
 ) -> None:
     """Without the tokens before it, the chunk of another prompt is taken."""
 
-    def alone(digests: Any) -> Any:
-        def spoilt(tokens: list[int], chunk: int) -> Any:
-            for _, end in digests(tokens, chunk):
-                yield next(digests(tokens[end - chunk : end], chunk))[0], end
+    def alone(longer: Any) -> Any:
+        def spoilt(before: Prefix, chunk: list[int]) -> Prefix:
+            return Prefix(before.end + len(chunk), longer(Prefix(), chunk).digest)
 
         return spoilt
 
@@ -114,4 +113,4 @@ def test_a_digest_of_one_chunk_alone_is_caught(
 
     check_swapped()
     llm._engine.prefix_cache = None
-    assert_caught(defect("chunks alone", prefix_cache._digests, alone, check_swapped), monkeypatch)
+    assert_caught(defect("chunks alone", prefix_cache._longer, alone, check_swapped), monkeypatch)

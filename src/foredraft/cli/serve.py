@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import os
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -22,6 +24,7 @@ __all__ = ["ServerOptions", "serve"]
 
 SERVER = Group("Server", sort_key=0)
 DEFAULTS = Settings()
+KEY = "API_KEY"  # stands for a key in the calls to paste
 
 
 @Parameter(name="*", group=SERVER)
@@ -48,12 +51,22 @@ class ServerOptions:
     """Largest body of a request, in bytes."""
     drain_seconds: float = DEFAULTS.drain_seconds
     """Time that requests have to finish after SIGTERM; a second signal ends the server at once."""
+    max_unread: int = DEFAULTS.max_unread
+    """A sample of a stream pauses where its reader has not taken so many of its tokens, and goes on once the
+    reader takes them. Meanwhile it gives its row to a request that waits."""
     slow_reader_seconds: float = DEFAULTS.slow_reader_seconds
     """A stream whose reader takes nothing for this long ends."""
     heartbeat_seconds: float = DEFAULTS.heartbeat_seconds
     """A stream that is silent for this long sends a comment."""
     vllm_metrics: Flag = DEFAULTS.vllm_metrics
     """Give metrics vLLM's names where it has them."""
+    log_format: Literal["text", "json"] = DEFAULTS.log_format
+    """Form of the log's lines, one for each request and each warning; json is one object a line."""
+    access_log: bool = DEFAULTS.access_log
+    """Write a line for each request."""
+    otel: Flag = DEFAULTS.otel
+    """Send a trace of each request to an OpenTelemetry collector: OTEL_EXPORTER_OTLP_ENDPOINT and the other
+    standard variables of the environment say where."""
     log_prompts: Flag = DEFAULTS.log_prompts
     """Write prompts, as token ids, to the log."""
     cors: Repeatable = DEFAULTS.cors
@@ -73,6 +86,8 @@ def serve(
     for name in ("max_queued", "max_queued_tokens", "prefix_cache", "max_per_key", "max_body", "port"):
         if getattr(server, name) < 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give 0 or more")
+    if server.max_unread < 1:
+        raise ConfigError(option="max_unread", value=server.max_unread, remedy="give 1 or more")
     for name in ("drain_seconds", "slow_reader_seconds", "heartbeat_seconds"):
         if not getattr(server, name) > 0:
             raise ConfigError(option=name, value=getattr(server, name), remedy="give seconds, above 0")
@@ -85,8 +100,6 @@ def serve(
     import foredraft
 
     settings = Settings(**asdict(server))
-    if server.log_prompts:
-        logging.getLogger("foredraft.serve").setLevel(logging.INFO)
     bars = ProgressBars()
 
     def load() -> foredraft.LLM:
@@ -95,29 +108,32 @@ def serve(
         finally:
             bars.clear()
 
-    run(load, settings, _greet)
+    if not run(load, settings, _greet):
+        sys.stderr.flush()
+        os._exit(0)  # no thread can be stopped while it loads, and Python's own exit may abort under it
     return 0
 
 
-def _greet(address: str, model: Model) -> None:
-    """Say where the server is, with calls to paste."""
+def _greet(address: str, model: Model, keys: bool) -> None:
+    """Say where the server is, with calls to paste; keys: requests need an API key."""
     name, chat = model.names[0], model.llm.tokenizer is not None and model.llm.tokenizer.chat is not None
     path = "chat/completions" if chat else "completions"
-    prompt = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def add(a, b):"'
-    call = (
-        f'client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])'
-        if chat
-        else f'client.completions.create(model="{name}", prompt="def add(a, b):", max_tokens=64)'
-    )
+    prompt: dict[str, Any] = {"prompt": "def add(a, b):"}
+    if chat:
+        prompt = {"messages": [{"role": "user", "content": "Hello"}]}
+    fields = {"model": name, **prompt, "max_tokens": 64}
+    data = shlex.quote(json.dumps({**fields, "stream": True}))
+    header = f" -H 'Authorization: Bearer {KEY}'" if keys else ""
+    arguments = ", ".join(f"{field}={json.dumps(value)}" for field, value in fields.items())
+    says = "; put your API key in place of API_KEY" if keys else ""
     print(
-        f"""foredraft serves {name} at {address} (Ctrl-C ends it)
+        f"""foredraft serves {name} at {address} (Ctrl-C ends it){says}
 
-  curl -N {address}/v1/{path} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", {prompt}, "max_tokens": 64, "stream": true}}'
+curl -N {address}/v1/{path} -H 'Content-Type: application/json'{header} -d {data}
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{address}/v1", api_key="none")
-  print({call})
+from openai import OpenAI
+client = OpenAI(base_url="{address}/v1", api_key="{KEY if keys else 'none'}")
+print(client.{path.replace('/', '.')}.create({arguments}))
 """,
         file=sys.stderr, flush=True,
     )  # fmt: skip

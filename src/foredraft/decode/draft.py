@@ -87,7 +87,7 @@ class RoundInputs:
 
     Attributes:
         sequences: [B].
-        idle: [B], rows that are still in prefill.
+        idle: [B], rows that are still in prefill, or paused.
         budgets: [B] tokens to draft at most; 0 in idle rows and in plain ones.
         drafters: [B] the drafter's name; None where the budget is 0.
         table: Sampling parameters of the rows.

@@ -118,6 +118,17 @@ class Engine:
         sequence.cut_off()
         self._leave(sequence, Finish.CANCELLED)
 
+    def pause(self, sequence: Sequence) -> None:
+        """Leave a sequence out of all rounds until it is resumed, between two steps. Its text is the same."""
+        if sequence.state is not State.FINISHED and sequence.paused_at is None:
+            sequence.paused_at = time.perf_counter()
+
+    def resume(self, sequence: Sequence) -> None:
+        """Let a paused sequence go on, between two steps. Its seconds do not count the pause."""
+        if sequence.paused_at is not None:
+            sequence.started += time.perf_counter() - sequence.paused_at if sequence.started else 0.0
+            sequence.paused_at = None
+
     def fail(self, sequence: Sequence, error: str) -> None:
         """End one sequence between two steps, after a call for it broke off. Its row may hold anything."""
         for name in sequence.drafters:
@@ -149,6 +160,7 @@ class Engine:
         with self.observer.phase("step"):
             if self.scheduler.steady:
                 return self.round()
+            self._park()
             self._start(self.scheduler.admit())
             decoding = self.scheduler.running
             if (sequence := self.scheduler.prefilling) is not None:
@@ -193,7 +205,7 @@ class Engine:
 
     def _inputs(self, policy: Policy) -> RoundInputs:
         sequences = list(self.rows.sequences)
-        idle = [s.state is not State.RUNNING for s in sequences]
+        idle = [not s.active for s in sequences]
         ids = [s.id for s in sequences]
         if self._table is None or self._table[0] != ids:
             params, ends = [s.params for s in sequences], [s.eos for s in sequences]
@@ -307,15 +319,17 @@ class Engine:
         """Copy what is kept of a prompt that is about to be read, unless the reading itself is asked for."""
         if self.prefix_cache is None or self.cache.lengths[sequence.row] or self._must_read(sequence):
             return
-        sequence.cached = self.prefix_cache.restore(
+        sequence.prefix = self.prefix_cache.restore(
             sequence.prompt[:-1], self._prompt_caches(sequence), sequence.row, self.target.chunk
         )
+        sequence.cached = sequence.prefix.end
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        length = self.cache.lengths[sequence.row]
-        if self.prefix_cache is not None and length and length % self.target.chunk == 0:
-            self.prefix_cache.keep(
-                sequence.prompt[:length], self._prompt_caches(sequence), sequence.row, self.target.chunk
+        before, length = sequence.prefix, self.cache.lengths[sequence.row]
+        if self.prefix_cache is not None and length == before.end + self.target.chunk:
+            chunk = sequence.prompt[before.end : length]
+            sequence.prefix = self.prefix_cache.keep(
+                before, chunk, self._prompt_caches(sequence), sequence.row
             )
 
     def _must_read(self, sequence: Sequence) -> bool:
@@ -329,9 +343,18 @@ class Engine:
         own = [c for drafter in drafters if not drafter.context_start(sequence) for c in drafter.caches]
         return list(dict.fromkeys([self.cache, *own]))
 
+    def _park(self) -> None:
+        """Take the row of a paused sequence if another one needs it. Its drafters join again with a row."""
+        sequence = self.scheduler.to_park
+        if sequence is not None:
+            caches = self._prompt_caches(sequence)
+            for name in sequence.drafters:
+                self.drafters[name].leave(sequence)
+            self.scheduler.park(sequence, caches)
+
     def _start(self, ready: list[Sequence]) -> None:
         for sequence in ready:
-            sequence.started = time.perf_counter()
+            sequence.started = sequence.started or time.perf_counter()
             if sequence.remaining == 0:  # the request asks for scores of its prompt alone
                 self._leave(sequence, Finish.LENGTH)
                 continue
@@ -339,8 +362,8 @@ class Engine:
                 self.drafters[name].join(sequence)
 
     def _leave(self, sequence: Sequence, finish: Finish, error: str | None = None) -> None:
-        if sequence.state is State.RUNNING:
-            sequence.ended = time.perf_counter()
+        if sequence.decoding:
+            sequence.ended = sequence.paused_at or time.perf_counter()
         if finish is Finish.ERROR:
             sequence.cache_finite = False
         if sequence.row >= 0:

@@ -34,7 +34,7 @@ def plan_drafts(
 
     Args:
         sequences: [B].
-        idle: [B], rows in prefill.
+        idle: [B], rows in prefill, or paused.
         drafters: By name.
         policy: Decides.
         max_queries: Longest [pending, *draft] that one pass of the target takes.

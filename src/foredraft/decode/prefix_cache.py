@@ -10,12 +10,23 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from foredraft.model.cache import KVCache, Span
 
-__all__ = ["PrefixCache"]
+__all__ = ["NOTHING", "Prefix", "PrefixCache"]
+
+
+class Prefix(NamedTuple):
+    """The beginning of a prompt: its tokens' number, and their digest."""
+
+    end: int = 0
+    digest: bytes = b""
+
+
+NOTHING = Prefix()
 
 
 class PrefixCache:
@@ -33,7 +44,7 @@ class PrefixCache:
         self.most_bytes, self.bytes, self.hits = most_bytes, 0, 0
         self._chunks: OrderedDict[bytes, dict[KVCache, Span]] = OrderedDict()
 
-    def restore(self, tokens: list[int], caches: Iterable[KVCache], row: int, chunk: int) -> int:
+    def restore(self, tokens: list[int], caches: Iterable[KVCache], row: int, chunk: int) -> Prefix:
         """Copy what is kept of the beginning of a prompt into a row that holds nothing.
 
         Args:
@@ -43,50 +54,53 @@ class PrefixCache:
             chunk: Tokens of a chunk.
 
         Returns:
-            The positions that the target's row holds now.
+            What the target's row holds now.
         """
-        going = list(caches)
-        target = going[0]
-        for digest, end in _digests(tokens, chunk):
-            kept = self._chunks.get(digest)
+        going, prefix = list(caches), NOTHING
+        while prefix.end + chunk <= len(tokens):
+            longer = _longer(prefix, tokens[prefix.end : prefix.end + chunk])
+            kept = self._chunks.get(longer.digest)
             if kept is None:
                 break
-            self._chunks.move_to_end(digest)
+            prefix = longer
+            self._chunks.move_to_end(prefix.digest)
             going = [cache for cache in going if cache in kept]
             for cache in going:
                 cache.put_back(replace(kept[cache], row=row))
-                cache.lengths[row] = end
-        self.hits += target.lengths[row]
-        return target.lengths[row]
+                cache.lengths[row] = prefix.end
+        self.hits += prefix.end
+        return prefix
 
-    def keep(self, tokens: list[int], caches: Iterable[KVCache], row: int, chunk: int) -> None:
-        """Keep the last chunk of a row whose length is a multiple of the chunk's.
+    def keep(self, before: Prefix, chunk: list[int], caches: Iterable[KVCache], row: int) -> Prefix:
+        """Keep the chunk of a row that was just read.
 
         Args:
-            tokens: Those that the target's row holds.
+            before: What `restore` or `keep` returned for the tokens before the chunk.
+            chunk: The tokens of the chunk.
             caches: As in `restore`; those that hold fewer tokens are left out.
             row: The row of all caches.
-            chunk: Tokens of a chunk.
+
+        Returns:
+            The prefix with the chunk.
         """
-        *_, (digest, end) = _digests(tokens, chunk)
-        if digest in self._chunks:
-            self._chunks.move_to_end(digest)
-            return
-        spans = {cache: cache.take(row, end - chunk, end) for cache in caches if cache.lengths[row] >= end}
-        self._chunks[digest] = spans
+        prefix = _longer(before, chunk)
+        if prefix.digest in self._chunks:
+            self._chunks.move_to_end(prefix.digest)
+            return prefix
+        end = prefix.end
+        spans = {cache: cache.take(row, before.end, end) for cache in caches if cache.lengths[row] >= end}
+        self._chunks[prefix.digest] = spans
         self.bytes += _bytes(spans)
         while self.bytes > self.most_bytes:
             _, oldest = self._chunks.popitem(last=False)
             self.bytes -= _bytes(oldest)
+        return prefix
 
 
-def _digests(tokens: list[int], chunk: int) -> Iterator[tuple[bytes, int]]:
-    """Yield a digest of all tokens up to the end of each whole chunk, and that end."""
-    digest = b""
-    for start in range(0, len(tokens) - chunk + 1, chunk):
-        end = start + chunk
-        digest = hashlib.sha256(digest + array("q", tokens[start:end]).tobytes()).digest()
-        yield digest, end
+def _longer(before: Prefix, chunk: list[int]) -> Prefix:
+    """Return a prefix with the chunk after it. Its digest depends on all tokens and reads the chunk alone."""
+    digest = hashlib.sha256(before.digest + array("q", chunk).tobytes()).digest()
+    return Prefix(before.end + len(chunk), digest)
 
 
 def _bytes(spans: dict[KVCache, Span]) -> int:

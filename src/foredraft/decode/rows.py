@@ -1,13 +1,15 @@
-"""Rows: which row of every cache a sequence has, and the only two copies of cache rows there are.
+"""Rows: which row of every cache a sequence has, and the only copies of cache rows there are.
 
 A sequence has one row index, the same in every cache (target, draft, adapter). Rows in use are a
 prefix, so a pass over the batch reads views, not gathers. Copies: the prompt's rows from a donor to
-its siblings (n samples of one prompt), and the last row into a freed one.
+its siblings (n samples of one prompt), the last row into a freed one, and the row of a paused sequence out
+of the caches and back, to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from foredraft.decode.sequence import Sequence
 from foredraft.model.cache import KVCache
@@ -34,6 +36,24 @@ class Rows:
                 cache.lengths[sequence.row] = 0
             else:
                 cache.copy_row(donor.row, sequence.row, _prompt_rows(cache, donor, sequence))
+
+    def park(self, sequence: Sequence, caches: Iterable[KVCache]) -> None:
+        """Free the row of a sequence that goes on later; host memory keeps what these caches hold of it."""
+        spans = {cache: cache.take(sequence.row, 0, cache.lengths[sequence.row]) for cache in caches}
+        sequence.parked = {
+            cache: replace(span, parts=tuple(part.cpu() for part in span.parts))
+            for cache, span in spans.items()
+        }
+        self.remove(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Give a parked sequence a free row that holds what its old one held."""
+        assert sequence.parked is not None
+        self.add(sequence)
+        for cache, span in sequence.parked.items():
+            cache.put_back(replace(span, row=sequence.row))
+            cache.lengths[sequence.row] = span.stop
+        sequence.parked = None
 
     def succeed(self, sequence: Sequence, sibling: Sequence) -> None:
         """Let a sibling take the row over in place, because it holds the prompt already."""

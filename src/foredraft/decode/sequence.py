@@ -14,17 +14,19 @@ from typing import Any
 from foredraft.decode.constraint import Constraint
 from foredraft.decode.noise import seed_key
 from foredraft.decode.params import SamplingParams
+from foredraft.decode.prefix_cache import NOTHING, Prefix
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Round
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.decode.token_counts import TokenCounts
 from foredraft.decode.trace import RoundTrace
+from foredraft.model.cache import KVCache, Span
 
 __all__ = ["Finish", "Origin", "Sequence", "State"]
 
 
 class State(StrEnum):
-    WAITING = "waiting"  # no row yet
+    WAITING = "waiting"  # has no row: not yet, or not now
     PREFILLING = "prefilling"  # has a row; its prompt is being read
     RUNNING = "running"  # in the round
     FINISHED = "finished"
@@ -69,6 +71,7 @@ class Sequence:
     traced: bool = False
     prediction: tuple[int, ...] = ()  # tokens that the request expects
     cached: int = 0  # tokens of the prompt that the prefix cache had
+    prefix: Prefix = NOTHING  # what the prefix cache knows of the prompt
     prompt_scores: list[Score | None] = field(default_factory=list)
 
     tokens: list[int] = field(default_factory=list)  # prompt and new ids
@@ -80,6 +83,8 @@ class Sequence:
     finish: Finish | None = None
     error: str | None = None
     row: int = -1  # owned by rows.py
+    parked: dict[KVCache, Span] | None = None  # what its row held, while it has none between two rounds
+    paused_at: float | None = None  # monotonic clock: since when it takes no part in rounds
     rounds: list[Round] = field(default_factory=list)
     round_count: int = 0  # part of the noise key; never goes back
     attempts: dict[int, int] = field(default_factory=dict)  # position -> rollbacks of a ban that crossed it
@@ -99,6 +104,16 @@ class Sequence:
     @property
     def key(self) -> int:
         return seed_key(self.seed, self.sample)
+
+    @property
+    def active(self) -> bool:
+        """Return whether it takes part in the next round."""
+        return self.state is State.RUNNING and self.paused_at is None
+
+    @property
+    def decoding(self) -> bool:
+        """Return whether its first round has begun, or may at once, and its last one has not ended."""
+        return self.state is State.RUNNING or self.parked is not None
 
     @property
     def new_ids(self) -> list[int]:
@@ -144,7 +159,7 @@ class Sequence:
 
     def cut_off(self) -> None:
         """Take back the tokens with which the text must not end."""
-        if self.constraint is not None and self.state is State.RUNNING:
+        if self.constraint is not None and self.decoding:
             kept = self.constraint.may_be_cut()
             self.constraint.rewind(kept)
             self._roll_back(kept)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Wishes of all threads: sequences to submit and to cancel.
+    """Wishes of all threads: sequences to submit, to pause and to cancel.
 
     A wish is one append to a deque: atomic, without a lock, so it may come from any thread, from a signal
     handler and from the garbage collector, and it is there as a whole or not at all. One thread at a time
@@ -41,6 +41,14 @@ class Inbox:
         """Ask to end sequences; those that have ended, or were never submitted, are left as they are."""
         # last first: otherwise the row of a cancelled sequence would pass to a waiting sibling
         self._wishes.append(_Wish(lambda: sequences[::-1], self._engine.cancel))
+
+    def pause(self, sequences: list[Sequence]) -> None:
+        """Ask to leave sequences out of the rounds."""
+        self._wishes.append(_Wish(lambda: sequences, self._engine.pause))
+
+    def resume(self, sequences: list[Sequence]) -> None:
+        """Ask to let paused sequences go on."""
+        self._wishes.append(_Wish(lambda: sequences, self._engine.resume))
 
     def fail(self, sequences: list[Sequence], error: str) -> None:
         """Ask to end sequences with an error; those that have ended are left as they are."""

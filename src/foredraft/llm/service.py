@@ -1,7 +1,7 @@
 """Service: one thread that steps the engine, for programs that must not wait for it, such as servers.
 
-A program submits and cancels requests from any thread. After each step the engine's thread calls `publish`
-once, with what all requests have to show since the step before.
+A program submits, pauses and cancels requests from any thread. After each step the engine's thread calls
+`publish` once, with what all requests have to show since the step before.
 """
 
 from __future__ import annotations
@@ -109,6 +109,16 @@ class Service:
         self._driver.inbox.cancel(ticket.sequences)
         self._bell.set()
 
+    def pause(self, ticket: Ticket) -> None:
+        """Leave a request out of the steps after the one that runs. Its texts are the same."""
+        self._driver.inbox.pause(ticket.sequences)
+        self._bell.set()
+
+    def resume(self, ticket: Ticket) -> None:
+        """Let a paused request go on, once a row is free if another request took its row."""
+        self._driver.inbox.resume(ticket.sequences)
+        self._bell.set()
+
     def stop(self) -> None:
         """Cancel all requests, publish what they have, and end the thread."""
         self._stopped = True
@@ -132,7 +142,7 @@ class Service:
                 self._bell.set()
 
     def _publish_news(self) -> bool | None:
-        """Publish what there is to show; return True where no request is left, else None."""
+        """Publish what there is to show; return True where nothing is left to step, else None."""
         while self._new:
             self._tickets.append(self._new.popleft())
         news = []
@@ -146,7 +156,9 @@ class Service:
                 self._publish(news)
             except Exception:
                 logger.exception("the news of a step are lost")
-        return None if self._tickets or self._new or self._driver.inbox else True
+        if self._new or self._driver.inbox:
+            return None
+        return None if self._tickets and not self._driver.engine.scheduler.stalled else True
 
     def _next(self, ticket: Ticket, sample: int) -> Piece | None:
         """Return the next piece of a sample; a defect there ends that sample, with an error, and no other."""

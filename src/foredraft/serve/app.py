@@ -23,6 +23,7 @@ from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.problems import Problem, as_problems, check_output
+from foredraft.serve.records import Recording, current
 from foredraft.serve.replies import Reply
 from foredraft.serve.requests import ChatRequest, CompletionRequest, check_model
 from foredraft.serve.settings import Settings
@@ -61,6 +62,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Recording, end=state.end)  # the last one added sees a request first
     app.add_exception_handler(Problem, cast(Any, _answer_problem))
     app.add_exception_handler(Exception, cast(Any, _answer_bug))
     app.add_exception_handler(404, cast(Any, _answer_status))
@@ -156,8 +158,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
         key = state.keys.check(request.headers.get("authorization"))
         generation, reply = await state.start(kind, json_object(await request.body()), key)
         model = state.ready()
-        headers = {"x-request-id": request.headers.get("x-request-id", reply.id)}
-        headers |= _ignored(reply.job.ignored)
+        headers = _ignored(reply.job.ignored)
         if reply.job.stream:
             objects = frames(model.generations, generation, reply, state.settings.heartbeat_seconds)
             if "text/plain" in request.headers.get("accept", ""):
@@ -202,7 +203,7 @@ def _add_generation(app: FastAPI, state: App) -> None:
                 if each is not None:
                     await send(each)
 
-        await Socket(socket, run, state.settings.max_body).serve()
+        await Socket(socket, run, state.settings.max_body, state.end).serve()
 
 
 def _add_dialects(app: FastAPI, state: App) -> None:
@@ -214,7 +215,7 @@ def _add_dialects(app: FastAPI, state: App) -> None:
         generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
         model = state.ready()
         id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
-        headers = {"x-request-id": id, "request-id": id} | _ignored(reply.job.ignored)
+        headers = {"request-id": id} | _ignored(reply.job.ignored)
         if reply.job.stream:
             objects = named_events(
                 model.generations, generation,
@@ -298,9 +299,11 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._generations.end(self._generation)
+            with self._generations.read(self._generation):
+                await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._generation.dropped:
+                raise
 
 
 def _error(problem: Problem) -> Response:
@@ -313,7 +316,9 @@ async def _answer_problem(request: Request, problem: Problem) -> Response:
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     logger.exception("a request failed by a defect of the server", exc_info=error)
-    return _error(Problem(500, "the server failed; its log has the reason", code="internal_error"))
+    problem = Problem(500, "the server failed; its log has the reason", code="internal_error")
+    problem.headers["x-request-id"] = current().id  # this answer does not pass `Recording`
+    return _error(problem)
 
 
 async def _answer_status(request: Request, error: Any) -> Response:

@@ -1,7 +1,8 @@
 """Generations: requests that the engine's thread works on, seen from the event loop.
 
 The engine's thread hands its news of a step over in one call; a generation keeps what its reader has not
-taken.
+taken. A slow reader gets larger and larger parts. Where too many tokens are unread, the generation pauses
+until the reader takes them. A reader that takes nothing for too long is dropped.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import anyio.to_thread
 
 from foredraft.llm import LLM
 from foredraft.llm.output import Piece
-from foredraft.llm.service import News, Service
+from foredraft.llm.service import News, Service, Ticket
 from foredraft.serve.limits import Limits, Place
 from foredraft.serve.metrics import Metrics
+from foredraft.serve.problems import Problem
+from foredraft.serve.records import current
 from foredraft.serve.requests import Job
+from foredraft.serve.settings import Settings
 
 __all__ = ["Generation", "Generations"]
 
@@ -28,37 +32,78 @@ __all__ = ["Generation", "Generations"]
 class Generation:
     """One request: `n` samples of each of its prompts.
 
+    Args:
+        job: The request.
+        place: Its place among all requests.
+        metrics: Counts.
+        service: Runs it.
+        max_unread: As in `Settings`.
+
     Attributes:
+        job: The request.
         prompt_tokens: Tokens of all prompts as they are read.
-        started: Time of the request's arrival, by the monotonic clock.
+        tickets: Of its prompts.
+        left: Samples that have not finished.
+        ended: Its reader is done with it.
+        dropped: It ended because its reader was too slow.
+        busy_since: Monotonic clock: since when its reader is busy with what it took; None while it waits.
+        reader: The task that reads.
     """
 
-    def __init__(self, job: Job, place: Place, metrics: Metrics) -> None:
-        self.job, self.started = job, time.monotonic()
+    def __init__(self, job: Job, place: Place, metrics: Metrics, service: Service, max_unread: int) -> None:
+        self.job = job
         self.prompt_tokens = 0
-        self.tickets: list[Any] = []
+        self.tickets: list[Ticket] = []
         self.left = job.samples
-        self.ended = False  # its reader is done with it
-        self.stalled_since: float | None = None  # since when the reader has taken nothing
+        self.ended = self.dropped = False
+        self.busy_since: float | None = None
         self.reader: asyncio.Task[Any] | None = None
-        self._place, self._metrics = place, metrics
+        self._place, self._metrics, self._service = place, metrics, service
+        self._record = current()
         self._news: deque[tuple[int, Piece]] = deque()
         self._bell = asyncio.Event()
-        self._first = True
+        self._unread, self._max_unread = 0, max_unread * job.samples  # tokens
+        self._paused = False
+        self._read_prompts: set[int] = set()
+        self._problem: Problem | None = None
 
-    def put(self, sample: int, piece: Piece) -> None:
-        """Take a piece from the engine."""
-        if self._first and piece.token_ids:
-            self._first = False
-            self._metrics.first_token(time.monotonic() - self.started)
+    def put(self, ticket: Ticket, sample: int, piece: Piece) -> None:
+        """Take a piece of a sample from the engine."""
+        self._count(ticket, sample, piece)
         if piece.output is not None:
             self.left -= 1
-            self._metrics.finished(piece.output)
             if not self.left:
                 self._place.free()
         self._news.append((sample, piece))
-        if self.stalled_since is None:
-            self.stalled_since = time.monotonic()
+        self._unread += len(piece.token_ids)
+        if self._unread > self._max_unread and not self._paused and self.left:
+            self._paused = True
+            for each in self.tickets:
+                self._service.pause(each)
+        self._bell.set()
+
+    def _count(self, ticket: Ticket, sample: int, piece: Piece) -> None:
+        record, prompt = self._record, sample // self.job.n
+        record.tokens += len(piece.token_ids)
+        was_read = piece.token_ids or (piece.output is not None and piece.output.finish_reason == "length")
+        if was_read and prompt not in self._read_prompts:
+            self._read_prompts.add(prompt)
+            record.prompt_tokens += ticket.prompt_tokens
+            self._metrics.prompt(ticket.prompt_tokens)
+        if piece.token_ids and record.first_token is None:
+            record.first_token = time.monotonic()
+            self._metrics.first_token(record.first_token - record.started)
+        if piece.output is not None:
+            self._metrics.finished(piece.output)
+            record.finished(piece.output)
+
+    def note(self, reason: str) -> None:
+        """Note why it ends early, unless that is known."""
+        self._record.reason = self._record.reason or reason
+
+    def fail(self, problem: Problem) -> None:
+        """End the reading of it with a problem."""
+        self._problem = problem
         self._bell.set()
 
     async def pieces(self, heartbeat: float | None = None) -> AsyncIterator[list[tuple[int, Piece]]]:
@@ -66,21 +111,37 @@ class Generation:
 
         Args:
             heartbeat: Yield an empty list where nothing has come for so many seconds.
+
+        Raises:
+            Problem: The generation was made to fail.
         """
         unread = self.job.samples
         while unread:
+            self.busy_since = None
             try:
                 await asyncio.wait_for(self._bell.wait(), heartbeat)
             except TimeoutError:
+                self.busy_since = time.monotonic()
                 yield []
                 continue
             self._bell.clear()
-            self.stalled_since = None
-            taken = list(self._news)
-            self._news.clear()
+            if self._problem is not None:
+                raise self._problem
+            taken = self._take()
             unread -= sum(piece.output is not None for _, piece in taken)
+            self.busy_since = time.monotonic()  # to the end, if this was the last part
             if taken:
                 yield taken
+
+    def _take(self) -> list[tuple[int, Piece]]:
+        taken = list(self._news)
+        self._news.clear()
+        self._unread = 0
+        if self._paused:
+            self._paused = False
+            for ticket in self.tickets:
+                self._service.resume(ticket)
+        return taken
 
 
 class Generations:
@@ -91,7 +152,7 @@ class Generations:
         loop: The event loop of all callers.
         limits: Of the load.
         metrics: Counts.
-        slow_reader_seconds: As in `Settings`.
+        settings: Of the server.
     """
 
     def __init__(
@@ -100,10 +161,9 @@ class Generations:
         loop: asyncio.AbstractEventLoop,
         limits: Limits,
         metrics: Metrics,
-        slow_reader_seconds: float,
+        settings: Settings,
     ) -> None:
-        self._loop, self._limits, self._metrics = loop, limits, metrics
-        self._slow = slow_reader_seconds
+        self._loop, self._limits, self._metrics, self._settings = loop, limits, metrics, settings
         self._live: set[Generation] = set()
         self._service = Service(llm, self._publish)
 
@@ -113,7 +173,7 @@ class Generations:
         Raises:
             RequestError: The job cannot be served; its place is free then.
         """
-        generation = Generation(job, place, self._metrics)
+        generation = Generation(job, place, self._metrics, self._service, self._settings.max_unread)
         try:
             self._limits.take_tokens(place, sum(map(len, job.prompts)) * job.n)
             await anyio.to_thread.run_sync(self._submit, generation)
@@ -143,13 +203,14 @@ class Generations:
         self._live.discard(generation)
         if generation.left and not generation.ended:
             self._metrics.cancelled.inc()
+            generation.note("cancelled")
             self._cancel_tickets(generation)
         generation.ended = True
 
     @contextmanager
     def read(self, generation: Generation) -> Iterator[None]:
-        """Let this task be the reader of a generation, which ends with the block."""
-        generation.reader = asyncio.current_task()
+        """Let this task be the reader of a generation that has none; the generation ends with the block."""
+        generation.reader = generation.reader or asyncio.current_task()
         try:
             yield
         finally:
@@ -163,10 +224,24 @@ class Generations:
         """End the streams whose readers have taken nothing for too long."""
         now = time.monotonic()
         for generation in list(self._live):
-            since = generation.stalled_since
-            if since is not None and now - since > self._slow and generation.reader is not None:
-                self._metrics.refused("slow reader")
-                generation.reader.cancel()
+            since, slow = generation.busy_since, self._settings.slow_reader_seconds
+            if since is None or now - since <= slow or generation.reader is None or generation.dropped:
+                continue
+            generation.dropped = True
+            self._metrics.refused("slow reader")
+            generation.note("slow reader")
+            generation.reader.cancel()
+
+    @property
+    def live(self) -> int:
+        """Return how many generations run, wait, or are being read."""
+        return len(self._live)
+
+    def fail_all(self, problem: Problem) -> None:
+        """End all generations with a problem, which their readers report."""
+        for generation in list(self._live):
+            generation.note(str(problem.code))
+            generation.fail(problem)
 
     def stop(self) -> None:
         """End all generations and the engine's thread."""
@@ -180,4 +255,4 @@ class Generations:
     def _deliver(self, news: list[News]) -> None:
         for ticket, sample, piece in news:
             generation, first = ticket.owner
-            generation.put(first + sample, piece)
+            generation.put(ticket, first + sample, piece)

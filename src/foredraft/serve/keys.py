@@ -1,12 +1,17 @@
-"""API keys: compared in constant time, by their digests."""
+"""API keys: compared in constant time, by their digests.
+
+A line of the file is a key, or a name and a key. Logs, traces and limits know keys by their names.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import os
+from contextlib import suppress
 
 from foredraft.errors import ConfigError
+from foredraft.serve import records
 from foredraft.serve.problems import Problem
 from foredraft.serve.settings import Settings
 
@@ -16,10 +21,20 @@ VARIABLE = "FOREDRAFT_API_KEY"  # of the environment; several keys are separated
 
 
 class Keys:
-    """The keys that a server takes; without any it asks for none."""
+    """The keys that a server takes; without any it asks for none.
 
-    def __init__(self, keys: list[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    Args:
+        lines: Each a key, or a name and a key.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        self._digests: list[bytes] = []
+        self._names: list[str] = []
+        for place, line in enumerate(lines):
+            *name, key = line.rsplit(maxsplit=1)
+            for spelling in _spellings(key):
+                self._digests.append(hashlib.sha256(spelling).digest())
+                self._names.append(name[0] if name else f"key {place}")
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -60,11 +75,21 @@ class Keys:
         scheme, _, bearer = (authorization or "").partition(" ")
         if key is None and scheme.lower() == "bearer":
             key = bearer
-        digest = hashlib.sha256((key or "").strip().encode("utf-8", "replace")).digest()
+        # ASGI hands the bytes of a header over as Latin-1.
+        digest = hashlib.sha256((key or "").strip(" \t").encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if key is None or not any(matches):
             raise Problem(
                 401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-        return f"key {matches.index(True)}"
+        records.current().key = name = self._names[matches.index(True)]
+        return name
+
+
+def _spellings(key: str) -> list[bytes]:
+    """Return the bytes that clients may write into a header for a key: two where it is not ASCII."""
+    found = [key.encode()]
+    with suppress(UnicodeEncodeError):
+        found.append(key.encode("latin-1"))
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from foredraft.llm.output import Output
+from foredraft.serve.records import current
 
 __all__ = ["Metrics"]
 
@@ -49,12 +50,14 @@ class Metrics:
 
         self.running = gauge("requests_running", "Samples that have a row of the batch.")
         self.waiting = gauge("requests_waiting", "Samples that wait for a row.")
+        self.paused = gauge("requests_paused", "Samples that pause, because their reader is slow.")
         self.cache_usage = gauge("cache_usage", "Share of the cache's positions that are in use.")
         self._first = histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first token."
+            "time_to_first_token_seconds",
+            "From a request's arrival to the first token of any of its samples; one for each request.",
         )
         self._each = histogram("time_per_output_token_seconds", "Of a sample's decoding, by its tokens.")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts, which count once for all their samples.")
         self._cached = counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
         self._tokens = counter("generation_tokens", "New tokens.")
         self._drafts = counter("drafts", "Drafts.")
@@ -70,7 +73,13 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
 
+    def prompt(self, tokens: int) -> None:
+        """Count a prompt that was read."""
+        self._prompt.inc(tokens)
+
     def refused(self, reason: str) -> None:
+        """Count the running request as refused, and note why in its record."""
+        current().reason = reason
         self._refused.labels(reason).inc()
 
     def finished(self, output: Output) -> None:
@@ -78,7 +87,6 @@ class Metrics:
         stats = output.stats
         if stats.tokens > 0:
             self._each.observe(stats.seconds / stats.tokens)
-        self._prompt.inc(output.prompt_tokens)
         self._cached.inc(output.cached_tokens)
         self._tokens.inc(max(0, stats.tokens))
         self._drafts.inc(sum(stats.drafts.values()))

@@ -7,14 +7,21 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.serve.app import create_app
+from foredraft.serve.logs import to_stderr
 from foredraft.serve.settings import Settings
-from foredraft.serve.state import App, Model
+from foredraft.serve.state import SWEEP_SECONDS, App, Model
 
-__all__ = ["serve"]
+__all__ = ["listen", "make_server", "serve"]
+
+LAST_WORDS_SECONDS = 3  # for sending what is ready, once all requests are over
+# Bytes of a connection that the kernel takes before the server waits for the reader. Its own choice is
+# megabytes, which is a whole text, so that the server would never notice a slow reader.
+SEND_BUFFER = 64 << 10
 
 
 class _Server(uvicorn.Server):
@@ -29,14 +36,22 @@ class _Server(uvicorn.Server):
         self._state.drain()
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests finish before connections are closed: uvicorn closes WebSockets at once."""
+        await self._state.finish(lambda: self.force_exit)
+        await super().shutdown(sockets)
 
-def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model], None]) -> None:
+
+def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, Model, bool], None]) -> bool:
     """Serve until a signal comes.
 
     Args:
         load: Returns the model.
         settings: Options of the server.
-        on_ready: Told the address, and the model, once requests are served.
+        on_ready: Told the address, the model, and whether requests need a key, once requests are served.
+
+    Returns:
+        False if the signal came while the model was being loaded: the thread that loads it goes on.
 
     Raises:
         ConfigError: The address cannot be used, or the file of API keys.
@@ -44,30 +59,46 @@ def serve(load: Callable[[], LLM], settings: Settings, on_ready: Callable[[str, 
     """
     app = create_app(load, settings)
     state: App = app.state.foredraft
-    listening = _listen(settings)
+    listening = listen(settings)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-        ws_per_message_deflate=False, ws_max_size=settings.max_body,
-    )  # fmt: skip
-    server = _Server(config, state)
+    server = make_server(app, settings)
 
     def fail(error: BaseException) -> None:
         server.should_exit = True
 
-    state.on_ready, state.on_failure = lambda model: on_ready(address, model), fail
-    server.run(sockets=[listening])
+    state.on_ready, state.on_failure = lambda model: on_ready(address, model, bool(state.keys)), fail
+    with to_stderr(settings):
+        server.run(sockets=[listening])
     if state.failed is not None:
         raise state.failed
+    return state.model is not None
 
 
-def _listen(settings: Settings) -> socket.socket:
+def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    """Return a server of an app that `create_app` made."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,
+        ws_per_message_deflate=False, ws_max_size=settings.max_body,
+    )  # fmt: skip
+    return _Server(config, app.state.foredraft)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Return a socket that is bound to the address of a server.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited: the kernel ends connections that are stuck
+            stuck = round(2000 * (settings.slow_reader_seconds + SWEEP_SECONDS))  # after streams are dropped
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(stuck, 2**31 - 1))
         listening.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:
         listening.close()

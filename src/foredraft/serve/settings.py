@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 __all__ = ["Settings"]
 
@@ -22,10 +23,14 @@ class Settings:
         max_per_key: Samples of one key that run or wait; further requests get status 429. 0 is no limit.
         max_body: Largest body of a request, in bytes.
         drain_seconds: After SIGTERM, the time that requests have to finish.
+        max_unread: A sample of a stream pauses where its reader has not taken so many of its tokens.
         slow_reader_seconds: A stream whose reader takes nothing for this long ends.
         heartbeat_seconds: A stream that is silent for this long sends a comment.
         vllm_metrics: Name metrics as vLLM does, where it has them.
+        log_format: The form of lines in the log.
+        access_log: Write a line for each request.
         log_prompts: Write prompts to the log.
+        otel: Send a trace of each request to an OpenTelemetry collector, which the environment names.
         cors: Origins that browsers may call from; none by default.
     """
 
@@ -38,8 +43,12 @@ class Settings:
     max_per_key: int = 0
     max_body: int = 8 << 20
     drain_seconds: float = 30.0
+    max_unread: int = 256
     slow_reader_seconds: float = 30.0
     heartbeat_seconds: float = 15.0
     vllm_metrics: bool = False
+    log_format: Literal["text", "json"] = "text"
+    access_log: bool = True
     log_prompts: bool = False
+    otel: bool = False
     cors: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from foredraft.serve.bodies import json_object
 from foredraft.serve.problems import Problem
+from foredraft.serve.records import Record, current
 from foredraft.serve.streaming import as_json
 from foredraft.unicode import invalid_at
 
@@ -35,14 +36,16 @@ class Socket:
         socket: Accepted already.
         run: Runs a request to its end, and sends each chunk by the function that it gets.
         max_frame: Largest frame of a client, in characters.
+        over: Takes the record of each request that is over.
     """
 
-    def __init__(self, socket: WebSocket, run: Run, max_frame: int) -> None:
+    def __init__(self, socket: WebSocket, run: Run, max_frame: int, over: Callable[[Record], None]) -> None:
         self._socket, self._run, self._max_frame = socket, run, max_frame
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._endings: set[asyncio.Task[None]] = set()  # kept until they are sent
         self._sending = asyncio.Lock()
         self._closed = False
+        self._over, self._record = over, current()
 
     async def serve(self) -> None:
         """Serve frames until the client leaves; its requests end then."""
@@ -97,7 +100,20 @@ class Socket:
         async def send(chunk: dict[str, Any]) -> None:
             await self._send(id, chunk if "error" in chunk else {"chunk": chunk})
 
-        await self._run(frame, send)
+        socket = self._record
+        record = Record(socket.method, socket.path, socket.headers, f"{socket.id}/{id}", key=socket.key)
+        record.begin()
+        try:
+            await self._run(frame, send)
+            record.status = 200
+        except Problem as problem:
+            record.status = problem.status
+            raise
+        except asyncio.CancelledError:
+            record.status = 499
+            raise
+        finally:
+            self._over(record)
 
     def _end(self, id: str, task: asyncio.Task[None]) -> None:
         """Tell the client how a request ended, however early that was."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,17 +18,21 @@ from foredraft.llm import LLM
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.keys import Keys
 from foredraft.serve.limits import Limits
+from foredraft.serve.logs import log_access
 from foredraft.serve.metrics import Metrics
 from foredraft.serve.problems import Problem, as_problems, busy
+from foredraft.serve.records import Record, current
 from foredraft.serve.replies import Reply, TokenTexts
 from foredraft.serve.requests import ChatRequest, CompletionRequest, Job
 from foredraft.serve.settings import Settings
+from foredraft.serve.tracing import Tracing, asked
 
-__all__ = ["App", "Loader", "Model"]
+__all__ = ["SWEEP_SECONDS", "App", "Loader", "Model"]
 
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0  # between two looks for slow readers
+LOOK_SECONDS = 0.05  # between two looks whether all requests are over
 Loader = Callable[[], LLM]
 
 
@@ -50,7 +55,7 @@ class Model:
             engine.prefix_cache = PrefixCache(settings.prefix_cache << 20)
         self.rows = engine.rows.capacity
         self.limits = Limits(settings, self.rows, metrics)
-        self.generations = Generations(llm, loop, self.limits, metrics, settings.slow_reader_seconds)
+        self.generations = Generations(llm, loop, self.limits, metrics, settings)
         folder = Path(llm.model)
         self.names = (folder.resolve().name if folder.is_dir() else llm.model, llm.model)
         self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
@@ -58,8 +63,11 @@ class Model:
 
     def update_gauges(self) -> None:
         engine = self.llm._engine
-        rows = len(engine.rows.sequences)
+        sequences = list(engine.rows.sequences)
+        rows = len(sequences)
         self.metrics.running.set(rows)
+        waiting = list(engine.scheduler.waiting)
+        self.metrics.paused.set(sum(s.paused_at is not None for s in [*sequences, *waiting]))
         self.metrics.waiting.set(max(0, self.limits.samples - rows))
         used = sum(engine.cache.lengths[:rows])
         self.metrics.cache_usage.set(used / max(1, engine.cache.rows * engine.cache.positions))
@@ -72,6 +80,7 @@ class App:
         self.settings, self._load = settings, load
         self.keys = Keys.of(settings)
         self.metrics = Metrics(vllm=settings.vllm_metrics)
+        self.tracing = Tracing.to_collector() if settings.otel else None
         self.model: Model | None = None
         self.failed: BaseException | None = None
         self.draining = False
@@ -92,10 +101,12 @@ class App:
                 await loading
             if self.model is not None:
                 await anyio.to_thread.run_sync(self.model.generations.stop)
+            if self.tracing is not None:
+                await anyio.to_thread.run_sync(self.tracing.stop)
 
     async def _load_model(self) -> None:
         try:
-            llm = await anyio.to_thread.run_sync(self._load)
+            llm = await _in_a_daemon(self._load)
             self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
         except Exception as error:
             self.failed = error
@@ -109,9 +120,32 @@ class App:
             if self.model is not None:
                 self.model.generations.drop_slow_readers()
 
+    def end(self, record: Record) -> None:
+        """Take the record of a request that is over."""
+        if (reason := record.refusal) is not None:
+            record.reason = reason
+            self.metrics.refused(reason)
+        log_access(record)
+        if self.tracing is not None:
+            self.tracing.end(record)
+
     def drain(self) -> None:
         """Refuse further requests; those that run go on."""
         self.draining = True
+
+    async def finish(self, at_once: Callable[[], bool]) -> None:
+        """Wait until all requests are over; those that last longer than the settings allow end with an error.
+
+        Args:
+            at_once: Whether not to wait any longer.
+        """
+        self.drain()
+        end = time.monotonic() + self.settings.drain_seconds
+        while self.model is not None and self.model.generations.live and not at_once():
+            if time.monotonic() > end:
+                self.model.generations.fail_all(busy("the server is shutting down", seconds=5))
+                return
+            await asyncio.sleep(LOOK_SECONDS)
 
     def ready(self) -> Model:
         """Return the model.
@@ -131,8 +165,13 @@ class App:
         Raises:
             Problem: It is refused.
         """
+        record = current()
+        record.operation = "chat" if kind is ChatRequest else "text_completion"
         model = self.ready()
         request = kind.read(body)
+        record.model = model.names[0]
+        if self.tracing is not None:
+            record.asked = asked(request)
         count = request.n or 1
         if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
             count *= sum(not isinstance(each, int) for each in request.prompt) or 1
@@ -149,4 +188,30 @@ class App:
         except BaseException:
             place.free()
             raise
-        return generation, Reply(secrets.token_hex(12), model.names[0], job, model.texts)
+        return generation, Reply(record.own_id, model.names[0], job, model.texts)
+
+
+async def _in_a_daemon(load: Loader) -> LLM:
+    """Return what `load` returns, from a thread for which the end of the process does not wait."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[LLM] = loop.create_future()
+
+    def settle(llm: LLM | None, error: BaseException | None) -> None:
+        if loaded.done():  # the wait was cancelled
+            return
+        if error is not None:
+            loaded.set_exception(error)
+        elif llm is not None:
+            loaded.set_result(llm)
+
+    def run() -> None:
+        llm, failed = None, None
+        try:
+            llm = load()
+        except Exception as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, llm, failed)
+
+    threading.Thread(target=run, name="foredraft-loader", daemon=True).start()
+    return await loaded

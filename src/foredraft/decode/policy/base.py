@@ -51,7 +51,8 @@ class Candidates:
         unread: Drafter -> tokens before the pending one that it has not read.
         confidence: Drafter -> confidence in its next proposal, where it can tell (`Drafter.peek`).
         late: Drafters to which the text is new and for which it may begin late.
-        idle: The row is in prefill. It has no candidates, but it counts in the batch, where it soon decodes.
+        idle: The row is in prefill, or paused. It has no candidates, but it counts in the batch, where it
+            soon decodes.
     """
 
     sequence: Sequence

@@ -1,0 +1,45 @@
+"""A short soak: clients of every kind at the same time, after which nothing is left. benchmarks/soak.py is the long one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from soak import Soak, settled
+
+from tests.support.serving import load_chat, serving
+
+
+@pytest.mark.parametrize("turns", [160, pytest.param(4000, marks=pytest.mark.slow)])
+def test_nothing_is_left_after_clients_of_all_kinds(tmp_path: Path, turns: int) -> None:
+    with load_chat(tmp_path, max_batch=4) as llm, serving(llm, max_queued=16, max_body=1 << 20) as served:
+        model = served.state.ready()
+        loop = model.generations._loop
+
+        def tasks() -> int:
+            async def count() -> int:
+                return len(asyncio.all_tasks())
+
+            return asyncio.run_coroutine_threadsafe(count(), loop).result(10)
+
+        served.client.get("/health")  # its connection stays open
+        soak = Soak(served.url, new_tokens=16)
+        asyncio.run(soak.prepare())
+        engine, before, threads = llm._engine, tasks(), set(threading.enumerate())
+        asyncio.run(soak.run(40, lambda done: done >= turns))
+        assert soak.wrong == []
+        assert len(soak.done) == len(soak.kinds)
+        assert asyncio.run(settled(served.url))
+        served.wait(served.idle)
+        assert engine.rows.sequences == [] and not any(
+            map(any, (cache.lengths for cache in engine.rows.caches))
+        )
+        served.wait(lambda: tasks() <= before)
+        assert not model.generations.live and not model.limits.tokens and not model.limits._by_key
+        assert not model.generations._service._tickets
+        left = [each.name for each in set(threading.enumerate()) - threads if each.is_alive()]
+        assert all(name.startswith("AnyIO worker") for name in left), (
+            left
+        )  # a pool, which ends when it is idle

@@ -1,0 +1,151 @@
+"""Paused sequences: the same texts, rows for others, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import LLM
+from foredraft.decode.engine import Engine
+from foredraft.decode.scheduler import Scheduler
+from foredraft.decode.sequence import Sequence, State
+from foredraft.model.cache import KVCache
+from tests.support.planting import assert_caught, defect
+
+PROMPTS = [f"def f{place}(x):\n" for place in range(5)]
+OPTIONS: list[dict[str, Any]] = [
+    {"drafter": "draft-model", "temperature": 0},
+    {"drafter": "draft-model", "seed": 3, "acceptance": "speculative"},
+    {"drafter": "lookup", "temperature": 0, "repetition_penalty": 1.2},
+    {"drafter": "draft-model", "temperature": 0, "ban": "return", "ban_mode": "rollback"},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return foredraft.load(policy="fixed", max_batch=2, max_length=128)
+
+
+def sequences(llm: LLM, n: int = 1, **options: Any) -> list[Sequence]:
+    params = llm.params(**{"max_new_tokens": 24, "ignore_eos": True, **options})
+    made = [
+        llm._sequences(prompt, params, n=n, truncate=None, show_special=False, trace=False)[0]
+        for prompt in PROMPTS
+    ]
+    return [each for siblings in made for each in siblings]
+
+
+def finish(engine: Engine, given: list[Sequence], dice: random.Random) -> int:
+    """Run sequences that pause and go on at random; return how many steps found one parked."""
+    for each in given:
+        engine.submit(each)
+    parked = 0
+    while not engine.scheduler.idle:
+        for each in given:
+            (engine.pause if dice.random() < 0.4 else engine.resume)(each)
+        if not engine.scheduler.stalled:
+            engine.step()
+        parked += any(each.parked for each in given)
+        assert sum(each.parked is not None for each in given) <= engine.rows.capacity
+    return parked
+
+
+def check(llm: LLM, options: dict[str, Any], n: int = 1) -> None:
+    given, engine = sequences(llm, n, **options), llm._engine
+    parked = finish(engine, given, random.Random(0))
+    assert parked > 5, "no row was ever given to another sequence"
+    want = llm.generate(PROMPTS, n=n, max_new_tokens=24, ignore_eos=True, **options)
+    assert [each.new_ids for each in given] == [output.token_ids for output in want]
+    assert not engine.rows.sequences and not any(cache.lengths[0] for cache in engine.rows.caches)
+    assert not any(each.parked for each in given)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_pauses_change_no_text(llm: LLM, options: dict[str, Any]) -> None:
+    check(llm, options)
+
+
+def test_pauses_of_siblings_change_no_text(llm: LLM) -> None:
+    check(llm, {"seed": 5, "drafter": "none"}, n=3)
+
+
+def unrestored(put_back: Any) -> Any:
+    def spoilt(cache: KVCache, span: Any) -> None:
+        if span.start or span.stop % 2:
+            put_back(cache, span)
+
+    return spoilt
+
+
+def passed_on(leave: Any) -> Any:
+    """Let a parked sibling take a row over as if it held its prompt alone."""
+
+    def spoilt(scheduler: Scheduler, sequence: Sequence, *rest: Any) -> Any:
+        for each in scheduler.waiting:
+            if each.paused_at is None and each.parked is not None:
+                each.parked = None
+        return leave(scheduler, sequence, *rest)
+
+    return spoilt
+
+
+def test_a_row_that_is_not_restored_is_caught(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(
+        defect("not restored", KVCache.put_back, unrestored, lambda: check(llm, OPTIONS[0])), monkeypatch
+    )
+
+
+def test_a_parked_sibling_that_takes_a_row_over_is_caught(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(
+        defect("row taken over", Scheduler.leave, passed_on, lambda: check(llm, {"seed": 5, "drafter": "none"}, n=3)),
+        monkeypatch,
+    )  # fmt: skip
+
+
+def test_a_paused_sequence_takes_no_step_and_the_others_do(llm: LLM) -> None:
+    engine = llm._engine
+    first, second, third, *_ = sequences(llm, temperature=0, max_new_tokens=60)
+    for each in (first, second):
+        engine.submit(each)
+    while not (first.new_ids and second.new_ids):
+        engine.step()
+    engine.pause(first)
+    before, row = list(first.tokens), list(first.rounds)
+    for _ in range(3):
+        engine.step()
+    assert first.tokens == before and first.rounds == row and first.row >= 0  # nothing else wants its row
+    assert len(second.rounds) > len(row)
+    engine.submit(third)
+    while third.state is not State.FINISHED:
+        engine.step()
+    assert first.parked is not None and first.tokens == before
+    while second.state is not State.FINISHED:
+        engine.step()
+    assert engine.scheduler.stalled and not engine.scheduler.idle
+    began = first.started
+    engine.cancel(first)
+    assert engine.scheduler.idle and first.parked is None and first.new_ids == before[len(first.prompt) :]
+    assert began < first.ended < third.ended  # its pause is none of its seconds
+
+
+def test_no_more_rows_are_parked_than_there_are(llm: LLM) -> None:
+    engine, given = llm._engine, [*sequences(llm, temperature=0), *sequences(llm, temperature=0)]
+    for each in given:
+        engine.submit(each)
+    for _ in range(200):
+        engine.step() if not engine.scheduler.stalled else None
+        for each in given:
+            if each.new_ids:
+                engine.pause(each)
+    assert engine.scheduler.stalled
+    assert (
+        sum(each.parked is not None for each in given) == engine.rows.capacity == len(engine.rows.sequences)
+    )
+    engine.cancel(given[0])  # what ends gives its place to the next
+    assert not engine.scheduler.stalled
+    for each in given:
+        engine.cancel(each)
+    assert engine.scheduler.idle
