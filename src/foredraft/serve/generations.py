@@ -168,6 +168,11 @@ class Generations:
                 self._metrics.refused("slow reader")
                 generation.reader.cancel()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread lives."""
+        return self._service.alive
+
     def stop(self) -> None:
         """End all generations and the engine's thread."""
         self._service.stop()
