@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -132,12 +133,14 @@ async def measure_cluster(requests: int, new_tokens: int) -> dict[str, Any]:
 
 
 def run_cluster(requests: int, new_tokens: int) -> dict[str, Any]:
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
+    }  # fmt: skip
     import ray
     from ray import serve
 
     from foredraft.serve.ray import Options, app
 
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})

@@ -12,10 +12,7 @@ from foredraft.serve.ray import Options, app
 
 
 def main(port: int) -> None:
-    ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         for line in sys.stdin:

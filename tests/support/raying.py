@@ -81,6 +81,7 @@ def cluster(**model: Any) -> Iterator[Cluster]:
     """Run Ray for a model until the block ends, and check that none of its processes stays."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    # Ray's own ports listen on every address of the machine, so they ask for a token.
     own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     command = [sys.executable, "-m", "tests.support.ray_driver", str(port)]
     with (

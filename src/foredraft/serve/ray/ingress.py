@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from contextvars import Context
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -118,14 +118,14 @@ class Ingress:
                 yield each
         except BackPressureError as error:
             raise busy("too many requests wait for a replica") from error
-        except RayActorError as error:
+        except (RayServeException, RayTaskError) as error:
+            logger.exception("a replica failed")
+            raise Problem(500, "the server failed; its log has the reason", code="internal_error") from error
+        except RayError as error:  # of the actor, its machine, or the way there
             raise Problem(
                 503, "the replica that answered this request died; send it again", code="replica_died",
                 headers={"Retry-After": "1"},
             ) from error  # fmt: skip
-        except (RayServeException, RayTaskError) as error:
-            logger.exception("a replica failed")
-            raise Problem(500, "the server failed; its log has the reason", code="internal_error") from error
         finally:
             answers.cancel()
 
