@@ -300,6 +300,7 @@ def test_a_replica_whose_engine_has_ended_is_not_healthy() -> None:
 @pytest.mark.filterwarnings("ignore")  # of Ray's own
 def test_options_are_honoured_or_refused() -> None:
     from pydantic import ValidationError
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as run
 
     from foredraft.serve.ray import Options, app
 
@@ -307,6 +308,7 @@ def test_options_are_honoured_or_refused() -> None:
         with pytest.raises(ValidationError):
             Options.model_validate(wrong)
     assert Options.model_validate({"replicas": "2", "gpus": "0.5"}) == Options(replicas=2, gpus=0.5)
+    run(app, {"replicas": "2"})  # as `serve run` calls it
     for server, says in (({"port": 80}, "Ray listens"), ({"max_bodies": 1}, "max_bodies is unknown")):
         with pytest.raises(ConfigError, match=says):
             app(Options(server=server))

@@ -1,8 +1,8 @@
 """Options of an application of Ray Serve, and the application."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: Ray reads the type of the argument of `app`.
 
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
@@ -56,7 +56,7 @@ class Options(BaseModel):
     prefix_characters: int = Field(default=1024, ge=1)
 
     @model_validator(mode="after")
-    def _check(self) -> Options:
+    def _check(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas")
         return self
