@@ -58,14 +58,14 @@ def prompt_key(body: Mapping[str, Any], characters: int) -> int | None:
 
 def _beginning(part: Any, characters: int) -> str:
     if isinstance(part, str):
-        return part[:characters]
+        return part
     if isinstance(part, list):
         if part and isinstance(part[0], list | str):  # several prompts: the first one stands for all
             return _beginning(part[0], characters)
         if part and isinstance(part[0], int):
             part = part[: max(1, characters // CHARACTERS_PER_TOKEN)]
             return " ".join(str(token).rjust(CHARACTERS_PER_TOKEN - 1) for token in part)
-    return json.dumps(part, ensure_ascii=True)[:characters]
+    return json.dumps(part)
 
 
 def digest(text: str) -> int:
