@@ -21,7 +21,7 @@ from foredraft.bench.records import Report, Row, Spread
 from foredraft.files import write_whole
 
 HERE = Path(__file__).parent
-PAGES = ("README.md", "docs/reproduction.md", "docs/guides/bild.md")
+PAGES = ("README.md", "docs/reproduction.md", "docs/guides/bild.md", "docs/guides/scaling.md")
 BLOCK = re.compile(
     r"(?<=<!-- figures: )(?P<name>[^>]*?)(?P<gap> -->\n)(?P<lines>.*?)(?=<!-- /figures -->)", re.S
 )
@@ -330,6 +330,49 @@ def the_lossy_rule() -> list[str]:
     return table(head, *map(line, result("bild")["rows"]))
 
 
+def two_replicas() -> list[str]:
+    """Show what was measured with 2 replicas."""
+    found = result("scaling")["measured"]
+    cluster, route = found["cluster"], found["rule"]["route_seconds"]
+
+    def milliseconds(name: str) -> str:
+        used = cluster[f"cpu_seconds_per_{name}"]
+        return f"{1000 * used['proxy']:.1f} + {1000 * used['ingress']:.1f} ms"
+
+    hits = cluster["hit_share"]
+    return table(
+        ("measured, 2 replicas", ""),
+        ("prompt tokens from the prefix caches, by affinity", f"{hits['affinity']:.0%}"),
+        ("the same, with a key of its own for each request", f"{hits['own_key_each']:.0%}"),
+        ("CPU of proxy + ingress for a chunk of a stream", milliseconds("chunk")),
+        ("CPU of proxy + ingress for a request of one token", milliseconds("request")),
+        ("bytes of a chunk", f"{cluster['bytes_per_chunk']:.0f}"),
+        ("choosing among 2, and among 1,000", f"{route['2'] * 1e6:.0f} and {route['1000'] * 1e6:.0f} µs"),
+    )
+
+
+def many_replicas() -> list[str]:
+    """Show what was simulated and computed for more."""
+    found = result("scaling")
+
+    def line(count: str) -> Cells:
+        simulated, computed = found["simulated"][count], found["computed"][count]
+        affine, own = simulated["affinity"], simulated["own_key_each"]
+        return (
+            f"{int(count):,}", f"{affine['hit_share']:.0%}", f"{own['hit_share']:.0%}",
+            f"{affine['largest_over_mean_load']:.2f}", f"{computed['chunks_per_second']:,.0f}",
+            f"{sum(computed['cores'].values()):.1f}", f"{computed['bytes_per_second'] / 1e6:.1f}",
+        )  # fmt: skip
+
+    return table(
+        (
+            "replicas", "hits, by affinity", "hits, own keys", "largest ÷ mean load",
+            "chunks/s", "cores of proxies and ingresses", "MB/s",
+        ),
+        *map(line, found["simulated"]),
+    )  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "speed": speed,
     "speculative sampling": speculative_sampling,
@@ -342,6 +385,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gate": lambda: _by_policy("target-confidence"),
     "big little decoder": big_little_decoder,
     "the lossy rule": the_lossy_rule,
+    "two replicas": two_replicas,
+    "many replicas": many_replicas,
 }
 
 

@@ -75,6 +75,11 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread lives; it ends by `stop`, or by a defect."""
+        return self._thread.is_alive()
+
     def submit(
         self,
         prompt: Seq[int] | str,

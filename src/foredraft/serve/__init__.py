@@ -13,6 +13,8 @@
     state.py        the model before and after it is loaded; how requests start
     app.py          the routes
     server.py       loading, start and stop
+    affinity.py     which of several replicas gets a request
+    ray/            several replicas behind Ray Serve
 
-The package needs the extra `serve`.
+The package needs the extra `serve`, and `ray/` the extra `ray`.
 """

@@ -243,6 +243,11 @@ class Generations:
             generation.note(str(problem.code))
             generation.fail(problem)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread lives."""
+        return self._service.alive
+
     def stop(self) -> None:
         """End all generations and the engine's thread."""
         self._service.stop()

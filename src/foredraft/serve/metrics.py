@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from foredraft.llm.output import Output
 from foredraft.serve.records import current
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "labelled"]
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 # Own name -> vLLM's, behind an option.
@@ -100,3 +103,32 @@ class Metrics:
         """Return all metrics; `update` sets the gauges first."""
         update()
         return generate_latest(self.registry)
+
+
+class _Labelled(Collector):
+    """The metrics of several servers, each with the label `replica`."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                known = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+        yield from families.values()
+
+
+def labelled(texts: Mapping[str, str]) -> bytes:
+    """Return the metrics of several servers as one text.
+
+    Args:
+        texts: Of `Metrics.text`, by the name of the replica.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Labelled(texts))
+    return generate_latest(registry)

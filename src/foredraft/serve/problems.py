@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from foredraft.errors import ForedraftError, Option, RequestError, python_spelling
 from foredraft.llm.output import Output
@@ -45,6 +45,12 @@ class Problem(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+
+    @classmethod
+    def read(cls, status: int, body: Mapping[str, Any]) -> Self:
+        """Return the problem that a body says."""
+        error = body["error"]
+        return cls(status, error["message"], param=error["param"], code=error["code"])
 
     @property
     def body(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Reply
 
-__all__ = ["SSE_HEADERS", "as_json", "events", "frames", "named_events", "plain_text"]
+__all__ = ["SSE_HEADERS", "as_json", "events", "frames", "named_event", "named_events", "plain_text"]
 
 # A proxy must neither keep nor compress an event stream.
 SSE_HEADERS = {
@@ -66,8 +66,7 @@ async def named_events(
     numbers = count()
 
     def made(name: str, fields: dict[str, Any]) -> bytes:
-        number = {"sequence_number": next(numbers)} if numbered else {}
-        return f"event: {name}\ndata: {as_json({'type': name, **fields, **number})}\n\n".encode()
+        return named_event(name, fields, next(numbers) if numbered else None)
 
     with generations.read(generation):
         try:
@@ -75,6 +74,12 @@ async def named_events(
                 yield made(name, fields)
         except Problem as problem:
             yield made(*error(problem))
+
+
+def named_event(name: str, fields: dict[str, Any], number: int | None) -> bytes:
+    """Return one server-sent event that has a name, and a number unless it is None."""
+    numbered = {} if number is None else {"sequence_number": number}
+    return f"event: {name}\ndata: {as_json({'type': name, **fields, **numbered})}\n\n".encode()
 
 
 async def plain_text(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:

@@ -1,0 +1,43 @@
+"""Calls: HTTP requests on their way from the ingress to a replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Call", "Head"]
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An HTTP request.
+
+    Attributes:
+        method: GET, POST, ...
+        path: Of the URL.
+        query: Of the URL.
+        headers: As ASGI has them.
+        body: Whole.
+        key: Of `affinity.prompt_key`.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    key: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of a response.
+
+    Attributes:
+        status: Of HTTP.
+        headers: As ASGI has them.
+    """
+
+    status: int
+    headers: Headers

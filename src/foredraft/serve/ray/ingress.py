@@ -1,0 +1,249 @@
+"""The ingress: takes the requests of clients, and passes each on to the replica that its prompt prefers.
+
+It knows no rule of the API: a replica answers, and its bytes go to the client as they come. The ingress
+answers by itself only where a replica died, or where too much waits, in the shape that the client expects. A
+request that was being answered is not sent again: a request that kills its replica must not kill the next.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from contextvars import Context
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from foredraft.serve import messages, responses
+from foredraft.serve.affinity import prompt_key
+from foredraft.serve.bodies import BoundedBodies
+from foredraft.serve.keys import Keys
+from foredraft.serve.metrics import labelled
+from foredraft.serve.origins import KnownOrigins
+from foredraft.serve.problems import Problem, busy
+from foredraft.serve.ray.calls import Call, Head
+from foredraft.serve.settings import Settings
+from foredraft.serve.sockets import Socket
+from foredraft.serve.streaming import events, named_event, plain_text
+
+__all__ = ["Ingress"]
+
+logger = logging.getLogger(__name__)
+
+# Paths whose errors have a shape of their own.
+DIALECTS: dict[str, Any] = {"/v1/messages": messages, "/v1/responses": responses}
+METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
+METRICS_SECONDS = 5.0  # that a replica has for its metrics
+
+
+class Ingress:
+    """The ingress of an application.
+
+    Args:
+        replicas: A handle of the replicas.
+        settings: Of their apps.
+        prefix_characters: As `affinity.prompt_key` takes it.
+    """
+
+    def __init__(self, replicas: DeploymentHandle[Any], settings: Settings, prefix_characters: int) -> None:
+        self._replicas, self._settings, self._characters = replicas, settings, prefix_characters
+        self._calls = replicas.options(method_name="answer", stream=True)
+        self._keys = Keys.of(settings)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the ASGI app; Ray calls this."""
+        return Starlette(
+            routes=[
+                Route("/metrics", self._metrics),
+                WebSocketRoute("/v1/stream", self._stream),
+                Route("/{path:path}", self._forward, methods=METHODS),
+            ],
+            middleware=[
+                Middleware(KnownOrigins, known=self._settings.cors),
+                Middleware(BoundedBodies, most=self._settings.max_body),
+            ],
+            exception_handlers={Problem: _answer_problem},
+        )
+
+    async def _forward(self, request: Request) -> Response:
+        """Return the response of a replica."""
+        body, path = await request.body(), "/" + request.path_params["path"]
+        query, headers = request.scope["query_string"], request.headers.raw
+        parts = self._answers(Call(request.method, path, query, headers, body, self._key(body)))
+        dialect = DIALECTS.get(path)
+        try:
+            head = await anext(parts)
+            assert isinstance(head, Head)
+            kind = dict(head.headers).get(b"content-type", b"")
+            if kind.startswith((b"text/event-stream", b"text/plain")):
+                return _Stream(head, parts, _ending(dialect, plain=kind.startswith(b"text/plain")))
+            return _with(head, Response(b"".join([part async for part in _bytes(parts)])))
+        except Problem as problem:
+            made = problem.body if dialect is not messages else messages.error_body(problem)
+            return JSONResponse(made, problem.status, headers=problem.headers)
+
+    def _key(self, body: bytes) -> int | None:
+        with suppress(ValueError, RecursionError):
+            fields = json.loads(body or b"null")
+            if isinstance(fields, dict):
+                return prompt_key(fields, self._characters)
+        return None
+
+    async def _answers(self, call: Call, *, alone: bool = False) -> AsyncGenerator[Head | bytes, None]:
+        """Yield what a replica sends; leaving early ends its work.
+
+        Args:
+            call: For the replica.
+            alone: The request that this task serves has further calls at the same time.
+
+        Raises:
+            Problem: The replica died, or failed, or there is no room.
+        """
+        # Ray's router knows a waiting call by the id of the request that it belongs to, and all calls of one
+        # WebSocket belong to one. In a context of its own, each call has an id of its own.
+        answers = Context().run(self._calls.remote, call) if alone else self._calls.remote(call)
+        try:
+            async for each in answers:
+                yield each
+        except BackPressureError as error:
+            raise busy("too many requests wait for a replica") from error
+        except (RayServeException, RayTaskError) as error:
+            logger.exception("a replica failed")
+            raise Problem(500, "the server failed; its log has the reason", code="internal_error") from error
+        except RayError as error:  # of the actor, its machine, or the way there
+            raise Problem(
+                503, "the replica that answered this request died; send it again", code="replica_died",
+                headers={"Retry-After": "1"},
+            ) from error  # fmt: skip
+        finally:
+            answers.cancel()
+
+    async def _metrics(self, request: Request) -> Response:
+        """Return the metrics of all replicas, each with a label of its own."""
+        asked = self._replicas.broadcast("metrics")
+        found = await asked.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        texts: dict[str, str] = dict(
+            each for each in found if isinstance(each, tuple)
+        )  # the others just died
+        return PlainTextResponse(labelled(texts), media_type="text/plain; version=0.0.4")
+
+    async def _stream(self, socket: WebSocket) -> None:
+        """Serve a WebSocket; each of its requests goes to the replica that its prompt prefers."""
+        try:
+            self._keys.check(socket.headers.get("authorization"))
+        except Problem:
+            await socket.close(code=1008, reason="the API key is missing or wrong")
+            return
+        await socket.accept()
+        headers = [(b"content-type", b"application/json")]
+        headers += [(k, v) for k, v in socket.headers.raw if k == b"authorization"]
+
+        async def run(frame: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+            path = "/v1/chat/completions" if "messages" in frame else "/v1/completions"
+            body = json.dumps({**frame, "stream": True}).encode()
+            call = Call("POST", path, b"", headers, body, prompt_key(frame, self._characters))
+            async with aclosing(_chunks(self._answers(call, alone=True))) as chunks:
+                async for chunk in chunks:
+                    await send(chunk)
+
+        await Socket(socket, run, self._settings.max_body).serve()
+
+
+class _Stream(StreamingResponse):
+    """A stream of a replica. Where the replica fails, the stream says so, and ends as its client expects.
+
+    Args:
+        head: Of the response.
+        parts: Of its body; they end with the response.
+        ending: Returns what ends a stream that failed, after a number of events.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        parts: AsyncGenerator[Head | bytes, None],
+        ending: Callable[[Problem, int], AsyncIterator[bytes]],
+    ) -> None:
+        super().__init__(self._body())
+        _with(head, self)
+        self._parts, self._ending = parts, ending
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        sent = 0
+        try:
+            async for part in _bytes(self._parts):
+                sent += part.count(b"\n\n")
+                yield part
+        except Problem as problem:
+            async for part in self._ending(problem, sent):
+                yield part
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._parts.aclose()
+
+
+def _ending(dialect: Any, *, plain: bool) -> Callable[[Problem, int], AsyncIterator[bytes]]:
+    """Return the function that ends a stream of a dialect, of plain text, or of the API's own events."""
+
+    async def ending(problem: Problem, sent: int) -> AsyncIterator[bytes]:
+        async def objects() -> AsyncIterator[dict[str, Any]]:
+            yield problem.body
+
+        if dialect is not None:
+            name, fields = dialect.error_event(problem)
+            yield named_event(name, fields, sent if dialect.NUMBERED else None)
+        else:
+            async for part in (plain_text if plain else events)(objects()):
+                yield part
+
+    return ending
+
+
+def _with(head: Head, response: Response) -> Response:
+    """Give a response a replica's head, but for the id of the request, which Ray's proxy adds."""
+    response.status_code = head.status
+    response.raw_headers = [(name, value) for name, value in head.headers if name != b"x-request-id"]
+    return response
+
+
+async def _bytes(parts: AsyncIterator[Head | bytes]) -> AsyncIterator[bytes]:
+    async for part in parts:
+        assert isinstance(part, bytes)
+        yield part
+
+
+async def _chunks(parts: AsyncIterator[Head | bytes]) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the objects of a stream of events.
+
+    Raises:
+        Problem: The request was refused.
+    """
+    head = await anext(parts)
+    assert isinstance(head, Head)
+    rest = b""
+    async for part in _bytes(parts):
+        *whole, rest = (rest + part).split(b"\n\n")
+        for event in whole:
+            if event.startswith(b"data: {"):
+                yield json.loads(event.removeprefix(b"data: "))
+    if head.status != 200:
+        raise Problem.read(head.status, json.loads(rest))
+
+
+async def _answer_problem(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, Problem)
+    return JSONResponse(problem.body, problem.status, headers=problem.headers)

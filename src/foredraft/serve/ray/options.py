@@ -1,0 +1,122 @@
+"""Options of an application of Ray Serve, and the application."""
+
+# Without `from __future__ import annotations`: Ray reads the type of the argument of `app`.
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from foredraft.errors import ConfigError
+from foredraft.serve.ray.ingress import Ingress
+from foredraft.serve.ray.replica import Replica
+from foredraft.serve.ray.router import PrefixRouter
+from foredraft.serve.settings import Settings
+
+__all__ = ["Options", "app"]
+
+WAITING = 2  # requests that a replica holds, as a multiple of its rows: when one ends, the next is there
+INGRESS_REQUESTS = 1000  # that one ingress passes on at a time
+
+
+class Options(BaseModel):
+    """Options of an application: of its replicas, of the model in each, and of the server in each.
+
+    Attributes:
+        model: A folder or a hub id that every machine can read; None is the demo models.
+        draft: The draft model, if any.
+        load: Further arguments of `foredraft.load`, such as {"policy": "fixed"}.
+        server: Options of the server, as `foredraft.serve.settings.Settings` names them. Ray has the host and
+            the port.
+        max_batch: Rows of the batch of a replica.
+        replicas: Replicas; with `max_replicas`, at least so many.
+        max_replicas: Ray adds replicas up to this number while more than `max_batch` requests a replica run
+            or wait, and takes them away again. None keeps the number.
+        cpus: Cores of a replica.
+        gpus: GPUs of a replica.
+        surge_percent: In a rolling restart, how many replicas are started before as many old ones stop, as a
+            share of all. 0 needs no room for more: some of the old ones stop first.
+        ingresses: Processes that take requests and pass them on.
+        prefix_characters: Requests whose prompts agree in so many characters go to the same replica.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    model: str | None = None
+    draft: str | None = None
+    load: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    max_batch: int = Field(default=8, ge=1)
+    replicas: int = Field(default=1, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    cpus: float = Field(default=1, ge=0)
+    gpus: float = Field(default=0, ge=0)
+    surge_percent: int = Field(default=0, ge=0, le=100)
+    ingresses: int = Field(default=1, ge=1)
+    prefix_characters: int = Field(default=1024, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas")
+        return self
+
+
+def app(options: Options) -> serve.Application:
+    """Return the application; `serve run foredraft.serve.ray:app replicas=2` calls it, too.
+
+    Raises:
+        ConfigError: An option of the server is unknown, or is Ray's.
+
+    Examples:
+        >>> from ray import serve
+        >>> serve.run(app(Options(replicas=2)))
+    """
+    settings = _settings(options.server)
+    load = {"draft": options.draft, "max_batch": options.max_batch, **options.load}
+    replica = serve.deployment(
+        Replica,
+        max_ongoing_requests=WAITING * options.max_batch,
+        max_queued_requests=settings.max_queued,
+        max_surge_percent=options.surge_percent,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        graceful_shutdown_wait_loop_s=min(1.0, settings.drain_seconds),
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter, request_router_kwargs={"free": options.max_batch}
+        ),
+        **_scale(options),
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        num_replicas=options.ingresses,
+        max_ongoing_requests=INGRESS_REQUESTS,
+        max_surge_percent=100,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        graceful_shutdown_wait_loop_s=min(1.0, settings.drain_seconds),
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(replica.bind(options.model, load, settings), settings, options.prefix_characters)
+
+
+def _scale(options: Options) -> dict[str, Any]:
+    if options.max_replicas is None:
+        return {"num_replicas": options.replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=options.replicas, max_replicas=options.max_replicas,
+        target_ongoing_requests=options.max_batch,
+    )  # fmt: skip
+    return {"autoscaling_config": scaling}
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    for name in given:
+        if name in ("host", "port"):
+            raise ConfigError(
+                option=name, value=given[name], remedy="Ray listens: give it http_options, or serve start"
+            )
+        if name not in Settings.__dataclass_fields__:
+            raise ConfigError(
+                "is unknown", option=name, remedy="see foredraft serve --help-all for the options of a server"
+            )
+    return Settings(**given)

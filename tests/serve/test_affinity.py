@@ -1,0 +1,112 @@
+"""The rule that chooses a replica, without Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.serve.affinity import bound, digest, order, prompt_key, ranked
+
+names = st.lists(st.integers(0, 10_000), min_size=1, max_size=40, unique=True)
+keys = st.integers(0, 2**64 - 1)
+loads = st.lists(st.integers(0, 50), min_size=1, max_size=40)
+
+
+def digests(found: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.array([digest(f"replica {name}") for name in found], dtype=np.uint64)
+
+
+@given(names, keys, st.randoms(use_true_random=False))
+def test_the_order_of_a_key_does_not_depend_on_the_others(found: list[int], key: int, dice: object) -> None:
+    """Without one replica, the rest keep their order; so only the keys of that replica move."""
+    want = [found[place] for place in order(key, digests(found))]
+    assert sorted(want) == sorted(found)
+    gone = dice.choice(found)  # type: ignore[attr-defined]
+    rest = [name for name in found if name != gone]
+    dice.shuffle(rest)  # type: ignore[attr-defined]
+    assert [rest[place] for place in order(key, digests(rest))] == [name for name in want if name != gone]
+
+
+def test_keys_spread_evenly_and_one_in_n_moves() -> None:
+    eight, nine = digests(list(range(8))), digests(list(range(9)))
+    keys = [digest(f"prompt {n}") for n in range(8000)]
+    before = [int(order(key, eight)[0]) for key in keys]
+    after = [int(order(key, nine)[0]) for key in keys]
+    assert all(850 < count < 1150 for count in Counter(before).values())
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {8} and 750 < len(moved) < 1030
+
+
+@given(loads, keys, st.integers(1, 20))
+def test_the_first_one_has_room_and_the_key_likes_no_other_with_room_better(
+    found: list[int], key: int, free: int
+) -> None:
+    replicas = digests(list(range(len(found))))
+    places = ranked(key, replicas, found, free)
+    assert sorted(places) == list(range(len(found)))
+    most = bound(found, free)
+    preferred = [int(place) for place in order(key, replicas)]
+    assert places[0] == next(place for place in preferred if found[place] < most)
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.lists(keys, max_size=200))
+def test_no_key_makes_a_hot_spot(count: int, free: int, wanted: list[int]) -> None:
+    """However the keys are, no replica has more than its free rows, or 1.25 times the mean and one."""
+    replicas, found = digests(list(range(count))), [0] * count
+    for key in [*wanted, *([7] * 100)]:
+        found[ranked(key, replicas, found, free)[0]] += 1
+        assert max(found) <= max(free, 1.25 * sum(found) / count + 1)
+
+
+@given(loads)
+def test_a_request_without_a_key_takes_the_less_loaded_of_two(found: list[int]) -> None:
+    places = ranked(None, digests(list(range(len(found)))), found, 4)
+    assert sorted(places) == list(range(len(found)))
+    assert len(found) == 1 or found[places[0]] <= found[places[1]]
+
+
+def test_a_key_is_that_of_the_beginning() -> None:
+    long = "x" * 100
+    same = [
+        [{"prompt": long + tail, "temperature": n} for n, tail in enumerate(("", "a", "b"))],
+        [{"prompt": [5] * 25 + tail} for tail in ([], [1], [2, 3])],
+        [{"prompt": [long, tail]} for tail in ("a", "b")],
+        [
+            {"messages": [{"role": "system", "content": long}, {"role": "user", "content": each}]}
+            for each in ("a", "b")
+        ],
+        [{"system": long, "messages": [{"role": "user", "content": each}]} for each in ("a", "b")],
+        [{"instructions": long, "input": each} for each in ("a", "b")],
+        [{"prompt_cache_key": "me", "prompt": long} for _ in "ab"],
+    ]
+    found = [{prompt_key(body, 100) for body in bodies} for bodies in same]
+    assert all(len(each) == 1 and None not in each for each in found)
+    assert len(set.union(*found)) == 4  # of the same text, of token ids, of messages, and of another client
+    assert prompt_key({"prompt": "y" + long}, 100) not in found[0]
+    for nothing in ({}, {"prompt": ""}, {"prompt": []}, {"messages": None}):
+        assert prompt_key(nothing, 100) is None
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+))  # fmt: skip
+def test_any_body_has_a_key_or_none(value: object) -> None:
+    for name in ("prompt", "messages", "input", "system", "prompt_cache_key"):
+        assert prompt_key({name: value}, 50) == prompt_key({name: value, "other": 1}, 50)
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    body = {"messages": [{"role": "user", "content": "é\ud800"}]}
+    says = "import json, sys; from foredraft.serve.affinity import prompt_key; "
+    says += "print(prompt_key(json.loads(sys.argv[1]), 99))"
+    found = subprocess.run(
+        [sys.executable, "-c", says, json.dumps(body)], capture_output=True, text=True, check=True
+    )
+    assert int(found.stdout) == prompt_key(body, 99)
