@@ -81,7 +81,7 @@ def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
         app, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=LAST_WORDS_SECONDS, log_config=None,
         ws_per_message_deflate=False,
-        ws_max_size=4 * settings.max_body,  # bytes; a frame is bounded in characters, with an error, by `Socket`
+        ws_max_size=4 * settings.max_body,  # in bytes; `Socket` bounds characters, with an error
     )  # fmt: skip
     return _Server(config, app.state.foredraft)
 

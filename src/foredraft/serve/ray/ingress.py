@@ -157,7 +157,9 @@ class Ingress:
                 async for chunk in chunks:
                     await send(chunk)
 
-        await Socket(socket, run, self._settings.max_body).serve()
+        await Socket(
+            socket, run, self._settings.max_body, over=lambda record: None
+        ).serve()  # replicas keep them
 
 
 class _Stream(StreamingResponse):
