@@ -75,6 +75,7 @@ class Piece:
         origins: The source of each token: "drafter", "target" or "bonus".
         parts: The text in parts, each with the index of the new token that completed it.
         logprobs: Scores of the tokens, if the request asks for them.
+        trace: The rounds since the piece before, if the request asks for them.
         output: The whole result, on the last piece.
 
     Examples:
@@ -90,4 +91,5 @@ class Piece:
     origins: list[str]
     parts: list[tuple[int, str]] | None = None
     logprobs: list[Score] | None = None
+    trace: list[RoundTrace] | None = None
     output: Output | None = None

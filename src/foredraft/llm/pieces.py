@@ -22,6 +22,7 @@ class Pieces:
         self.sequence, self._output = sequence, output
         self.over = False  # the last piece was given
         self._shown = 0  # new tokens that earlier pieces carried
+        self._told = 0  # rounds that they carried
 
     def next(self) -> Piece | None:
         """Return a piece with the tokens since the last one; None where there are none."""
@@ -33,6 +34,7 @@ class Pieces:
         if output is None and settled <= self._shown:
             return None
         new, self._shown = slice(self._shown, settled), settled
+        trace, self._told = sequence.trace[self._told :], len(sequence.trace)
         parts = None
         if sequence.text_buffer is not None:
             sequence.update_text()
@@ -43,6 +45,7 @@ class Pieces:
             origins=[str(origin) for origin in sequence.origins[new]],
             parts=parts,
             logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
+            trace=trace if sequence.traced else None,
             output=output,
         )
         self.over = output is not None
