@@ -21,6 +21,7 @@ from foredraft.serve import messages, responses
 from foredraft.serve.bodies import BoundedBodies
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.origins import KnownOrigins
+from foredraft.serve.page import add_page
 from foredraft.serve.problems import Problem, as_problems, check_output
 from foredraft.serve.replies import Reply
 from foredraft.serve.requests import ChatRequest, CompletionRequest
@@ -67,6 +68,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     _add_models(app, state)
     _add_generation(app, state)
     _add_dialects(app, state)
+    add_page(app)
     return app
 
 
