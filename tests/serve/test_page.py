@@ -26,7 +26,7 @@ ASSETS = {
     "/page/main.js": "text/javascript", "/page/rounds.js": "text/javascript",
     "/page/origins.js": "text/javascript", "/page/icon.svg": "image/svg+xml",
 }  # fmt: skip
-WORD = re.compile(r"\w")  # a line break cannot be pointed at
+WORD = re.compile(r"\S")  # a line break cannot be pointed at
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\n"
 # Every visible text on a colour: its contrast, by the formula of WCAG 2. A text of SVG is on the card behind it.
 CONTRASTS = """() => {
@@ -132,7 +132,7 @@ def test_two_runs_of_a_seed_show_one_text_coloured_and_their_charts(
     view.on(
         "request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None
     )
-    ran(view, temperature=0.9)
+    ran(view, temperature=1.2)
     assert [body["drafter"] for body in bodies] == ["none", "draft-model"]
     assert len({body["seed"] for body in bodies}) == 1
     whole = [served.client.post("/v1/completions", json={**body, "stream": False}).json() for body in bodies]
@@ -160,7 +160,7 @@ def test_two_runs_of_a_seed_show_one_text_coloured_and_their_charts(
 
 
 def test_details_come_by_pointer_and_by_keys(open_page: Any, served: Served) -> None:
-    view = ran(open_page(), temperature=0.9)
+    view = ran(open_page(), temperature=1.2)
     detail = view.locator("#detail")
     view.locator("#text-right .t.target", has_text=WORD).first.hover()
     assert "p (target)" in detail.inner_text() and "q (drafter)" in detail.inner_text()
@@ -180,7 +180,6 @@ def test_details_come_by_pointer_and_by_keys(open_page: Any, served: Served) -> 
 def test_stop_ends_the_requests(open_page: Any, served: Served) -> None:
     view = open_page()
     fill(view, prompt="def f():\n", max_tokens=480)
-    view.fill("#stop", "no such line at all")
     before = served.metric("foredraft_requests_cancelled_total")
     view.check("#together")
     view.keyboard.press("Control+Enter")
@@ -220,7 +219,7 @@ def test_no_text_becomes_markup(open_page: Any) -> None:
     title = view.title()
     view.wait_for_selector("#run:enabled")
     view.check("#mode-chat")
-    ran(view, 30, prompt=HOSTILE, ban="")
+    ran(view, 30, prompt=HOSTILE)
     assert HOSTILE.strip() in view.inner_text("#history")
     # a model that is made to write it
     view.check("#mode-prompt")
@@ -256,7 +255,7 @@ def test_the_conversation_goes_on(open_page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_has_contrast_in_both_schemes(open_page: Any, shots: Path, scheme: str) -> None:
-    view = ran(open_page(color_scheme=scheme), temperature=0.9)
+    view = ran(open_page(color_scheme=scheme), temperature=1.2)
     view.check("#rejects")
     view.locator("#text-right .t.target", has_text=WORD).first.click()
     found = view.evaluate(CONTRASTS)
@@ -276,7 +275,7 @@ def test_every_text_has_contrast_in_both_schemes(open_page: Any, shots: Path, sc
 def test_the_page_fits_and_axe_finds_nothing(open_page: Any, shots: Path, width: int) -> None:
     view = open_page(width=width, bypass_csp=True)  # for axe, which is injected
     assert fits(view)
-    ran(view, temperature=0.9)
+    ran(view, temperature=1.2)
     assert fits(view)
     view.locator("#text-right .t", has_text=WORD).nth(5).click()
     assert fits(view) and view.locator("#detail").is_visible()

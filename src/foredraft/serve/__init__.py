@@ -2,7 +2,7 @@
 
     settings.py     options of a server
     requests.py     bodies -> checked fields -> sampling parameters and a prompt
-    replies.py      pieces -> the objects of the API
+    replies.py      pieces -> the objects of the API; provenance.py, the source of each token
     responses.py, messages.py    two more shapes of requests and replies
     generations.py  the engine's thread -> the event loop; limits of load
     streaming.py    objects -> server-sent events, plain text
@@ -10,6 +10,7 @@
     keys.py, limits.py, bodies.py, origins.py, metrics.py, problems.py
     state.py        the model before and after it is loaded; how requests start
     app.py          the routes
+    page.py         the page at `/`; its files are in static/
     server.py       loading, start and stop
 
 The package needs the extra `serve`.

@@ -25,8 +25,8 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-    " object-src 'none'; require-trusted-types-for 'script'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # a browser asks whether its copy is still the server's

@@ -1,7 +1,7 @@
 """Provenance: the source of each token of a sample, and the rounds behind it, as the API shows them.
 
-Each token has one entry, with the text that it completed; joined, these texts are the text of the sample. In a
-stream an entry comes once its text cannot grow: with the text of a later token, or at the end.
+Each token has one entry, with the text that it completed; joined, these texts are the text of the sample. In
+a stream an entry comes once its text cannot grow: with the text of a later token, or at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Provenance:
         self._sent = 0
 
     def fields(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """Return the fields of a chunk: the entries that have become complete, and the rounds of the pieces."""
+        """Return the fields of a chunk: the entries that have become complete, and the rounds."""
         final, rounds = self._sent, []
         for piece in pieces:
             plain = None if piece.parts is None else ""
@@ -48,7 +48,7 @@ class Provenance:
 
 def whole_provenance(output: Output, shown: Shown) -> dict[str, Any]:
     """Return the same fields for a whole reply."""
-    texts = output.pieces or [None] * len(output.token_ids)
+    texts: Iterable[str | None] = [None] * len(output.token_ids) if output.pieces is None else output.pieces
     return {
         "provenance": list(map(_entry, output.token_ids, output.origins, texts)),
         "trace": [_round(trace, shown) for trace in output.trace or ()],
