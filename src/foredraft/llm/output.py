@@ -76,6 +76,7 @@ class Piece:
         parts: The text in parts, each with the index of the new token that completed it.
         logprobs: Scores of the tokens, if the request asks for them.
         prompt_logprobs: Scores of the prompt's tokens, on the first piece, if the request asks for them.
+        trace: The rounds since the piece before, if the request asks for them.
         output: The whole result, on the last piece.
 
     Examples:
@@ -92,4 +93,5 @@ class Piece:
     parts: list[tuple[int, str]] | None = None
     logprobs: list[Score] | None = None
     prompt_logprobs: list[Score | None] | None = None
+    trace: list[RoundTrace] | None = None
     output: Output | None = None

@@ -23,6 +23,7 @@ class Pieces:
         self.over = False  # the last piece was given
         self._begun = False  # the first piece was given
         self._shown = 0  # new tokens that earlier pieces carried
+        self._told = 0  # rounds that they carried
 
     def next(self) -> Piece | None:
         """Return a piece with the tokens since the last one; None where there are none."""
@@ -36,6 +37,7 @@ class Pieces:
         new, self._shown = slice(self._shown, settled), settled
         asked = sequence.params.prompt_logprobs is not None and not self._begun
         self._begun = True
+        trace, self._told = sequence.trace[self._told :], len(sequence.trace)
         parts = None
         if sequence.text_buffer is not None:
             sequence.update_text()
@@ -47,6 +49,7 @@ class Pieces:
             parts=parts,
             logprobs=None if sequence.params.logprobs is None else sequence.scores[new],
             prompt_logprobs=list(sequence.prompt_scores) if asked else None,
+            trace=trace if sequence.traced else None,
             output=output,
         )
         self.over = output is not None

@@ -1,10 +1,11 @@
-"""The colours and meanings of the origins of tokens: one table, for the terminal and for the trace page."""
+"""The colours and meanings of the origins of tokens: one table, for the terminal and for the pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.resources import files
 
-__all__ = ["ORIGINS", "Origin"]
+__all__ = ["ORIGINS", "Origin", "stylesheet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +50,13 @@ ORIGINS = {
         "the target's bonus token after a fully accepted draft",
     ),
 }
+
+
+def stylesheet() -> str:
+    """Return tokens.css with the colours of the origins, as CSS variables."""
+    text = (files("foredraft.pages") / "tokens.css").read_text(encoding="utf-8")
+    for mode in ("light", "dark"):
+        colors = ((name, *getattr(origin, mode)) for name, origin in ORIGINS.items())
+        variables = " ".join(f"--{name}: {ink}; --{name}-bg: {paper};" for name, ink, paper in colors)
+        text = text.replace(f"__{mode.upper()}__", variables)
+    return text

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigError, Option
 from foredraft.files import write_whole
-from foredraft.pages.origins import ORIGINS
+from foredraft.pages.origins import ORIGINS, stylesheet
 
 if TYPE_CHECKING:
     from foredraft import Output
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["write_trace"]
-
-Mode: TypeAlias = Literal["light", "dark"]
 
 
 def write_trace(
@@ -58,17 +56,11 @@ def write_trace(
         for number, output in enumerate(outputs, start=1)
     ]
     page = (files("foredraft.pages") / "trace.html").read_text(encoding="utf-8")
-    for mode in get_args(Mode):
-        page = page.replace(f"__{mode.upper()}__", _colors(mode))
+    page = page.replace("__TOKENS__", stylesheet())
+    page = page.replace("__ROUNDS__", (files("foredraft.pages") / "rounds.js").read_text(encoding="utf-8"))
     meanings = {name: origin.meaning for name, origin in ORIGINS.items()}
     page = page.replace("__DATA__", _embedded({"about": about, "origins": meanings, "samples": samples}))
     write_whole(file, page, "trace")
-
-
-def _colors(mode: Mode) -> str:
-    """Return the CSS variables of the origins' colours."""
-    colors = ((name, *getattr(origin, mode)) for name, origin in ORIGINS.items())
-    return " ".join(f"--{name}: {ink}; --{name}-bg: {paper};" for name, ink, paper in colors)
 
 
 def _embedded(data: object) -> str:

@@ -22,6 +22,7 @@ from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.generations import Generation, Generations
 from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins
+from foredraft.serve.page import add_page
 from foredraft.serve.problems import Problem, as_problems, check_output
 from foredraft.serve.records import Recording, current
 from foredraft.serve.replies import Reply
@@ -73,6 +74,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
     _add_generation(app, state)
     _add_dialects(app, state)
     _add_document(app, state)
+    add_page(app)
     return app
 
 

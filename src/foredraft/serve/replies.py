@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import foredraft
@@ -16,6 +15,7 @@ from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
 from foredraft.serve.calls import Call, CallReader
 from foredraft.serve.problems import check_output
+from foredraft.serve.provenance import Provenance, whole_provenance
 from foredraft.serve.requests import Job
 
 __all__ = ["Reply", "TokenTexts"]
@@ -48,6 +48,11 @@ class TokenTexts:
         data = self._bytes[id] or self._tokenizer.text([id], False).encode()
         return data.decode("utf-8", "replace"), list(data)
 
+    def shown(self, id: int) -> str:
+        """Return a token's text; where it ends or begins within a character, its bytes, such as <0xE2>."""
+        text, data = self.of(id)
+        return "".join(f"<0x{byte:02X}>" for byte in data) if "\N{REPLACEMENT CHARACTER}" in text else text
+
 
 class Reply:
     """The reply to one job.
@@ -73,6 +78,7 @@ class Reply:
         self._tokens = [0] * job.samples
         self._offsets = [0] * job.samples
         self._readers = [None if job.tools is None else job.tools.reader() for _ in range(job.samples)]
+        self._provenance = [Provenance(texts.shown) for _ in range(job.samples)]
         self.outputs: dict[int, Output] = {}
 
     # --- chunks -----------------------------------------------------------------------------------------
@@ -106,17 +112,15 @@ class Reply:
         if first and self.job.echo:
             text = self._prompt_text(sample) + text
             scores = [*self._prompt_scores(sample, pieces[0].prompt_logprobs), *scores]
+        provenance = self._provenance[sample].fields(pieces) if self.job.provenance else {}
         deltas = self._deltas(sample, text, ended=output is not None)
-        if not deltas and (scores or first or (ids and self.job.provenance)):
+        if not deltas and (scores or first or any(provenance.values())):
             deltas = [{"content": ""}]
         for delta in deltas:
             made.append(self._chunk(sample, delta, scores, None, first=first))
             scores, first = [], False
-        if made and self.job.provenance:
-            origins = [origin for piece in pieces for origin in piece.origins]
-            made[0]["choices"][0]["provenance"] = [
-                {"token_id": token, "origin": origin} for token, origin in zip(ids, origins, strict=True)
-            ]
+        if made:
+            made[0]["choices"][0] |= provenance
         if output is not None:
             last = self._chunk(sample, {}, [], output)
             last["choices"][0] |= self._extras(output)
@@ -197,10 +201,7 @@ class Reply:
             choice["logprobs"] = self._logprobs(sample, scores) if scores else None
             choice |= self._extras(output)
             if self.job.provenance:
-                choice["provenance"] = [
-                    {"token_id": token, "origin": origin}
-                    for token, origin in zip(output.token_ids, output.origins, strict=True)
-                ]
+                choice |= whole_provenance(output, self._texts.shown)
             choices.append(choice)
         return {
             **self._whole_head, "choices": choices, "usage": self.usage(prompt_tokens),
@@ -256,13 +257,10 @@ class Reply:
 
     def _extras(self, output: Output) -> dict[str, Any]:
         """Return what the API has no field for."""
-        extras: dict[str, Any] = {
+        return {
             "stop_reason": output.stopped_by, "seed": output.seed, "lossless": output.lossless,
             "deterministic": output.deterministic,
         }  # fmt: skip
-        if self.job.provenance:
-            extras["trace"] = [asdict(each) for each in output.trace or ()]
-        return extras
 
     def _prompt_text(self, sample: int) -> str:
         return self._texts.joined(self.job.prompts[sample // self.job.n])

@@ -10,8 +10,6 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from foredraft.decode.trace import RoundTrace
-
 __all__ = [
     "Capabilities", "Chat", "ChatChunk", "Completion", "CompletionChunk", "Error", "Health", "Message",
     "MessageError", "MessageEvent", "ModelCard", "ModelList", "Response", "ResponseEvent", "Text", "Tokens",
@@ -102,6 +100,28 @@ class RequestMetrics(TypedDict):
 class Origin(TypedDict):
     token_id: int
     origin: Literal["drafter", "target", "bonus"]
+    text: str | None
+
+
+@closed
+class Round(TypedDict):
+    """A round of a sample, as `RoundTrace`, with the texts of its tokens."""
+
+    start: int
+    drafter: str | None
+    budget: int
+    draft: list[int]
+    p: list[float]
+    q: list[float]
+    accepted: int
+    next_token: int
+    next_p: float
+    emitted: int
+    discarded: bool
+    rollback: float | None
+    legal: list[int] | None
+    draft_texts: list[str]
+    next_text: str
 
 
 @closed
@@ -137,7 +157,7 @@ class Ending(TypedDict):
     seed: int
     lossless: bool
     deterministic: bool
-    trace: NotRequired[list[RoundTrace]]
+    trace: NotRequired[list[Round]]
 
 
 class Ended(TypedDict, total=False):
@@ -147,7 +167,7 @@ class Ended(TypedDict, total=False):
     seed: int
     lossless: bool
     deterministic: bool
-    trace: list[RoundTrace]
+    trace: list[Round]
 
 
 class Head(TypedDict):

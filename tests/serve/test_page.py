@@ -1,0 +1,372 @@
+"""The page at `/`, in a real Chromium: its runs, its details, its keys, its looks and its policy of content.
+
+FOREDRAFT_SCREENSHOTS names a folder for screenshots; without it they go to a temporary one. AXE names the file
+axe.min.js of axe-core, which checks accessibility where it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.llm import LLM
+from tests.support.serving import Served, serving
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+ASSETS = {
+    "/": "text/html", "/page/page.css": "text/css", "/page/tokens.css": "text/css",
+    "/page/main.js": "text/javascript", "/page/rounds.js": "text/javascript",
+    "/page/origins.js": "text/javascript", "/page/icon.svg": "image/svg+xml",
+}  # fmt: skip
+WORD = re.compile(r"\S")  # a line break cannot be pointed at
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\n"
+# Every visible text on a colour: its contrast, by the formula of WCAG 2. A text of SVG is on the card behind it.
+CONTRASTS = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((x) => x / 255)
+    .map((x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color.length < 4 || color[3] > 0) return color;
+    }
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!own || !node.getClientRects().length || node.closest("button:disabled, option")) continue;
+    const style = getComputedStyle(node);
+    const [ink, paper] = [light(parse(node instanceof SVGElement ? style.fill : style.color)), light(behind(node))];
+    found.push([(Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05), node.className.baseVal ?? node.className, node.tagName]);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as run:
+        started = run.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, served: Served) -> Iterator[Any]:
+    """Return a function that opens the page; at the end no page may have an error on its console."""
+    contexts, errors = [], []
+
+    def opened(
+        url: str = served.url, *, width: int = 1280, expected: str | None = None, **options: Any
+    ) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        view = context.new_page()
+        view.set_default_timeout(20_000)
+
+        def note(text: str) -> None:
+            if expected is None or expected not in text:
+                errors.append(text)
+
+        view.on(
+            "console", lambda message: note(message.text) if message.type in ("error", "warning") else None
+        )
+        view.on("pageerror", lambda error: note(str(error)))
+        view.on(
+            "request", lambda request: None if request.url.startswith((url, "data:")) else note(request.url)
+        )
+        view.goto(url)
+        return view
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not errors
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> Path:
+    folder = Path(os.environ.get("FOREDRAFT_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def fill(view: Any, **fields: object) -> None:
+    view.wait_for_selector("#run:enabled")
+    for name, value in fields.items():
+        view.fill(f"#{name}", str(value))
+
+
+def finish(view: Any) -> None:
+    view.keyboard.press("Control+Enter")
+    view.locator(
+        "#status", has_text=re.compile("^Done")
+    ).wait_for()  # the policy of content forbids to wait by script
+
+
+def ran(view: Any, tokens: int = 60, **fields: object) -> Any:
+    """Run the demo pair; return the view."""
+    fill(view, **{"prompt": "def fibonacci(n):\n", "max_tokens": tokens, **fields})
+    finish(view)
+    return view
+
+
+def fits(view: Any) -> bool:
+    return bool(view.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+def test_two_runs_of_a_seed_show_one_text_coloured_and_their_charts(
+    open_page: Any, served: Served, shots: Path
+) -> None:
+    view = open_page()
+    bodies: list[dict[str, Any]] = []
+    view.on(
+        "request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None
+    )
+    ran(view, temperature=1.2)
+    assert [body["drafter"] for body in bodies] == ["none", "draft-model"]
+    assert len({body["seed"] for body in bodies}) == 1
+    whole = [served.client.post("/v1/completions", json={**body, "stream": False}).json() for body in bodies]
+    for side, reply in zip(("left", "right"), whole, strict=True):
+        [choice] = reply["choices"]
+        assert view.evaluate(f"document.getElementById('text-{side}').innerText") == choice["text"] or (
+            view.eval_on_selector_all(f"#text-{side} .t", "all => all.map((x) => x.textContent).join('')")
+            == choice["text"]
+        )
+        classes = view.eval_on_selector_all(f"#text-{side} .t", "all => all.map((x) => x.className)")
+        assert [name.split()[1] for name in classes] == [each["origin"] for each in choice["provenance"]]
+    assert {each["origin"] for each in whole[1]["choices"][0]["provenance"]} == {"drafter", "target", "bonus"}
+    assert view.inner_text("#verdict").startswith("✓ Both texts are identical, all ")
+    assert re.fullmatch(r"\d+\.\d\d×", view.inner_text("#speedup"))
+    figures = whole[1]["metrics"]["speculative_decoding"]
+    says = view.get_attribute("#chart-positions svg", "aria-label")
+    pairs = [tuple(map(int, pair)) for pair in re.findall(r": (\d+) of (\d+)", says)]
+    assert [kept for kept, _ in pairs] == figures["acceptance_histogram"]
+    assert sum(drafted for _, drafted in pairs) == figures["num_draft_tokens"]
+    assert view.locator("#chart-rounds rect.accepted").count() == figures["num_accepted_tokens"]
+    assert f"{len(whole[1]['choices'][0]['trace'])} rounds" in view.get_attribute(
+        "#chart-rounds svg", "aria-label"
+    )
+    view.screenshot(path=shots / "page-light.png", full_page=True)
+
+
+def test_details_come_by_pointer_and_by_keys(open_page: Any, served: Served) -> None:
+    view = ran(open_page(), temperature=1.2)
+    detail = view.locator("#detail")
+    view.locator("#text-right .t.target", has_text=WORD).first.hover()
+    assert "p (target)" in detail.inner_text() and "q (drafter)" in detail.inner_text()
+    assert detail.locator("tr", has_text="rejected").count() == 1, "a correction shows what it replaced"
+    view.keyboard.press("Escape")
+    assert not detail.is_visible()
+    view.focus("#text-right")
+    for count, key in enumerate(("Home", "ArrowRight", "ArrowRight", "ArrowLeft")):
+        view.keyboard.press(key)
+        assert f"Token {(1, 2, 3, 2)[count]}:" in detail.inner_text()
+    assert view.evaluate("document.getElementById('detail').ariaLive") == "polite"
+    assert view.locator("#text-right .wrong:visible").count() == 0
+    view.check("#rejects")
+    assert view.locator("#text-right .wrong:visible").count() > 0
+
+
+def test_stop_ends_the_requests(open_page: Any, served: Served) -> None:
+    view = open_page()
+    fill(view, prompt="def f():\n", max_tokens=480)
+    before = served.metric("foredraft_requests_cancelled_total")
+    view.check("#together")
+    view.keyboard.press("Control+Enter")
+    view.wait_for_selector("#text-right .t", state="attached")
+    view.keyboard.press("Escape")
+    view.locator("#status", has_text="Stopped.").wait_for()
+    served.wait(lambda: served.metric("foredraft_requests_cancelled_total") == before + 2)
+    served.wait(served.idle)
+    assert view.is_enabled("#run") and not view.is_enabled("#stop-button")
+
+
+def test_an_error_is_one_line_and_the_next_run_clears_it(open_page: Any) -> None:
+    view = open_page(expected="400 (Bad Request)")
+    fill(view, prompt="")
+    view.click("#run")
+    view.wait_for_selector("#error:visible")
+    said = view.inner_text("#error")
+    assert "prompt is empty" in said and "\n" not in said
+    ran(view, 4)
+    assert not view.is_visible("#error")
+
+
+def test_a_server_with_keys_asks_for_one(open_page: Any, llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    with serving(llm, api_key_file=tmp_path / "keys") as locked:
+        view = open_page(locked.url, expected="401 (Unauthorized)")
+        view.wait_for_selector("#key:focus")
+        assert "API key" in view.inner_text("#error") and not view.is_enabled("#run")
+        view.fill("#key", "secret")
+        view.keyboard.press("Enter")
+        ran(view, 4)
+        view.close()
+
+
+def test_no_text_becomes_markup(open_page: Any) -> None:
+    view = open_page()
+    title = view.title()
+    view.wait_for_selector("#run:enabled")
+    view.check("#mode-chat")
+    ran(view, 30, prompt=HOSTILE)
+    assert HOSTILE.strip() in view.inner_text("#history")
+    # a model that is made to write it
+    view.check("#mode-prompt")
+    found = view.evaluate(
+        """async (text) => {
+          const { TokensView } = await import('/page/tokens.js');
+          const { Detail } = await import('/page/detail.js');
+          const { Run } = await import('/page/run.js');
+          const root = document.getElementById('text-left'), run = new Run('none', 0), view = new TokensView(root, new Detail());
+          view.begin(run);
+          const trace = { start: 0, drafter: text, budget: 1, draft: [1], draft_texts: [text], p: [0.1], q: [0.2], accepted: 0,
+            next_token: 2, next_text: text, next_p: 0.5, emitted: 1, rollback: null, legal: null, discarded: false };
+          run.take({ choices: [{ trace: [trace], provenance: [{ token_id: 2, origin: 'target', text }] }] }, 1);
+          view.update();
+          root.querySelector('.t').click();
+          return root.textContent.includes(text) && document.getElementById('detail').textContent.includes('<img');
+        }""",
+        HOSTILE,
+    )
+    assert found and view.title() == title and not view.query_selector("img, body script")
+
+
+def test_the_conversation_goes_on(open_page: Any) -> None:
+    view = open_page()
+    view.wait_for_selector("#run:enabled")
+    view.check("#mode-chat")
+    ran(view, 8, prompt="one")
+    with view.expect_request("**/v1/chat/completions") as sent:
+        ran(view, 8, prompt="two")
+    roles = [message["role"] for message in sent.value.post_data_json["messages"]]
+    assert roles == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_contrast_in_both_schemes(open_page: Any, shots: Path, scheme: str) -> None:
+    view = ran(open_page(color_scheme=scheme), temperature=1.2)
+    view.check("#rejects")
+    view.locator("#text-right .t.target", has_text=WORD).first.click()
+    found = view.evaluate(CONTRASTS)
+    assert len(found) > 100
+    assert {kind for _, names, _ in found for kind in names.split()} >= {
+        "drafter",
+        "target",
+        "bonus",
+        "wrong",
+    }
+    low = [each for each in found if each[0] < 4.5]
+    assert not low, low[:5]
+    view.screenshot(path=shots / f"page-details-{scheme}.png")
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_fits_and_axe_finds_nothing(open_page: Any, shots: Path, width: int) -> None:
+    view = open_page(width=width, bypass_csp=True)  # for axe, which is injected
+    assert fits(view)
+    ran(view, temperature=1.2)
+    assert fits(view)
+    view.locator("#text-right .t", has_text=WORD).nth(5).click()
+    assert fits(view) and view.locator("#detail").is_visible()
+    view.screenshot(path=shots / f"page-{width}.png")
+    if axe := os.environ.get("AXE"):
+        view.add_script_tag(content=Path(axe).read_text(encoding="utf-8"))
+        found = view.evaluate("axe.run()")
+        assert not found["violations"], [
+            (each["id"], each["nodes"][0]["html"]) for each in found["violations"]
+        ]
+
+
+def test_keys_reach_every_control_and_show_where_they_are(open_page: Any) -> None:
+    view = ran(open_page(), 8)
+    want = view.evaluate(
+        """[...document.querySelectorAll('input, textarea, select, button, summary, [tabindex]')]
+          .filter((x) => x.checkVisibility() && !x.disabled && !(x.type === 'radio' && !x.checked)).map((x) => x.id || x.tagName)"""
+    )
+    view.evaluate("document.activeElement.blur()")
+    reached = []
+    for _ in range(len(want) + 3):
+        view.keyboard.press("Tab")
+        reached.append(view.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        if reached[-1] != "BODY":
+            assert view.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached[
+                -1
+            ]
+    assert set(want) <= set(reached)
+    unnamed = view.evaluate(
+        "[...document.querySelectorAll('input, textarea, select')].filter((x) => !x.labels.length)"
+    )
+    assert not unnamed
+
+
+def test_the_parser_survives_any_cut(open_page: Any) -> None:
+    """Cut a stream with every line end, comments and characters of several bytes into two at each byte, and into bytes."""
+    view = open_page()
+    wrong = view.evaluate(
+        """async () => {
+          const { EventParser } = await import('/page/sse.js');
+          const text = ': ping\\n\\ndata: {"a":"é€😀"}\\r\\n\\r\\ndata: one\\ndata:two\\n\\nevent: x\\rdata: three\\r\\rdata: [DONE]\\n\\n';
+          const bytes = new TextEncoder().encode(text);
+          const want = JSON.stringify(['{"a":"é€😀"}', 'one\\ntwo', 'three', '[DONE]']);
+          const read = (parts) => { const parser = new EventParser(); return JSON.stringify(parts.flatMap((part) => parser.push(part))); };
+          const wrong = [];
+          for (let at = 0; at <= bytes.length; at++) {
+            const found = read([bytes.slice(0, at), bytes.slice(at)]);
+            if (found !== want) wrong.push([at, found]);
+          }
+          const single = read([...bytes].map((byte) => new Uint8Array([byte])));
+          return single === want ? wrong : [...wrong, single];
+        }"""
+    )
+    assert not wrong
+
+
+def test_the_policy_stops_other_scripts(open_page: Any) -> None:
+    view = open_page(expected="requires 'TrustedHTML'")
+    policy = view.evaluate("fetch('/').then((found) => found.headers.get('content-security-policy'))")
+    assert "default-src 'self'" in policy and "unsafe" not in policy
+    blocked = view.evaluate(
+        """() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch (error) { return error.name === 'TypeError'; } }"""
+    )
+    assert blocked
+
+
+@pytest.mark.parametrize("path", ASSETS)
+def test_files_have_types_and_tags(served: Served, path: str) -> None:
+    found = served.client.get(path)
+    assert found.status_code == 200 and found.headers["content-type"].startswith(ASSETS[path])
+    assert (
+        found.headers["x-content-type-options"] == "nosniff" and found.headers["cache-control"] == "no-cache"
+    )
+    again = served.client.get(path, headers={"if-none-match": f'"x", {found.headers["etag"]}'})
+    assert again.status_code == 304 and again.content == b""
+    assert served.client.get(path, headers={"if-none-match": '"x"'}).status_code == 200
+    assert served.client.head(path).status_code == 200
+    assert served.client.get("/page/nothing.js").status_code == 404
+
+
+def test_nothing_of_the_page_is_elsewhere(served: Served) -> None:
+    """No file names another host, and every file that a file names is there."""
+    names = {"/"}
+    todo = ["/"]
+    while todo:
+        text = served.client.get(todo.pop()).text
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|style=|onclick", text)
+        found = re.findall(r"""(?:src|href)="(page/[^"]+)"|from "\./([^"]+)\"""", text)
+        for path in ("/" + (page or f"page/{module}") for page, module in found):
+            if path not in names:
+                assert served.client.get(path).status_code == 200, path
+                names.add(path)
+                todo.append(path)
+    assert len(names) > 12
