@@ -414,7 +414,7 @@ def test_a_request_chooses_its_drafter(llm: foredraft.LLM) -> None:
     assert len({tuple(o.token_ids) for o in texts.values()}) == 1
     assert texts["none"].stats.drafted == 0 < texts["lookup"].stats.drafted
     assert texts[None].stats.drafted == texts["draft-model"].stats.drafted > 0
-    with pytest.raises(RequestError, match="'kangaroo'.*none, lookup, draft-model"):
+    with pytest.raises(RequestError, match="'kangaroo'.*none, lookup, prediction, draft-model"):
         llm.generate("x", SamplingParams(drafter="kangaroo"))
 
 
