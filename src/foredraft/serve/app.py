@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
-from foredraft.kinds import DRAFTERS
+from foredraft.kinds import DRAFTERS, POLICIES
 from foredraft.serve import messages, responses
 from foredraft.serve.blocks import whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
@@ -126,12 +126,14 @@ def _add_models(app: FastAPI, state: App) -> None:
         state.keys.check(request.headers.get("authorization"))
         model = state.ready()
         llm = model.llm
+        chat = llm.tokenizer is not None and llm.tokenizer.chat is not None
         return {
             "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
             "deterministic": llm.deterministic,
             "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
-            "default_drafter": llm.default_drafter, "policy": llm._engine.policy.name,
-            "chat": llm.tokenizer is not None and llm.tokenizer.chat is not None,
+            "default_drafter": llm.default_drafter,
+            "policy": llm._engine.policy.name, "policies": list(POLICIES),
+            "chat": chat, "tools": chat, "prediction": "prediction" in model.drafters,
             "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
             "streams": ["sse", "text", "websocket"],
         }  # fmt: skip

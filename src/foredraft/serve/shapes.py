@@ -480,7 +480,10 @@ class Capabilities(TypedDict):
     drafters: dict[str, DrafterTraits]
     default_drafter: str | None
     policy: str
+    policies: list[str]
     chat: bool
+    tools: bool
+    prediction: bool
     constraints: list[str]
     streams: list[str]
 

@@ -14,7 +14,8 @@ export class Form {
 
   // Fit the controls to the model.
   adapt(capabilities) {
-    const names = ["none", ...Object.keys(capabilities.drafters)];
+    // The page has no prediction to give.
+    const names = ["none", ...Object.keys(capabilities.drafters).filter((name) => name !== "prediction")];
     for (const side of ["left", "right"]) {
       byId(`drafter-${side}`).replaceChildren(...names.map((name) => {
         const lossy = capabilities.drafters[name]?.lossless === false;
