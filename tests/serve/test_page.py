@@ -316,7 +316,7 @@ def test_the_parser_survives_any_cut(open_page: Any) -> None:
     wrong = view.evaluate(
         """async () => {
           const { EventParser } = await import('/page/sse.js');
-          const text = ': ping\\n\\ndata: {"a":"é€😀"}\\r\\n\\r\\ndata: one\\ndata:two\\n\\nevent: x\\rdata: three\\r\\rdata: [DONE]\\n\\n';
+          const text = ': ping\\n\\ndata: {"a":"é€😀"}\\r\\n\\r\\ndata: one\\r\\ndata:two\\r\\n\\r\\nevent: x\\rdata: three\\r\\rdata: [DONE]\\n\\n';
           const bytes = new TextEncoder().encode(text);
           const want = JSON.stringify(['{"a":"é€😀"}', 'one\\ntwo', 'three', '[DONE]']);
           const read = (parts) => { const parser = new EventParser(); return JSON.stringify(parts.flatMap((part) => parser.push(part))); };
