@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--characters", type=int, default=800, help="longest file")
+    parser.add_argument("--characters", type=int, default=500, help="longest file")
     parser.add_argument("--policy", default="fixed")
     parser.add_argument("--name", default="agent")
     given = parser.parse_args()
@@ -176,7 +176,7 @@ def main() -> None:
                 "--model", model, "--max-length", str(ROOM), "--max-batch", "1", "--policy", given.policy,
                 "--prefix-cache", cache, "--drafter", drafter,
             )  # fmt: skip
-            stack.callback(process.communicate)
+            stack.callback(process.wait)
             stack.callback(process.terminate)
             clients[variant] = stack.enter_context(
                 httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)

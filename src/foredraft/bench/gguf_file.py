@@ -1,8 +1,8 @@
 """Convert a checkpoint of the Llama family into a GGUF file with the same weights, for llama.cpp.
 
 Contract: matrices have the chosen dtype; vectors (norms and biases) are float32, as llama.cpp requires. A
-model that llama.cpp would compute differently is refused. The file holds no tokenizer, because a benchmark
-works on token ids. Only one tensor is in memory at a time.
+model that llama.cpp would compute differently is refused. The file holds no tokenizer unless one is asked
+for, because a benchmark works on token ids. Only one tensor is in memory at a time.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package defines names and keys.
 """
@@ -41,13 +41,15 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def write_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
+def write_gguf(folder: Path, file: Path, dtype: torch.dtype, *, vocabulary: bool = False) -> None:
     """Write a checkpoint to a GGUF file.
 
     Args:
         folder: The checkpoint.
         file: Where to write.
         dtype: Of the matrices.
+        vocabulary: Write the tokenizer, too, which must be byte-level BPE. llama.cpp splits text into words
+            by its own rules, so its token ids may differ.
 
     Raises:
         ConfigError: llama.cpp cannot compute this model, or gguf is not installed.
@@ -60,6 +62,10 @@ def write_gguf(folder: Path, file: Path, dtype: torch.dtype) -> None:
         tensors = _tensors(folder, spec, gguf, stack)
         writer = gguf.GGUFWriter(file, ARCHITECTURES[spec.architecture])
         _add_metadata(writer, spec, gguf)
+        if vocabulary:
+            _add_vocabulary(writer, folder, spec, gguf)
+        else:
+            writer.add_tokenizer_model("no_vocab")
         for tensor in tensors:
             kind = dtype if len(tensor.shape) > 1 else torch.float32
             size = torch.Size(tensor.shape).numel() * kind.itemsize
@@ -121,7 +127,27 @@ def _add_metadata(writer: Any, spec: ModelSpec, gguf: Any) -> None:
         writer.add_rope_scaling_factor(spec.rope.factor)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     writer.add_vocab_size(spec.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+
+
+def _add_vocabulary(writer: Any, folder: Path, spec: ModelSpec, gguf: Any) -> None:
+    """Add the byte-level BPE of a tokenizer.json."""
+    read = read_json(folder / "tokenizer.json")
+    model, special = read["model"], {each["id"] for each in read["added_tokens"] if each["special"]}
+    by_id = {id: token for token, id in model["vocab"].items()}
+    ids = range(spec.vocab_size)
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([by_id.get(id, f"[{id}]") for id in ids])
+    writer.add_token_types(
+        [kinds.CONTROL if id in special else kinds.NORMAL if id in by_id else kinds.UNUSED for id in ids]
+    )
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    )
+    for end in spec.eos_token_ids[:1]:
+        writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
 
 
 def _tensors(folder: Path, spec: ModelSpec, gguf: Any, stack: ExitStack) -> list[_Tensor]:
