@@ -269,12 +269,12 @@ def main() -> int:
             parser.error("--url needs --pid")
         found = asyncio.run(soak(given.url, given.pid, given))
     else:
-        process, url = start_server(str(demo.target_path()), str(demo.draft_path()))
+        process, port = start_server("--draft", str(demo.draft_path()))
         try:
-            found = asyncio.run(soak(url, process.pid, given))
+            found = asyncio.run(soak(f"http://127.0.0.1:{port}", process.pid, given))
         finally:
             process.terminate()
-            process.communicate()
+            process.wait()
     print(json.dumps(found))
     return 1 if found["wrong"] else 0
 

@@ -128,6 +128,7 @@ def _greet(address: str, model: Model, keys: bool) -> None:
     says = "; put your API key in place of API_KEY" if keys else ""
     print(
         f"""foredraft serves {name} at {address} (Ctrl-C ends it){says}
+Open {address} in a browser to watch it draft.
 
 curl -N {address}/v1/{path} -H 'Content-Type: application/json'{header} -d {data}
 
