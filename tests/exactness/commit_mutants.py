@@ -16,6 +16,7 @@ from foredraft.decode import faults, planning, rows
 from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.engine import Engine
 from foredraft.decode.planning import plan_drafts
+from foredraft.decode.policy import Policy
 from foredraft.decode.rows import Rows
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence
@@ -202,11 +203,11 @@ def resumed_above_taps(engine: Any, inputs: Any, draft: Draft, starts: Any, opti
 
 
 def table_of_the_batch_before(make_inputs: Function) -> Function:
-    def spoilt(engine: Engine) -> RoundInputs:
+    def spoilt(engine: Engine, policy: Policy) -> RoundInputs:
         ids = [sequence.id for sequence in engine.rows.sequences]
         if engine._table is not None and len(engine._table[0]) == len(ids):
             engine._table = ids, engine._table[1]
-        inputs: RoundInputs = make_inputs(engine)
+        inputs: RoundInputs = make_inputs(engine, policy)
         return inputs
 
     return spoilt

@@ -25,6 +25,8 @@ from foredraft.decode.noise import ACCEPT, COUPLED, RESIDUAL, ROLLBACK, Noise, N
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.sequence import Finish, Sequence, State
 
+PREDICTED = (1, 0, 2, 1, 1, 0) * 8  # the prediction of every request
+
 
 class Path:
     """One row's choices: `prefix` is replayed, the rest is new.
@@ -185,6 +187,7 @@ def outputs_of(make: Callable[[ForkingNoise], Engine], cases: list[Case], most: 
                 drafters=case.drafters,
                 constraint=case.constraint(),
                 group=None if case.alone else index,
+                prediction=PREDICTED,
             )
             idle = (ROLLBACK,) if case.params.bound is None else (ACCEPT, RESIDUAL)
             noise.paths[sequence.key] = Path(prefix, greedy=case.params.greedy, idle=idle)

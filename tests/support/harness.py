@@ -18,7 +18,7 @@ from foredraft.drafters.prediction import Prediction
 from foredraft.drafters.retokenize import Retokenize
 from foredraft.drafters.skips import Skips
 from foredraft.model.runner import Forward
-from tests.support.forking import ForkingNoise
+from tests.support.forking import PREDICTED, ForkingNoise
 from tests.support.parts import (
     ScriptedGuesser,
     TappingStepper,
@@ -148,7 +148,6 @@ def make_engine(
 
 
 _ids = itertools.count()
-PREDICTED = (1, 0, 2, 1, 1, 0) * 8  # the prediction of every request
 
 
 def request(prompt: Iterable[int] = (0,), drafter: str | None = None, **options: Any) -> Sequence:

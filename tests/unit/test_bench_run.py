@@ -77,7 +77,7 @@ def test_the_demo_pairs_report_is_complete() -> None:
         ("draft", "bfloat16"),
     ]
     assert [made.batch for made in report.costs] == [1, 2]
-    assert set(report.costs[0].drafting) == {"lookup", "draft-model"}
+    assert set(report.costs[0].drafting) == {"lookup", "prediction", "draft-model"}
     assert report.machine["transformers"]
     assert Report.from_dict(json.loads(json.dumps(report.as_dict(), allow_nan=False))) == report
     assert seen[-1] == ("code, batch 2", 2, 2)

@@ -14,6 +14,9 @@ from foredraft.decode.params import SamplingParams
 from foredraft.errors import RequestError
 
 WRONG: dict[str, list[Any]] = {
+    "prediction": [5, [1.5], [-1], "\ud800", {"a": 1}],
+    "policy": [5, ["fixed"]],
+    "max_draft": [0, 1.5, True, "3"],
     "temperature": [-0.1, math.nan, math.inf, "1", True, None],
     "top_k": [-1, 1.5, True],
     "top_p": [0.0, 1.1, math.nan],
