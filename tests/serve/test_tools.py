@@ -143,6 +143,8 @@ def test_a_call_by_the_responses_api(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "zebra"}}}], "tool_choice": "auto"}, "tools"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
+        ({"messages": [{"content": "x"}]}, None),
+        ({"messages": [{"role": "user", "content": "x"}, {"content": "x"}], "tool_choice": "auto"}, None),
         ({"prediction": {"type": "content"}}, "prediction"),
         ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction"),
         ({"prediction": {"type": "content", "content": "x"}, "drafter": "lookup"}, "prediction"),
@@ -153,7 +155,7 @@ def test_a_call_by_the_responses_api(client: openai.OpenAI) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_honoured_is_refused_by_name(
-    served: Served, wrong: dict[str, Any], param: str, stream: bool
+    served: Served, wrong: dict[str, Any], param: str | None, stream: bool
 ) -> None:
     response = served.client.post("/v1/chat/completions", json={**COMMON, "stream": stream} | wrong)
     assert response.status_code == 400, response.text

@@ -107,6 +107,13 @@ def test_a_wrong_prediction_changes_nothing(llm: foredraft.LLM) -> None:
         assert found.stats.accepted < found.stats.drafted
 
 
+def test_a_prediction_is_no_longer_than_a_text_can_be(llm: foredraft.LLM) -> None:
+    [sequence], _ = llm._sequences(
+        "x", llm.params(prediction=[5] * 9999), n=1, truncate=None, show_special=False, trace=False
+    )
+    assert len(sequence.prediction) == llm.max_length
+
+
 def test_without_a_prediction_its_drafter_drafts_nothing(llm: foredraft.LLM) -> None:
     assert request(llm, drafter="prediction").stats.drafted == 0
     assert request(llm, prediction="", drafter="prediction").stats.drafted == 0
@@ -124,6 +131,7 @@ def test_another_default_drafter_yields_to_a_prediction() -> None:
     [
         ({"prediction": 5}, "prediction is 5; give text"),
         ({"prediction": [1.5]}, "text or a list of token ids"),
+        ({"prediction": [5, 10**6]}, "prediction names token 1000000; give ids from 0 to "),
         ({"prediction": "\ud800"}, "text or a list of token ids"),
         ({"prediction": "x", "drafter": "lookup"}, "prediction has no effect with drafter='lookup'"),
     ],

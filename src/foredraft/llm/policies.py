@@ -44,6 +44,5 @@ class RequestPolicies:
         if kind is loaded and (kind.uses_costs or longest == own):
             return None
         key = name, own if kind.uses_costs else longest
-        if key not in self._made:
-            self._made[key] = POLICIES[name].make(key[1])
-        return self._made[key]
+        made = self._made.get(key)
+        return made or self._made.setdefault(key, POLICIES[name].make(key[1]))  # one, whatever the thread

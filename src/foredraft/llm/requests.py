@@ -253,10 +253,20 @@ class Requests:
         return self.policies.of(params, self.engine)
 
     def _prediction(self, given: str | Seq[int] | None) -> tuple[int, ...]:
+        """Return a prediction as token ids, as many as a text can have.
+
+        Raises:
+            RequestError: An id is outside the vocabulary.
+        """
         if isinstance(given, str):
             assert self.tokenizer is not None  # `_check_params` refuses a text without one
             given = self.tokenizer.encode(given, False)
-        return tuple(given or ())
+        ids, size = tuple(given or ())[: self.max_length], self.spec.vocab_size
+        if ids and max(ids) >= size:
+            raise RequestError(
+                f"names token {max(ids)}", option="prediction", remedy=f"give ids from 0 to {size - 1}"
+            )
+        return ids
 
     def why_plain(self, sequence: Sequence) -> str | None:
         """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""

@@ -361,7 +361,10 @@ def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:
         if name in options:
             raise Problem(400, f"{name} cannot hold together with tools", param=name)
     schema = {"type": "object"} if options.pop("json_object", False) else options.pop("json_schema", None)
-    grammar = tools.grammar(schema)
+    try:
+        grammar = tools.grammar(schema)
+    except RecursionError:
+        raise Problem(400, "the parameters of a tool are nested too deeply", param="tools") from None
     if grammar is None and schema is not None:
         raise Problem(
             400, "response_format cannot hold together with this model's tools", param="response_format"

@@ -146,7 +146,7 @@ class Tools:
         if self.described:
             return messages, {"tools": listed}
         says = SYSTEM.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in listed))
-        if messages and messages[0]["role"] == "system":
+        if messages and messages[0].get("role") == "system":
             first, rest = messages[0], messages[1:]
             says = f"{first.get('content') or ''}\n\n{says}".lstrip()
         else:
@@ -204,7 +204,7 @@ def _format(template: str) -> CallFormat:
 
 def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message about calls as text, for a template that knows no tools."""
-    if message["role"] == "tool":
+    if message.get("role") == "tool":
         says = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
         return {"role": "user", "content": says}
     if not message.get("tool_calls"):
@@ -216,7 +216,7 @@ def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
         for each in (call["function"] for call in message["tool_calls"])
     ]
     parts = [message["content"]] if message.get("content") else []
-    return {"role": message["role"], "content": HERMES.between.join([*parts, *written])}
+    return {"role": message.get("role"), "content": HERMES.between.join([*parts, *written])}
 
 
 def _quoted(text: str) -> str:
