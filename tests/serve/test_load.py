@@ -203,8 +203,9 @@ async def _unread_stream(served: Served) -> str:
     )
 
     async def read() -> None:
-        async for _ in events(frames(model.generations, generation, reply, None)):
-            await asyncio.sleep(30)
+        with model.generations.read(generation):
+            async for _ in events(frames(generation, reply, None)):
+                await asyncio.sleep(30)
 
     try:
         await asyncio.wait_for(asyncio.create_task(read()), 10)

@@ -116,7 +116,7 @@ def serve(
 
 def _greet(address: str, model: Model, keys: bool) -> None:
     """Say where the server is, with calls to paste; keys: requests need an API key."""
-    name, chat = model.names[0], model.llm.tokenizer is not None and model.llm.tokenizer.chat is not None
+    name, chat = model.names[0], model.chats
     path = "chat/completions" if chat else "completions"
     prompt: dict[str, Any] = {"prompt": "def add(a, b):"}
     if chat:

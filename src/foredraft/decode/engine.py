@@ -107,8 +107,12 @@ class Engine:
         """Queue a sequence; it gets a row as soon as one is free. A cancelled sequence is not queued."""
         if sequence.state is State.FINISHED:
             return
-        sequence.policy_state = (sequence.policy or self.policy).start()
+        sequence.policy_state = self.policy_of(sequence).start()
         self.scheduler.submit(sequence)
+
+    def policy_of(self, sequence: Sequence) -> Policy:
+        """Return the policy that decides about a sequence: its request's own, or the engine's."""
+        return sequence.policy or self.policy
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence between two steps. It may have ended, or not be submitted.
@@ -256,7 +260,7 @@ class Engine:
             self.cache.lengths[sequence.row] = len(sequence.tokens) - 1
             self._tell_drafters(sequence, base, outcome.emitted, forward)
             if learns and drafter != JUMP_FORWARD:  # forced tokens say nothing about drafters
-                (sequence.policy or self.policy).learn(sequence, outcome, result.target_confidence)
+                self.policy_of(sequence).learn(sequence, outcome, result.target_confidence)
             if result.drafter_nonfinite:
                 assert drafter is not None
                 reset_drafter(sequence, self.drafters[drafter], self.cache)
@@ -305,7 +309,7 @@ class Engine:
                 self.target,
                 self.cache,
                 [self.drafters[name] for name in sequence.drafters],
-                drafters_read=not (sequence.policy or self.policy).uses_costs,
+                drafters_read=not self.policy_of(sequence).uses_costs,
                 vocab_ops=self.vocab_ops,
             )
             self._keep_prefix(sequence)

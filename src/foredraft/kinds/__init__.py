@@ -8,6 +8,7 @@ from foredraft.kinds.compatibility import default_drafter, missing_part, suits, 
 from foredraft.kinds.tables import (
     DRAFTERS,
     POLICIES,
+    PREDICTION,
     RULES,
     DrafterKind,
     Parts,
@@ -19,6 +20,7 @@ from foredraft.kinds.tables import (
 __all__ = [
     "DRAFTERS",
     "POLICIES",
+    "PREDICTION",
     "RULES",
     "DrafterKind",
     "Parts",

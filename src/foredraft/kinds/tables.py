@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DRAFTERS",
     "POLICIES",
+    "PREDICTION",
     "RULES",
     "DrafterKind",
     "Parts",
@@ -159,6 +160,7 @@ def _policy(name: str) -> Callable[..., Policy]:
 # Draft tokens for each token of the target that the cache of a retokenizing draft model has room for. Few
 # vocabularies split text into more than twice as many tokens as another one.
 RETOKENIZED = 2
+PREDICTION = "prediction"  # the drafter of requests that bring a text for it
 
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind("plain decoding", None),
@@ -166,7 +168,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         "copies the tokens that followed the latest earlier match in the text",
         lambda parts: _in("drafters.lookup").Lookup(),
     ),
-    "prediction": DrafterKind(
+    PREDICTION: DrafterKind(
         "copies the text that the request predicts; without one it drafts nothing",
         lambda parts: _in("drafters.prediction").Prediction(),
         by_request=True,

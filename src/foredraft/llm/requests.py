@@ -20,13 +20,12 @@ from foredraft.decode.sequence import Sequence
 from foredraft.decode.text_buffer import TextBuffer
 from foredraft.errors import Option, RequestError, shortened
 from foredraft.kinds.compatibility import PolicyTraits, select_drafters
+from foredraft.kinds.tables import PREDICTION
 from foredraft.llm.policies import RequestPolicies
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer, check_unicode
 
 __all__ = ["Prompts", "Requests"]
-
-PREDICTION = "prediction"  # the drafter of requests that give one
 
 Prompts: TypeAlias = str | Seq[str] | Seq[int] | Seq[Seq[int]]
 
@@ -272,7 +271,7 @@ class Requests:
         """Return why a finished sequence that has drafters drafted nothing; None where it drafted."""
         if not sequence.drafters or any(outcome.drafted for outcome in sequence.rounds):
             return None
-        return (sequence.policy or self.engine.policy).why_plain(sequence)
+        return self.engine.policy_of(sequence).why_plain(sequence)
 
 
 def _check_kind(what: str, prompt: object, remedy: str) -> None:

@@ -20,18 +20,11 @@ import numpy.typing as npt
 
 __all__ = ["bound", "digest", "order", "prompt_key", "ranked"]
 
-BALANCE = (
-    1.25  # a replica takes at most this share of the mean load; smaller is more even and moves more keys
-)
+# A replica takes at most this share of the mean load; smaller is more even and moves more keys.
+BALANCE = 1.25
 CHARACTERS_PER_TOKEN = 4  # of usual text, to compare prompts of token ids with prompts of text
-PARTS = (
-    "prompt_cache_key",
-    "system",
-    "instructions",
-    "messages",
-    "prompt",
-    "input",
-)  # fields, in their order
+# Fields, in their order.
+PARTS = ("prompt_cache_key", "system", "instructions", "messages", "prompt", "input")
 
 
 def prompt_key(body: Mapping[str, Any], characters: int) -> int | None:

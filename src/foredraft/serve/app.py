@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import cache
 from typing import Any, cast
 
@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import foredraft
-from foredraft.kinds import DRAFTERS, POLICIES
+from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
 from foredraft.serve import messages, responses
 from foredraft.serve.blocks import whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
-from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.generations import Generation
 from foredraft.serve.openapi import document
 from foredraft.serve.origins import KnownOrigins
 from foredraft.serve.page import add_page
@@ -126,14 +126,14 @@ def _add_models(app: FastAPI, state: App) -> None:
         state.keys.check(request.headers.get("authorization"))
         model = state.ready()
         llm = model.llm
-        chat = llm.tokenizer is not None and llm.tokenizer.chat is not None
+        chat = model.chats
         return {
             "model": model.names[0], "max_model_len": llm.max_length, "max_batch": model.rows,
             "deterministic": llm.deterministic,
             "drafters": {name: {"lossless": DRAFTERS[name].lossless} for name in model.drafters},
             "default_drafter": llm.default_drafter,
             "policy": llm._engine.policy.name, "policies": list(POLICIES),
-            "chat": chat, "tools": chat, "prediction": "prediction" in model.drafters,
+            "chat": chat, "tools": chat, "prediction": PREDICTION in model.drafters,
             "constraints": ["ban", "regex", "json_schema", "json_object", "grammar"] if llm.tokenizer else [],
             "streams": ["sse", "text", "websocket"],
         }  # fmt: skip
@@ -164,22 +164,13 @@ def _add_generation(app: FastAPI, state: App) -> None:
         model = state.ready()
         headers = _ignored(reply.job.ignored)
         if reply.job.stream:
-            objects = frames(model.generations, generation, reply, state.settings.heartbeat_seconds)
+            objects = frames(generation, reply, state.settings.heartbeat_seconds)
             if "text/plain" in request.headers.get("accept", ""):
+                kind_of_text = "text/plain; charset=utf-8"
                 return _Stream(
-                    model.generations,
-                    generation,
-                    plain_text(objects),
-                    headers=headers,
-                    media_type="text/plain; charset=utf-8",
+                    model, generation, plain_text(objects), headers=headers, media_type=kind_of_text
                 )
-            return _Stream(
-                model.generations,
-                generation,
-                events(objects),
-                headers=headers | SSE_HEADERS,
-                media_type="text/event-stream",
-            )
+            return _event_stream(model, generation, events(objects), headers)
         await _finish(model, generation, reply, request)
         return JSONResponse(reply.whole(generation.prompt_tokens), headers=headers)
 
@@ -203,9 +194,10 @@ def _add_generation(app: FastAPI, state: App) -> None:
         async def run(frame: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
             kind = ChatRequest if "messages" in frame else CompletionRequest
             generation, reply = await state.start(kind, {**frame, "stream": True}, key)
-            async for each in frames(state.ready().generations, generation, reply, None):
-                if each is not None:
-                    await send(each)
+            with state.ready().generations.read(generation):
+                async for each in frames(generation, reply, None):
+                    if each is not None:
+                        await send(each)
 
         await Socket(socket, run, state.settings.max_body, state.end).serve()
 
@@ -221,22 +213,15 @@ def _add_dialects(app: FastAPI, state: App) -> None:
         id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
         headers = {"request-id": id} | _ignored(reply.job.ignored)
         if reply.job.stream:
-            objects = named_events(
-                model.generations, generation,
-                dialect.events(id, name, generation, state.settings.heartbeat_seconds),
-                dialect.error_event, numbered=dialect.NUMBERED,
-            )  # fmt: skip
-            return _Stream(
-                model.generations, generation, objects, headers=headers | SSE_HEADERS,
-                media_type="text/event-stream",
-            )  # fmt: skip
+            made = dialect.events(id, name, generation, state.settings.heartbeat_seconds)
+            objects = named_events(made, dialect.error_event, numbered=dialect.NUMBERED)
+            return _event_stream(model, generation, objects, headers)
         await _finish(model, generation, reply, request)
         [output] = reply.outputs.values()
         check_output(output)
-        made = dialect.whole(
-            id, name, generation.prompt_tokens, output, whole_blocks(output, reply.job.tools)
-        )
-        return JSONResponse(made, headers=headers)
+        blocks = whole_blocks(output, reply.job.tools)
+        whole = dialect.whole(id, name, generation.prompt_tokens, output, blocks)
+        return JSONResponse(whole, headers=headers)
 
     @app.post("/v1/messages")
     async def answer_messages(request: Request) -> Response:
@@ -297,9 +282,9 @@ def _listed(names: list[str]) -> str:
 class _Stream(StreamingResponse):
     """A stream whose generation ends with it, even where it never began."""
 
-    def __init__(self, generations: Generations, generation: Generation, *args: Any, **more: Any) -> None:
+    def __init__(self, model: Model, generation: Generation, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._generations, self._generation = generations, generation
+        self._generations, self._generation = model.generations, generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -308,6 +293,13 @@ class _Stream(StreamingResponse):
         except asyncio.CancelledError:
             if not self._generation.dropped:
                 raise
+
+
+def _event_stream(
+    model: Model, generation: Generation, events: AsyncIterator[bytes], headers: dict[str, str]
+) -> _Stream:
+    headers = headers | SSE_HEADERS
+    return _Stream(model, generation, events, headers=headers, media_type="text/event-stream")
 
 
 def _error(problem: Problem) -> Response:

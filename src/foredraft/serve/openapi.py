@@ -148,9 +148,8 @@ def document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
     made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path, operations in made["paths"].items():
         for operation in operations.values():
-            operation |= ROUTES[
-                path
-            ]  # instead of FastAPI's, which knows neither bodies nor errors of this app
+            # instead of FastAPI's, which knows neither bodies nor errors of this app
+            operation |= ROUTES[path]
             if not keys:
                 operation.pop("security", None)
     adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]]

@@ -10,6 +10,7 @@ from typing import Any
 import foredraft
 from foredraft.decode.scores import Score
 from foredraft.decode.stats import Stats
+from foredraft.kinds import PREDICTION
 from foredraft.llm.output import Output, Piece
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.tokenizer import Tokenizer
@@ -232,16 +233,20 @@ class Reply:
 
     def _predicted(self) -> dict[str, int]:
         """Return how many tokens of predictions were kept, and how many not, of the samples that ended."""
-        stats = Stats.merge(output.stats for output in self.outputs.values())
-        accepted = stats.accepted_by["prediction"]
+        stats = self._stats()
+        accepted = stats.accepted_by[PREDICTION]
         return {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": stats.steps["prediction"] - accepted,
+            "rejected_prediction_tokens": stats.steps[PREDICTION] - accepted,
         }
+
+    def _stats(self) -> Stats:
+        """Return the figures of all samples that ended."""
+        return Stats.merge(output.stats for output in self.outputs.values())
 
     def _metrics(self) -> dict[str, Any]:
         """Return how drafting went, in vLLM's shape."""
-        stats = Stats.merge(output.stats for output in self.outputs.values())
+        stats = self._stats()
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": stats.mean_accepted_length,

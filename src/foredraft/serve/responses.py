@@ -13,6 +13,7 @@ from foredraft.serve.blocks import Block, stream_blocks
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Body
+from foredraft.serve.tools import Function
 
 __all__ = ["NUMBERED", "ResponsesRequest", "chat_body", "error_event", "events", "whole"]
 
@@ -31,15 +32,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Tool(BaseModel):
+class Tool(Function):
     """A function that the client runs."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedChoice(BaseModel):

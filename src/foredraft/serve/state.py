@@ -61,6 +61,11 @@ class Model:
         self.texts = TokenTexts(llm.tokenizer, llm._spec.vocab_size)
         self.drafters = tuple(engine.drafters)
 
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self.llm.tokenizer is not None and self.llm.tokenizer.chat is not None
+
     def update_gauges(self) -> None:
         engine = self.llm._engine
         sequences = list(engine.rows.sequences)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any
 
-from foredraft.serve.generations import Generation, Generations
+from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Problem
 from foredraft.serve.replies import Reply
 
@@ -27,24 +27,20 @@ def as_json(value: Any) -> str:
 
 
 async def frames(
-    generations: Generations, generation: Generation, reply: Reply, heartbeat: float | None
+    generation: Generation, reply: Reply, heartbeat: float | None
 ) -> AsyncIterator[dict[str, Any] | None]:
-    """Yield the objects of a stream: chunks, the usage if asked for, or an error; None is a heartbeat.
-
-    However it ends, the generation ends, too.
-    """
-    with generations.read(generation):
-        try:
-            async for taken in generation.pieces(heartbeat):
-                if not taken:
-                    yield None
-                    continue
-                for chunk in reply.chunks(taken, generation.prompt_tokens):
-                    yield chunk
-            if reply.job.include_usage:
-                yield reply.usage_chunk(generation.prompt_tokens)
-        except Problem as problem:
-            yield problem.body
+    """Yield the objects of a stream: chunks, the usage if asked for, or an error; None is a heartbeat."""
+    try:
+        async for taken in generation.pieces(heartbeat):
+            if not taken:
+                yield None
+                continue
+            for chunk in reply.chunks(taken, generation.prompt_tokens):
+                yield chunk
+        if reply.job.include_usage:
+            yield reply.usage_chunk(generation.prompt_tokens)
+    except Problem as problem:
+        yield problem.body
 
 
 async def events(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
@@ -55,25 +51,22 @@ async def events(objects: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator
 
 
 async def named_events(
-    generations: Generations,
-    generation: Generation,
     objects: AsyncIterator[tuple[str, dict[str, Any]]],
     error: Callable[[Problem], tuple[str, dict[str, Any]]],
     *,
     numbered: bool,
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events that have names, and numbers if asked for; the generation ends with them."""
+    """Yield server-sent events that have names, and numbers if asked for."""
     numbers = count()
 
     def made(name: str, fields: dict[str, Any]) -> bytes:
         return named_event(name, fields, next(numbers) if numbered else None)
 
-    with generations.read(generation):
-        try:
-            async for name, fields in objects:
-                yield made(name, fields)
-        except Problem as problem:
-            yield made(*error(problem))
+    try:
+        async for name, fields in objects:
+            yield made(name, fields)
+    except Problem as problem:
+        yield made(*error(problem))
 
 
 def named_event(name: str, fields: dict[str, Any], number: int | None) -> bytes:

@@ -20,7 +20,7 @@ from foredraft.model.chat import ChatTemplate
 from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
 from foredraft.serve.problems import Problem
 
-__all__ = ["MOST_TOOLS", "Tool", "ToolChoice", "Tools"]
+__all__ = ["MOST_TOOLS", "Function", "Tool", "ToolChoice", "Tools"]
 
 MOST_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -133,9 +133,7 @@ class Ingress:
         """Return the metrics of all replicas, each with a label of its own."""
         asked = self._replicas.broadcast("metrics")
         found = await asked.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
-        texts: dict[str, str] = dict(
-            each for each in found if isinstance(each, tuple)
-        )  # the others just died
+        texts: dict[str, str] = dict(each for each in found if isinstance(each, tuple))  # others just died
         return PlainTextResponse(labelled(texts), media_type="text/plain; version=0.0.4")
 
     async def _stream(self, socket: WebSocket) -> None:
