@@ -398,7 +398,7 @@ def test_a_draft_that_broke_off_leaves_no_states(monkeypatch: pytest.MonkeyPatch
     drafter.draft_pass = StepByStep(break_off)
     with pytest.raises(RuntimeError):
         engine.step()
-    assert drafter._states
+    assert drafter._known._states
     engine.fail_batch("out of memory")
     heir = greedy((1, 2), "early-exit")
     assert run(engine, [heir]) == [reference(heir.prompt)]

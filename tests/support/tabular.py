@@ -172,7 +172,7 @@ class Tabular:
         positions = self._positions(cache, width, starts, idle)
         real = _real(batch, width, idle, counts)
         if plan is not None and not all((*plan.attention, *plan.mlp)):
-            return self._skip(cache, tokens.numpy(), rows, positions, real, plan)
+            return self._skip(cache, tokens.numpy(), rows, positions, real, plan, taps)
         known = np.zeros(batch, dtype=int)
         if resume is not None:
             assert resume.depth == DEPTH
@@ -196,6 +196,7 @@ class Tabular:
         positions: np.ndarray,
         real: np.ndarray,
         plan: Plan,
+        taps: Seq[int],
     ) -> Forward:
         """Return the logits of the other table, from the level that runs whole."""
         if all((plan.attention[0], plan.mlp[0])):
@@ -213,7 +214,8 @@ class Tabular:
         logits = self.skipping.logits[checksum, before, token].copy()
         logits[~real] = SPIKE * np.arange(self.vocabulary, dtype=np.float32)
         logits[(broken | self.drafter_nonfinite) & real] = np.nan
-        return Forward(torch.from_numpy(logits), torch.from_numpy(states), {})
+        hidden = torch.from_numpy(states)
+        return Forward(torch.from_numpy(logits), hidden, {depth: hidden for depth in taps if depth == DEPTH})
 
     def prefill(
         self, cache: TokenCache, row: int, tokens: list[int], start: int, *, taps: Seq[int] = ()
@@ -231,6 +233,7 @@ class Tabular:
         *,
         allowed: Seq[Tensor | None] | None = None,
         plan: Plan | None = None,
+        tap: int | None = None,
     ) -> FusedDraft | None:
         """Draft by the definition, a row and a step at a time."""
         if not self.loops:
@@ -239,10 +242,17 @@ class Tabular:
         drawn = torch.zeros(len(lengths), steps, dtype=torch.int64)
         finite = torch.zeros(len(lengths), steps, dtype=torch.bool)
         probs = None if sampling_inputs is None else torch.zeros(len(lengths), steps, self.vocabulary)
+        states = None if tap is None else torch.zeros(len(lengths), steps, WIDTH, dtype=torch.float64)
         for row, (own, start, count) in enumerate(zip(tokens, starts, lengths, strict=True)):
             for step in range(count):
-                logits = self.forward(cache, torch.tensor([own]), [start], first_row=row, plan=plan).logits
+                taps = () if tap is None else (tap,)
+                forward = self.forward(
+                    cache, torch.tensor([own]), [start], first_row=row, plan=plan, taps=taps
+                )
+                logits = forward.logits
                 assert logits is not None
+                if states is not None:
+                    states[row, step] = forward.taps[tap][0, -1]
                 at, mask = logits[:, -1:], None if allowed is None or step else allowed[row]
                 distribution, drawable = distribution_of(
                     at,
@@ -261,7 +271,7 @@ class Tabular:
                     assert distribution.probs is not None
                     probs[row, step] = distribution.probs[0, 0]
                 start, own = start + len(own), [token.item()]
-        return FusedDraft(drawn, finite, probs)
+        return FusedDraft(drawn, finite, probs, states)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of states that a prefill gave, none of them poisoned."""

@@ -168,6 +168,26 @@ def test_a_plan_skips_sub_layers() -> None:
     assert_equal_drafts("llama", torch.float32, True, full.without(attention=[0], mlp=[1]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_tapped_states_are_those_of_single_steps(family: str, dtype: torch.dtype) -> None:
+    """Each is the state after which a token was drawn; the draft is the same as without them."""
+    runner = Runner(decoder(family, dtype))
+    cache, other = filled(runner), filled(runner)
+    plain = fused(runner, filled(runner), sampled=False)
+    drafted = runner.draft(cache, READ, STARTS, LENGTHS, tap=1)
+    assert drafted is not None and drafted.states is not None
+    assert torch.equal(drafted.tokens, plain.tokens)
+    for row, count in enumerate(LENGTHS):
+        own, start = READ[row], STARTS[row]
+        for step in range(count):
+            forward = runner.forward(other, torch.tensor([own]), [start], first_row=row, taps=(1,))
+            assert torch.equal(drafted.states[row, step], forward.taps[1][0, -1])
+            start, own = start + len(own), [int(drafted.tokens[row, step])]
+        assert not drafted.states[row, count:].any()
+    assert torch.equal(cache.memory, other.memory)
+
+
 @pytest.mark.parametrize("size", [3, 97, 5000, 40000])
 def test_top_probabilities_equal_those_of_softmax(size: int) -> None:
     x = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * torch.arange(1, 7)[:, None]
@@ -214,10 +234,16 @@ def check_all() -> None:
     test_a_mask_without_a_finite_logit_draws_nothing()
     test_non_finite_logits_are_reported()
     test_a_plan_skips_sub_layers()
+    test_tapped_states_are_those_of_single_steps("gemma2", torch.bfloat16)
 
 
 DEFECTS = {
-    "first column of a group in place of its last": ("x + (first[g] + count[g] - 1) * hidden", "x + first[g] * hidden"),
+    "first column of a group in place of its last": ("memmove(x + g * hidden, x + last_column(&pass, g)", "memmove(x + g * hidden, x + first[g]"),
+    "states of the first column": ("       x + last_column(&pass, g)", "       x + first[g]"),
+    "states of another row": ("d->slot[origin[g]] * d->steps", "d->slot[g] * d->steps"),
+    "states of the first step": ("* d->steps + step) * hidden,", "* d->steps) * hidden,"),
+    "states below the tapped layer": ("attention, mlp, 0, tap, scratch", "attention, mlp, 0, tap - 1, scratch"),
+    "the tapped layer run twice": ("attention, mlp, tap, stop, scratch", "attention, mlp, tap - (tap > 0), stop, scratch"),
     "positions one behind": ("start[left] = start[g] + count[g];", "start[left] = start[g] + count[g] - 1;"),
     "limit of the longest row for all": ("step + 1 == d->length[from]", "step + 1 == d->steps"),
     "cache row of another group": ("row[left] = row[g];", "row[left] = left;"),
@@ -228,7 +254,7 @@ DEFECTS = {
     "a token drawn though none is allowed": ("d->drawn[cell] = -1;", ";"),
     "faults hidden by a mask": ("if (allowed) d->finite[cell] = finite;", ";"),
     "noise of the step before": ("d->keys ? d->keys + cell : NULL", "d->keys ? d->keys + cell - (step > 0) : NULL"),
-    "skipped sub-layers run": ("NAME(foredraft_run)(m, &pass, x, columns, attention, mlp,", "NAME(foredraft_run)(m, &pass, x, columns, mlp, mlp,"),
+    "skipped sub-layers run": ("attention, mlp, tap, stop, scratch", "mlp, mlp, tap, stop, scratch"),
 }  # fmt: skip
 
 

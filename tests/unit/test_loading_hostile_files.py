@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foredraft
-from foredraft.drafters import plan_files
+from foredraft.drafters import strict_records
 from foredraft.drafters.plan_files import PlanFile, read_plan, write_plan
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.loading.capacity import CacheLimits, cache_size
@@ -223,7 +223,7 @@ DEFECTS: list[tuple[str, Any, Spoiler, str, dict[str, str]]] = [
     ("JSON of any depth", parse_json, lambda sound: json.loads, "config.json", {"a": RAW["deep list"]}),
     ("JSON of any depth in plans", parse_json, lambda sound: json.loads, "foredraft plan", {"a": RAW["deep object"]}),
     ("any file name", weights.is_file_name, lambda sound: lambda text: True, "model.safetensors.index.json", {"a": '{"x": "' + 9999 * "x" + '"}'}),
-    ("numbers that no float holds", plan_files._is, lambda sound: lambda value, type_: type_ == "float" or sound(value, type_), "foredraft plan", {"a": RAW["null"]}),
+    ("numbers that no float holds", strict_records._is, lambda sound: lambda value, type_: type_ == "float" or sound(value, type_), "foredraft plan", {"a": RAW["null"]}),
 ]  # fmt: skip
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.decode.constraint import masks_along
@@ -75,10 +74,7 @@ class Draft:
         )
         # The verifying pass resumes at one depth; the lower layers of other rows simply run again.
         resume = next((draft.resume for _, draft in parts if draft.resume is not None), None)
-        if resume is not None:
-            missing = width + 1 - resume.hidden.shape[1]
-            resume = replace(resume, hidden=F.pad(resume.hidden, (0, 0, 0, missing)))
-        return cls(tokens, lengths, q, resume, nonfinite, host_lengths, undrawn)
+        return cls(tokens, lengths, q, resume and resume.fit(width + 1), nonfinite, host_lengths, undrawn)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from foredraft.decode.sequence import Sequence
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Plan
 from foredraft.model.runner import Forward, FusedDraft, Resume, Runner, SamplingInputs
 
@@ -43,16 +43,17 @@ class DraftPass:
     Attributes:
         runner: Runs the passes.
         plan: Sub-layers to run; None runs all of them.
-        exact: Keep to exact shapes, because the verifying pass reuses the hidden states.
+        tap: The depth from which the verifying pass resumes. The passes then return the states that enter it,
+            and keep to exact shapes. None: it does not resume.
     """
 
     runner: Runner
     plan: Plan | None = None
-    exact: bool = False
+    tap: int | None = None
 
     def __call__(
         self,
-        cache: KVCache,
+        cache: CacheLayers,
         tokens: Tensor,
         starts: list[int],
         *,
@@ -64,12 +65,12 @@ class DraftPass:
         """Run one draft step; arguments as `Runner.forward`."""
         return self.runner.forward(
             cache, tokens, starts, first_row=first_row, idle=idle, counts=counts, at=at, plan=self.plan,
-            exact=self.exact,
+            taps=() if self.tap is None else (self.tap,), exact=self.tap is not None,
         )  # fmt: skip
 
     def fused(
         self,
-        cache: KVCache,
+        cache: CacheLayers,
         tokens: list[list[int]],
         starts: list[int],
         lengths: list[int],
@@ -77,9 +78,9 @@ class DraftPass:
         allowed: Seq[Tensor | None] | None = None,
     ) -> FusedDraft | None:
         """Run all steps of a draft in one call, as `Runner.draft`; None where the steps have to be single."""
-        if self.exact:
-            return None
-        return self.runner.draft(cache, tokens, starts, lengths, sampling, allowed=allowed, plan=self.plan)
+        return self.runner.draft(
+            cache, tokens, starts, lengths, sampling, allowed=allowed, plan=self.plan, tap=self.tap
+        )
 
 
 class Drafter:
@@ -187,7 +188,7 @@ class Stepper(Drafter):
         return None
 
     def resume(self) -> Resume | None:
-        """After the steps, return the target's hidden states that they computed at exact shapes, if any."""
+        """Return, once, the target's states that the steps of a draft computed at exact shapes, if any."""
         return None
 
 

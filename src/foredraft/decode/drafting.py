@@ -270,4 +270,5 @@ class _Steps:
         tokens = torch.cat(self._tokens, 1).where(columns < lengths[:, None], 0)
         undrawn = reached.sum(1) - lengths if counts_undrawn else None
         q = Distribution.along(self._q)
+        resume = resume and resume.fit(count + 1)
         return Draft(tokens, lengths, q, resume, nonfinite, self.host_lengths, undrawn)

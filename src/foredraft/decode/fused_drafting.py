@@ -64,6 +64,7 @@ class FusedDrafting:
                 if mask is not None and (self.sampling is not None or not bool(mask[tokens[length]])):
                     assert walks is not None
                     walks.undo()
+                    self.drafter.resume()  # of a draft that is taken back
                     return None
                 length += 1
                 goes_on = walks is None or length == budget or walks.goes_on(row, tokens[length - 1])
@@ -118,4 +119,5 @@ class FusedDrafting:
         q = Distribution(ids=tokens) if probs is None else Distribution(probs[:, : tokens.shape[1]])
         faults = torch.tensor(nonfinite) if any(nonfinite) else None
         on_device = lengths_tensor(tuple(lengths), tokens.device)
-        return Draft(tokens, on_device, q, self.drafter.resume(), faults, lengths)
+        resume = self.drafter.resume()
+        return Draft(tokens, on_device, q, resume and resume.fit(tokens.shape[1] + 1), faults, lengths)

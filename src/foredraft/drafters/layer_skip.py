@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import torch
 from torch import Tensor
 
 from foredraft.decode.drafter import DraftPass, Stepper
 from foredraft.decode.sequence import Sequence
+from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.skips import Skips
 from foredraft.model.cache import KVCache
 from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
@@ -46,9 +46,8 @@ class LayerSkip(Stepper):
         skips.check(layers)
         self.skips, self.cache, self.planned = skips, cache, planned
         self.caches = (cache,)
-        self.draft_pass = DraftPass(target, skips.plan(layers), exact=skips.exit is not None)
-        self._states: list[Tensor] = []  # entering layer `exit`, of this round's steps: [B, 1, D] each
-        self._known: list[int] = []  # [B]: how many of them are a row's own
+        self.draft_pass = DraftPass(target, skips.plan(layers), tap=skips.exit)
+        self._known = None if skips.exit is None else KnownStates(skips.exit)
 
     def length(self, sequence: Sequence) -> int:
         return len(sequence.tokens) - 1  # the target has read all but the pending token
@@ -57,10 +56,8 @@ class LayerSkip(Stepper):
         self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
     ) -> Tensor:
         forward = self.draft_pass(self.cache, tokens, starts, idle=idle)
-        if self.skips.exit is not None:
-            known = self._known or [0] * len(idle)
-            self._known = [count + (not is_idle) for count, is_idle in zip(known, idle, strict=True)]
-            self._states.append(forward.hidden)
+        if self._known is not None:
+            self._known.add(forward.taps[self._known.depth], idle)
         assert forward.logits is not None
         return forward.logits[:, 0]
 
@@ -72,18 +69,14 @@ class LayerSkip(Stepper):
         sampling: SamplingInputs | None,
         allowed: Seq[Tensor | None] | None = None,
     ) -> FusedDraft | None:
-        return self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
+        draft = self.draft_pass.fused(self.cache, tokens, starts, lengths, sampling, allowed)
+        if draft is not None and self._known is not None:
+            self._known.add_fused(draft, lengths)
+        return draft
 
     def resume(self) -> Resume | None:
-        if self.skips.exit is None:
-            return None
-        unread = torch.zeros_like(self._states[0])  # the last drafted token
-        resume = Resume(self.skips.exit, torch.cat([*self._states, unread], 1), self._known)
-        self._forget()
-        return resume
+        return None if self._known is None else self._known.take()
 
     def leave(self, sequence: Sequence) -> None:
-        self._forget()  # an exception may have ended a draft halfway
-
-    def _forget(self) -> None:
-        self._states, self._known = [], []
+        if self._known is not None:
+            self._known.forget()

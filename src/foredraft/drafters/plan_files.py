@@ -11,18 +11,17 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from datetime import date
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from foredraft.drafters.skips import Skips
+from foredraft.drafters.strict_records import Bound, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import TEMPORARY, write_whole
-from foredraft.model.config import MAX_FLOAT, parse_json, read_json
+from foredraft.model.config import read_json
 from foredraft.model.weights import weight_headers
-from foredraft.ownership import NotPrivateError, check_folder, make_folder, read_private
-from foredraft.user_cache import PRIVATE_CACHE, cache_folder, sweep
+from foredraft.ownership import check_folder, make_folder, read_private
+from foredraft.user_cache import cache_folder, sweep
 
 __all__ = [
     "PlanFile",
@@ -122,45 +121,12 @@ def read_plan(file: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) ->
     Raises:
         ConfigError: The file cannot be read, or is not a valid plan.
     """
-    try:
-        found = parse_json(read(file).decode())
-    except NotPrivateError as error:
-        problem = f"which is not used, because {error.filename} {error.strerror}"
-        raise _refused(file, problem, PRIVATE_CACHE) from error
-    except OSError as error:
-        raise _refused(file, f"which cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise _refused(file, f"which is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise _refused(file, "which holds no JSON object")
-    if found.get("format") != FORMAT:
-        raise _refused(
-            file,
-            f"whose format is {shortened(found.get('format'))}, but this version reads format {FORMAT}",
-            "make a new plan with `foredraft tune`",
-        )
-    found.setdefault("temperature", None)
-    for name, type_ in _TYPES.items():
-        if name not in found or not _is(found[name], type_):
-            value = shortened(found[name]) if name in found else "missing"
-            raise _refused(file, f"whose {name} is {value}, not {_WORDS[type_]}")
-    if unknown := sorted(found.keys() - _TYPES.keys()):
-        raise _refused(file, f"which has the unknown field {shortened(unknown[0])}")
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
-    }
-    plan = PlanFile(**given)
-    for name, (fits, words) in _BOUNDS.items():
-        if not fits(getattr(plan, name)):
-            raise _refused(file, f"whose {name} is {shortened(found[name])}, not {words}")
+    record = Record("plan", REMEDY, "make a new plan with `foredraft tune`", BOUNDS, {"temperature": None})
+    plan = record.read(PlanFile, file, read)
     if (mistake := plan.skips.mistake(plan.layers)) is not None:
         problem, remedy = mistake
-        raise _refused(file, f"which {problem}", remedy)
+        raise record.refused(file, f"which {problem}", remedy)
     return plan
-
-
-def _refused(file: Path, problem: str, remedy: str = REMEDY) -> ConfigError:
-    return ConfigError(problem, option="plan", value=str(file), remedy=remedy)
 
 
 def write_plan(plan: PlanFile, file: Path, option: str = "plan") -> None:
@@ -235,52 +201,16 @@ def model_hash(folder: Path) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-# Annotation of a field -> the JSON values that it accepts, for messages.
-_WORDS = {
-    "str": "a string",
-    "int": "a whole number of 1 or more",
-    "float": "a finite number",
-    "int | None": "a whole number or null",
-    "float | None": "a finite number or null",
-    "tuple[int, ...]": "a list of whole numbers",
-}
-_TYPES = {field.name: str(field.type) for field in fields(PlanFile)}
-
-
-def _is(value: Any, type_: str) -> bool:
-    match type_:
-        case "str":
-            return isinstance(value, str)
-        case "int":
-            return type(value) is int and value >= 1
-        case "float":
-            return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
-        case "float | None":
-            return value is None or _is(value, "float")
-        case "int | None":
-            return value is None or type(value) is int
-        case _:
-            return isinstance(value, list) and all(type(each) is int for each in value)
-
-
-def _is_date(text: str) -> bool:
-    try:
-        return date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
-
-
 MAX_LAYERS, MAX_DRAFT = 10_000, 1_000  # upper bounds, far above any model and any draft that pays
-_ABOVE_0: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "above 0")
-# Field -> test of its value, and the accepted values, for messages.
-_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+ABOVE_0: Bound = (lambda value: value > 0, "above 0")
+BOUNDS: dict[str, Bound] = {
     "layers": (lambda layers: layers <= MAX_LAYERS, f"{MAX_LAYERS} or less"),
     "max_draft": (lambda draft: draft <= MAX_DRAFT, f"{MAX_DRAFT} or less"),
     "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),
     "c": (lambda c: c >= 0, "0 or more"),
     "tau": (lambda tau: tau >= 1, "1 or more"),
-    "speedup": _ABOVE_0,
-    "predicted": _ABOVE_0,
-    "date": (_is_date, "a date as YYYY-MM-DD"),
+    "speedup": ABOVE_0,
+    "predicted": ABOVE_0,
+    "date": (is_date, "a date as YYYY-MM-DD"),
     "temperature": (lambda temperature: temperature is None or temperature >= 0, "0 or more"),
 }

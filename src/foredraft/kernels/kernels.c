@@ -70,9 +70,11 @@ typedef struct {
     int64_t groups;
     const int64_t *first, *count, *start, *row;  // [groups]: first column, columns, first position, cache row
     const void *const *rotary;  // rotary tables [positions, cos|sin, dim]
-    void *cache;  // [layers, k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
+    void *const *cache;  // of each layer [k|v, rows, kv_heads, positions, dim], with keys in blocks (attention.inc)
     int64_t rows, positions;
 } Pass;
+
+static inline int64_t last_column(const Pass *p, int64_t group) { return p->first[group] + p->count[group] - 1; }
 
 static const I LANE_INDEX = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -210,6 +212,8 @@ typedef struct {
     int64_t *drawn;                // [rows, steps] output: the tokens; -1 where no allowed one has a finite logit
     uint8_t *finite;               // [rows, steps] output: whether each token's logits are finite, allowed or not
     float *probs;                  // [rows, steps, vocabulary] output: each token's distribution; null where greedy
+    int64_t tap;
+    void *states;                  // [rows, steps, hidden] output: the states that enter layer `tap`; null: unwanted
 } Draft;
 
 static int draft_token(

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.layers import RowSpan, soft_cap
 from foredraft.model.spec import ModelSpec
 
@@ -49,7 +49,7 @@ class Pass:
         apart: Attend row by row, because the attention kernel's bits depend on the batch size.
     """
 
-    cache: KVCache
+    cache: CacheLayers
     first_row: int
     batch: int
     queries: int
@@ -135,7 +135,7 @@ def attend(spec: ModelSpec, layer: int, qkv: Tensor, pass_: Pass) -> Tensor:
 
 def _store(kv: Tensor, layer: int, kv_heads: int, pass_: Pass) -> None:
     """Store keys and values [N, 2 * Hk, D] in the cache."""
-    store = pass_.cache.data[layer]  # [2, R, Hk, P, D]
+    store = pass_.cache.layer(layer)  # [2, R, Hk, P, D]
     if isinstance(pass_.write, slice):
         target = store[:, pass_.first_row, :, pass_.write]  # [2, Hk, T, D]
         target.copy_(kv.view(pass_.queries, 2, kv_heads, -1).permute(1, 2, 0, 3))

@@ -17,6 +17,8 @@ overwrite, and from `scratch` on another `slack`, where the idle rows of a batch
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +31,19 @@ from foredraft.model.spec import ModelSpec
 STORED_MULTIPLE = 1024
 SLACK = 256  # default `slack` in positions: the longest padding of a pass
 BLOCK = 32  # positions in one block of keys, as the C kernels read them
+NO_VIEW = "keys in blocks have no view in order of positions"
 
 
 def _stored(positions: int, slack: int) -> int:
     """Return the positions that a row stores to offer `positions` of them."""
     return math.ceil((positions + 2 * slack) / STORED_MULTIPLE) * STORED_MULTIPLE
+
+
+def _in_blocks(keys: Tensor) -> Tensor:
+    """Return keys [..., P, D] in blocks, [..., P / 32, D / word, 32, word]."""
+    *outer, stored, dim = keys.shape
+    word = 4 // keys.dtype.itemsize
+    return keys.view(*outer, stored // BLOCK, dim // word, BLOCK, word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +61,69 @@ class Span:
         return sum(part.nbytes for part in self.parts)
 
 
-class KVCache:
-    """The KV cache of one decoder.
+class CacheLayers:
+    """The keys and values that a pass reads and writes, layer by layer: those of one cache, or of two joined.
+
+    Args:
+        layers: Keys and values of each layer, [2, R, H, P, D].
+        positions: The positions that a row offers.
+        slack: Further positions that the padding of a pass may overwrite.
+        blocked: Keys are stored in blocks.
 
     Attributes:
         rows: R, the sequences that the cache holds.
-        positions: The positions that a row offers.
-        slack: Further positions that padding may overwrite.
-        scratch: The first position that idle rows of a batch write to.
         stored: P, the positions that a row stores, slack and scratch included.
+        scratch: The first position that idle rows of a batch write to.
+    """
+
+    def __init__(self, layers: Sequence[Tensor], positions: int, slack: int, *, blocked: bool) -> None:
+        _, self.rows, _, self.stored, _ = layers[0].shape
+        self.positions, self.slack, self.scratch = positions, slack, positions + slack
+        self.device, self.dtype, self.blocked = layers[0].device, layers[0].dtype, blocked
+        self._layers = tuple(layers)
+        self._layer_keys = [_in_blocks(layer[0]) if blocked else layer[0] for layer in layers]
+        self._pointers = array("Q", (layer.data_ptr() for layer in layers))
+
+    def joined(self, depth: int, other: CacheLayers) -> CacheLayers:
+        """Return the first `depth` layers of this cache and, after them, those of another with equal rows."""
+        layers = (*self._layers[:depth], *other._layers)
+        return CacheLayers(layers, self.positions, self.slack, blocked=self.blocked)
+
+    @property
+    def pointers(self) -> int:
+        """The address of the layers' addresses, for the C kernels."""
+        return self._pointers.buffer_info()[0]
+
+    def layer(self, index: int) -> Tensor:
+        """Return keys and values of a layer, [2, R, H, P, D]; only of a cache that is not `blocked`."""
+        assert not self.blocked, NO_VIEW
+        return self._layers[index]
+
+    def read(self, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of several rows.
+
+        Args:
+            layer: The layer to read.
+            first_row: The first row to read.
+            count: B, the rows to read.
+            length: L, the positions to read, from 0 on.
+
+        Returns:
+            Keys and values, [B, H, L, D] each: views of the memory, except that keys in blocks are copied.
+        """
+        rows = slice(first_row, first_row + count)
+        keys, values = self._layer_keys[layer][rows], self._layers[layer][1, rows, :, :length]
+        if self.blocked:
+            blocks = keys[:, :, : math.ceil(length / BLOCK)]  # [B, H, L / 32, D / word, 32, word]
+            keys = blocks.transpose(3, 4).flatten(4).flatten(2, 3)
+        return keys[:, :, :length], values
+
+
+class KVCache(CacheLayers):
+    """The KV cache of one decoder.
+
+    Attributes:
         lengths: The valid positions of each row; the owner of the sequences sets them.
-        blocked: Whether keys are stored in blocks.
         memory: All keys and values, [layers, 2, R, H, P, D].
     """
 
@@ -87,46 +149,19 @@ class KVCache:
             slack: Positions that the padding of a pass may overwrite; at least the longest padding.
             blocked: Store keys in blocks, as the C kernels need them.
         """
-        self.rows = rows
-        self.positions = positions
-        self.slack = slack
-        self.scratch = positions + slack
-        self.stored = _stored(positions, slack)
-        self.lengths = [0] * rows
-        self.device, self.dtype = device, dtype
-        self.blocked = blocked
-        shape = (spec.layers, 2, rows, spec.kv_heads, self.stored, spec.head_dim)
+        shape = (spec.layers, 2, rows, spec.kv_heads, _stored(positions, slack), spec.head_dim)
         self.memory = huge_pages.zeros(shape, dtype, device)
+        super().__init__(self.memory.unbind(), positions, slack, blocked=blocked)
+        self.lengths = [0] * rows
         self._keys, self._values = self.memory.unbind(1)  # [layers, R, H, P, D] each
         if blocked:
-            word = 4 // dtype.itemsize
-            blocks = (*shape[2:4], self.stored // BLOCK, spec.head_dim // word, BLOCK, word)
-            self._keys = self._keys.view(spec.layers, *blocks)  # [layers, R, H, P / 32, D / word, 32, word]
+            self._keys = _in_blocks(self._keys)
 
     @property
     def data(self) -> Tensor:
         """Keys and values [layers, 2, R, H, P, D]; only for a cache that is not `blocked`."""
-        assert not self.blocked, "keys in blocks have no view in order of positions"
+        assert not self.blocked, NO_VIEW
         return self.memory
-
-    def read(self, layer: int, first_row: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of several rows.
-
-        Args:
-            layer: The layer to read.
-            first_row: The first row to read.
-            count: B, the rows to read.
-            length: L, the positions to read, from 0 on.
-
-        Returns:
-            Keys and values, [B, H, L, D] each: views of the memory, except that keys in blocks are copied.
-        """
-        rows = slice(first_row, first_row + count)
-        keys, values = self._keys[layer, rows], self._values[layer, rows, :, :length]
-        if self.blocked:
-            blocks = keys[:, :, : math.ceil(length / BLOCK)]  # [B, H, L / 32, D / word, 32, word]
-            keys = blocks.transpose(3, 4).flatten(4).flatten(2, 3)
-        return keys[:, :, :length], values
 
     def write(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [H, T, D] of one row at the positions from `start` on."""

@@ -81,10 +81,16 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer."""
+    """The weights of one layer; that of an adapter may have no MLP, whatever the plan says."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | None
+
+    @property
+    def products(self) -> list[Product]:
+        """Its linear layers, in the order in which they run."""
+        mlp = [] if self.mlp is None else [self.mlp.gate_up, self.mlp.down]
+        return [self.attention.qkv, self.attention.output, *mlp]
 
 
 def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None) -> Tensor:
@@ -127,7 +133,7 @@ def finish(
     if attended is not None:
         y = product(layer.attention.output, attended, span)
         x = x + (y if layer.attention.post_norm is None else layer.attention.post_norm(y))
-    if mlp:
+    if mlp and layer.mlp is not None:
         gated = gate(spec.activation, product(layer.mlp.gate_up, layer.mlp.norm(x), span))
         y = product(layer.mlp.down, gated, span)
         x = x + (y if layer.mlp.post_norm is None else layer.mlp.post_norm(y))

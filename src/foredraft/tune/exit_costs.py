@@ -1,8 +1,8 @@
 """The cost of an early exit, by its layer, in plain steps.
 
 Contract: only the exits after the first layer and before the last are timed; the others lie on the line
-between them. The steps of an exit keep to exact shapes and are never fused, and the verifying pass resumes
-from their states (`drafters.layer_skip`). So an exit has other costs than a plan that skips the same layers.
+between them. The steps of an exit keep to exact shapes, and the verifying pass resumes from their states
+(`drafters.layer_skip`). So an exit has other costs than a plan that skips the same layers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _timed(
     for exit in exits:
         for rows in range(2, longest + 2):  # all but the last drafted token were read
             works["verify", exit, rows] = bare.verify(rows, Resume(exit, states[:, :rows], [rows - 1]))
-        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm._spec.layers), exact=True)
+        draft_pass = DraftPass(runner, Skips(exit=exit).plan(llm._spec.layers), tap=exit)
         draft = bare.draft(draft_pass, longest, lambda: LIKELIEST)
         works["round", exit] = in_sequence(draft, works["verify", exit, longest + 1])
     return interleaved(works, llm._engine.device, repeats, warm=1, settle=0.0, after=after)

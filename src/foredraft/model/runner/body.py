@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, Plan, RunLayers
 from foredraft.model.rope import Rope
 from foredraft.model.runner.passes import PassShape, build_pass
@@ -119,7 +119,7 @@ class Body:
     decoder: Decoder
     run: RunLayers
     tables: Mapping[Rope, Tensor]
-    cache: KVCache
+    cache: CacheLayers
 
     def __call__(self, bucket: Bucket, inputs: Inputs) -> Forward:
         """Run a pass."""

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.rope import Rope
 from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 
@@ -78,7 +78,7 @@ class Graphs:
         self.capturer: GraphCapturer | None = capturer
         self.bound = bound
         # by cache, in the order of use; None: the bucket has occurred once
-        self._kept: WeakKeyDictionary[KVCache, OrderedDict[_Key, _Entry | None]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[CacheLayers, OrderedDict[_Key, _Entry | None]] = WeakKeyDictionary()
 
     def run(self, body: Body, bucket: Bucket, inputs: Inputs) -> Forward:
         """Return body(bucket, inputs), by replaying a graph where there is one."""

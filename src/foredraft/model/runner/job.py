@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Plan
 from foredraft.model.runner.passes import PassShape
 from foredraft.model.runner.shapes import ExactShapes
@@ -25,6 +26,11 @@ class Resume:
     depth: int
     hidden: Tensor
     known: list[int]
+
+    def fit(self, width: int) -> Resume:
+        """Return the same for a pass of `width` columns per row."""
+        missing = width - self.hidden.shape[1]  # a negative number cuts
+        return self if not missing else replace(self, hidden=F.pad(self.hidden, (0, 0, 0, missing)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,14 @@ class FusedDraft:
             finite logit.
         finite: Whether the logits of each token are finite, [B, K] bool; False past a row's draft length.
         probs: The distribution of each token, [B, K, V] float32; None: the draft is greedy.
+        states: The states after which each token was drawn, entering the tapped layer, [B, K, D]; 0 past a
+            row's draft length. None: no layer was tapped.
     """
 
     tokens: Tensor
     finite: Tensor
     probs: Tensor | None
+    states: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -87,7 +96,7 @@ class Job:
         capturable: The pass may be captured and replayed as a CUDA graph.
     """
 
-    cache: KVCache
+    cache: CacheLayers
     shapes: ExactShapes
     tokens: Tensor
     starts: list[int]

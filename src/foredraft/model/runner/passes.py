@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.model.attention import Pass, causal_masks
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.layers import RowSpan
 from foredraft.model.rope import Rope, rope_table
 from foredraft.model.spec import ModelSpec
@@ -42,7 +42,7 @@ class PassShape:
 def build_pass(
     spec: ModelSpec,
     tables: Mapping[Rope, Tensor],
-    cache: KVCache,
+    cache: CacheLayers,
     shape: PassShape,
     starts: Tensor | int,
     real: Tensor | None = None,
@@ -93,7 +93,7 @@ def rope_tables(
     return {rope: rope_table(rope, spec.head_dim, positions, device, dtype) for rope in ropes}
 
 
-def _lanes(cache: KVCache, kv_heads: int, positions: Tensor, first_row: int) -> Tensor:
+def _lanes(cache: CacheLayers, kv_heads: int, positions: Tensor, first_row: int) -> Tensor:
     """Return where the keys and values of every column go in a layer [2 * R * Hk * P, D]: [B * T, 2 * Hk]."""
     batch = positions.shape[0]
     heads = torch.arange(kv_heads, device=positions.device)

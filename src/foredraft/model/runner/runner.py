@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers, KVCache
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.device import dtype_name, upload
 from foredraft.model.rope import Rope
@@ -130,7 +130,7 @@ class Runner:
     @torch.inference_mode()
     def forward(
         self,
-        cache: KVCache,
+        cache: CacheLayers,
         tokens: Tensor,
         starts: list[int],
         *,
@@ -195,7 +195,7 @@ class Runner:
     @torch.inference_mode()
     def prefill(
         self,
-        cache: KVCache,
+        cache: CacheLayers,
         row: int,
         tokens: list[int],
         start: int,
@@ -244,7 +244,7 @@ class Runner:
 
     def draft(
         self,
-        cache: KVCache,
+        cache: CacheLayers,
         tokens: list[list[int]],
         starts: list[int],
         lengths: list[int],
@@ -252,6 +252,7 @@ class Runner:
         *,
         allowed: Sequence[Tensor | None] | None = None,
         plan: Plan | None = None,
+        tap: int | None = None,
     ) -> FusedDraft | None:
         """Run a fused draft: all draft steps of the batch in one call of the C kernels.
 
@@ -265,6 +266,7 @@ class Runner:
             sampling_inputs: Sampling parameters and noise; None drafts greedily.
             allowed: The tokens that each row's first step may draw, [B] of [V] bool; None allows all.
             plan: The sub-layers that run; None runs all.
+            tap: The depth whose entering states are returned, 1 or more.
 
         Returns:
             The draft; None where the kernels do not run this decoder, and the caller takes the steps one by
@@ -283,7 +285,7 @@ class Runner:
             )
         self.forwarded += sum(len(tokens[row]) + lengths[row] - 1 for row in active)
         return self._native.draft(
-            cache, tokens, starts, lengths, plan or self._full, sampling_inputs, allowed
+            cache, tokens, starts, lengths, plan or self._full, sampling_inputs, allowed, tap
         )
 
     @torch.inference_mode()

@@ -181,15 +181,8 @@ def find_shapes(
 
 def _agreeing_rows(outline: Decoder, like: Tensor, random: torch.Generator) -> RowSpan | None:
     """Return the widest span of row counts at which every product agrees; None: there is no such span."""
-    layer = outline.layers[0]
     agreeing = set(ROW_COUNTS)
-    for product in (
-        layer.attention.qkv,
-        layer.attention.output,
-        layer.mlp.gate_up,
-        layer.mlp.down,
-        outline.output,
-    ):
+    for product in (*outline.layers[0].products, outline.output):
         agreeing = _agreeing_counts(agreeing, product.shape, like, random)
     for step in ROW_STEPS:
         low = _last_agreeing(

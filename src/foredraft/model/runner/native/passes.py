@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.compilation import declare, library
-from foredraft.model.cache import KVCache
+from foredraft.model.cache import CacheLayers
 from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
@@ -85,6 +85,8 @@ class CDraft(ctypes.Structure):
         *((name, c_int64) for name in ("columns", "steps")),
         *((name, c_void_p) for name in ("slot", "length", "sampling", "keys", "allowed")),
         *((name, c_void_p) for name in ("drawn", "finite", "probs")),
+        ("tap", c_int64),
+        ("states", c_void_p),
     )
 
 
@@ -96,8 +98,7 @@ class NativePasses:
         """Return the passes of a decoder; None where one of its weights is not packed for the kernels."""
         products = [decoder.output]
         for layer in decoder.layers:
-            attention, mlp = layer.attention, layer.mlp
-            products += [attention.qkv, attention.output, mlp.gate_up, mlp.down]
+            products += layer.products
         packed = all(isinstance(product, NativeLinear) for product in products)
         return cls(decoder) if packed and decoder.spec.head_dim <= MAX_HEAD_DIM else None
 
@@ -106,7 +107,6 @@ class NativePasses:
         assert kernels is not None
         self.decoder = decoder
         self.ropes = list(dict.fromkeys(spec.rope_of(window) for window in spec.windows))
-        inner = decoder.layers[0].mlp.down.shape[1]
         self._embedding = decoder.embedding.contiguous()  # kept alive for its address
         self._layers = (CLayer * spec.layers)(*map(self._layer_struct, range(spec.layers)))
         self._model = CModel(
@@ -115,7 +115,7 @@ class NativePasses:
             spec.heads,
             spec.kv_heads,
             spec.head_dim,
-            inner,
+            spec.intermediate_size,
             spec.activation != "silu",
             spec.attention_scale,
             spec.attention_softcap or 0.0,
@@ -126,6 +126,7 @@ class NativePasses:
             _linear_struct(decoder.output),
             self._layers,
         )
+        inner = spec.intermediate_size
         output, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self._scratch_per_column = spec.hidden_size + max(qkv, 2 * inner) + max(output, inner)  # elements
         self._scratch_memory = self._embedding.new_empty(0)
@@ -155,7 +156,7 @@ class NativePasses:
         self,
         tokens: Tensor | None,
         hidden: Tensor,
-        cache: KVCache,
+        cache: CacheLayers,
         groups: Groups,
         plan: Plan,
         start: int,
@@ -200,13 +201,14 @@ class NativePasses:
 
     def draft(
         self,
-        cache: KVCache,
+        cache: CacheLayers,
         tokens: Sequence[Sequence[int]],
         starts: Sequence[int],
         lengths: Sequence[int],
         plan: Plan,
         sampling_inputs: SamplingInputs | None,
         allowed: Sequence[Tensor | None] | None,
+        tap: int | None,
     ) -> FusedDraft:
         """Run all steps of a draft in one call; see `Runner.draft` for the arguments."""
         rows, steps, vocabulary = len(lengths), max(lengths), self.decoder.spec.vocab_size
@@ -222,6 +224,9 @@ class NativePasses:
         if sampling_inputs is not None:
             sampling = CSampling(*(_address(getattr(sampling_inputs, name)) for name in SAMPLING))
             keys, probs = sampling_inputs.keys, torch.zeros(rows, steps, vocabulary)
+        states = None
+        if tap is not None:
+            states = self._embedding.new_zeros(rows, steps, self.decoder.spec.hidden_size)
         masks = None if allowed is None else (c_void_p * rows)(*map(_address, allowed))
         draft = CDraft(
             tokens=address,
@@ -235,6 +240,8 @@ class NativePasses:
             drawn=drawn.data_ptr(),
             finite=finite.data_ptr(),
             probs=_address(probs),
+            tap=tap or 0,
+            states=_address(states),
         )
         scratch = self._scratch(len(read) * (self._scratch_per_column + self.decoder.spec.hidden_size))
         logits = torch.empty(len(active), vocabulary)
@@ -249,7 +256,7 @@ class NativePasses:
             logits.data_ptr(),
             torch.get_num_threads(),
         )
-        return FusedDraft(drawn, finite, probs)
+        return FusedDraft(drawn, finite, probs, states)
 
     def _scratch(self, values: int) -> Tensor:
         """Return work memory of at least `values` elements, which the next call can use again."""
@@ -280,20 +287,17 @@ class NativePasses:
     def _layer_struct(self, index: int) -> CLayer:
         layer, spec = self.decoder.layers[index], self.decoder.spec
         attention, mlp, window = layer.attention, layer.mlp, spec.windows[index]
-        norms = (
-            attention.norm,
-            attention.post_norm,
-            attention.q_norm,
-            attention.k_norm,
-            mlp.norm,
-            mlp.post_norm,
-        )
-        products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        rope = self.ropes.index(spec.rope_of(window))
-        return CLayer(*map(_norm_struct, norms), *map(_linear_struct, products), window or 0, rope)
+        norms = [attention.norm, attention.post_norm, attention.q_norm, attention.k_norm]
+        norms += [None, None] if mlp is None else [mlp.norm, mlp.post_norm]
+        made = CLayer(window=window or 0, rope=self.ropes.index(spec.rope_of(window)))
+        for name, norm in zip(NORMS, norms, strict=True):
+            setattr(made, name, _norm_struct(norm))
+        for name, product in zip(PRODUCTS, layer.products, strict=False):  # an adapter may have no MLP
+            setattr(made, name, _linear_struct(product))
+        return made
 
 
-def pass_struct(cache: KVCache, groups: Groups, rotary: Sequence[int]) -> CPass:
+def pass_struct(cache: CacheLayers, groups: Groups, rotary: Sequence[int]) -> CPass:
     """Return the C struct of a pass.
 
     Args:
@@ -310,7 +314,7 @@ def pass_struct(cache: KVCache, groups: Groups, rotary: Sequence[int]) -> CPass:
         len(groups),
         *range(address, address + 4 * size, size),
         (c_void_p * len(rotary))(*rotary),
-        cache.memory.data_ptr(),
+        cache.pointers,
         cache.rows,
         cache.stored,
     )
