@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from foredraft.errors import ConfigError
 
-__all__ = ["TEMPORARY", "check_place", "replacing", "write_whole"]
+__all__ = ["TEMPORARY", "check_place", "replacing", "replacing_folder", "write_whole"]
 
 TEMPORARY = ".new-"  # first characters of the names of temporary files
 
@@ -79,6 +80,34 @@ def replacing(file: Path) -> Iterator[Path]:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, which takes the place of `folder` when the block ends without an error.
+
+    A reader sees the old folder, the new one, or for an instant none.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    new, old = _temporary(folder), _temporary(folder)
+    new.mkdir()
+    try:
+        yield new
+        for file in new.iterdir():
+            _flush(file)
+        if folder.exists():
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(file: Path) -> None:

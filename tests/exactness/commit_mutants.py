@@ -21,6 +21,7 @@ from foredraft.decode.rows import Rows
 from foredraft.decode.scheduler import Scheduler
 from foredraft.decode.sequence import Finish, Origin, Sequence
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.known_states import KnownStates
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.lookup import NGramIndex
 from foredraft.model.runner import Forward, Resume
@@ -303,21 +304,15 @@ def begins_one_further(step: Function) -> Function:
     )
 
 
-def idle_rows_known(step: Function) -> Function:
-    def spoilt(drafter: LayerSkip, tokens: Tensor, starts: Any, counts: Any, idle: Any, at: Any) -> Tensor:
-        logits: Tensor = step(drafter, tokens, starts, counts, idle, at)
-        pairs = zip(drafter._known, idle, strict=bool(drafter._known))
-        drafter._known = [known + is_idle for known, is_idle in pairs]
-        return logits
-
-    return spoilt
+def idle_rows_known(add: Function) -> Function:
+    return lambda known, states, idle: add(known, states, [False] * len(idle))
 
 
-def states_kept(resume: Function) -> Function:
-    def spoilt(drafter: LayerSkip) -> Resume | None:
-        kept = drafter._states, drafter._known
-        made: Resume | None = resume(drafter)
-        drafter._states, drafter._known = kept
+def states_kept(take: Function) -> Function:
+    def spoilt(known: KnownStates) -> Resume | None:
+        kept = known._states, known._known
+        made: Resume | None = take(known)
+        known._states, known._known = kept
         return made
 
     return spoilt
@@ -369,16 +364,16 @@ DRAFTERS = [
         checks.exiting_tokens,
     ),
     defect(
-        "the last drafted token taken for read", LayerSkip.resume, last_token_known, checks.exiting_tokens
+        "the last drafted token taken for read", KnownStates.take, last_token_known, checks.exiting_tokens
     ),
     defect(
         "states known of rows that took no part in a step",
-        LayerSkip.step,
+        KnownStates.add,
         idle_rows_known,
         checks.distribution_of_skipping_drafts,
     ),
     defect("states of a draft that broke off handed on", LayerSkip.leave, nothing, checks.draft_broken_off),
-    defect("states of the draft before handed on", LayerSkip.resume, states_kept, checks.exiting_tokens),
+    defect("states of the draft before handed on", KnownStates.take, states_kept, checks.exiting_tokens),
     defect(
         "draft model's cache not rolled back", DraftModel.rewind, steps_taken_for_text, checks.greedy_tokens
     ),

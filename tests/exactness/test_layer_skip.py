@@ -210,21 +210,28 @@ def test_an_early_exit_drafts_the_tokens_of_the_shorter_model(family: str, by: s
     model: Any = reference_model(family, vocab_size=VOCABULARY, tie_word_embeddings=False)
     llm = load(tmp_path, family, "float32", by)
     drafted: list[list[int]] = []
-    step = LayerSkip.step
+    step, fused_draft = LayerSkip.step, LayerSkip.fused_draft
 
-    def spy(self: LayerSkip, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def spy_step(self: LayerSkip, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         logits = step(self, tokens, *rest)
         drafted[-1].append(int(logits[0].argmax()))
         return logits
 
+    def spy_fused(self: LayerSkip, *args: Any) -> Any:
+        draft = fused_draft(self, *args)
+        drafted[-1] += [] if draft is None else draft.tokens[0].tolist()
+        return draft
+
     llm._engine.policy = Fixed(4)
     model.model.layers = model.model.layers[: llm._spec.layers - 1]
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(LayerSkip, "step", spy)
+        patch.setattr(LayerSkip, "step", spy_step)
+        patch.setattr(LayerSkip, "fused_draft", spy_fused)
         for prompt in PROMPTS[1:5]:
             drafted.append([])
             [output] = llm.generate([prompt], replace(GREEDY, max_new_tokens=5, drafter="late"))
             text = list(prompt)
+            assert len(drafted[-1]) >= 4
             for token in drafted[-1][:4]:
                 assert int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()) == token
                 text.append(token)

@@ -10,6 +10,7 @@ from foredraft import kernels
 from tests.exactness import (
     commit_mutants,
     constraint_mutants,
+    kangaroo_mutants,
     lossy_mutants,
     mutants,
     pass_mutants,
@@ -28,6 +29,7 @@ MODULES = (
     pass_mutants,
     lossy_mutants,
     skip_mutants,
+    kangaroo_mutants,
     policy_mutants,
 )
 CHECKS = list(dict.fromkeys(check for module in MODULES for check in module.CHECKS))

@@ -14,7 +14,7 @@ from foredraft.decode.draft import Draft, RoundInputs
 from foredraft.decode.drafting import _Steps
 from foredraft.decode.engine import Engine
 from foredraft.decode.vocab_ops import VocabOps
-from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.known_states import KnownStates
 from foredraft.model.runner import Forward, Resume
 from tests.support.planting import Spoiler, replaced
 
@@ -140,11 +140,11 @@ def with_the_drafts_plan(engine: Engine, inputs: Any, draft: Any, starts: Any, o
     options["plan"] = drafter.draft_pass.plan
 
 
-def last_token_known(resume: Function) -> Function:
+def last_token_known(take: Function) -> Function:
     """Claim to know the state of the last drafted token, which no step read."""
 
-    def spoilt(drafter: LayerSkip) -> Resume | None:
-        made: Resume | None = resume(drafter)
-        return made and replace(made, known=[known + (known > 0) for known in made.known])
+    def spoilt(known: KnownStates) -> Resume | None:
+        made: Resume | None = take(known)
+        return made and replace(made, known=[count + (count > 0) for count in made.known])
 
     return spoilt

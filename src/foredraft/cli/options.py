@@ -141,6 +141,9 @@ class DraftingOptions(DraftModelOptions):
     """Layers that drafter layer-skip leaves out: a file of `foredraft tune`, exit:LAYER, or
     skip:attn=LAYERS/mlp=LAYERS with layers as in 3,5-7. Default: the plan that `foredraft tune` kept for this
     model, if any."""
+    adapter: str | None = None
+    """Folder of the adapter that drafter kangaroo uses, as `foredraft train adapter` wrote it. Default: the
+    adapter that is kept for this model, if any."""
     policy: Annotated[
         PolicyName | None,
         Parameter(
@@ -157,7 +160,8 @@ class DraftingOptions(DraftModelOptions):
         int | None,
         Parameter(
             help=f"Maximum draft length in tokens. Default: {MAX_DRAFT_HELP}; with layer-skip, the plan's,"
-            f" except under {next(name for name, kind in POLICIES.items() if kind.uses_costs)}."
+            " and with kangaroo, the adapter's, except under"
+            f" {next(name for name, kind in POLICIES.items() if kind.uses_costs)}."
         ),
     ] = None
     draft_sampling: Literal["sampled", "greedy"] | None = None
@@ -188,6 +192,7 @@ class DraftOptions(DraftingOptions):
             show_choices=False,
             help=f"Proposes tokens.\n\n{DRAFTER_HELP}\nDefault: {default_drafter('auto', True)}; under a"
             " policy that decides about one drafter,"
+            f" {default_drafter('fixed', False, adapter_given=True)} with --adapter,"
             f" {default_drafter('fixed', False, plan_given=True)} with --plan, else"
             f" {default_drafter('fixed', True)} if there is a draft model"
             f" ({default_drafter('fixed', True, True)} if its tokenizer differs), else"

@@ -109,11 +109,14 @@ class Drafter:
         """Receive the target's states at every tapped depth, [n, D], of newly committed positions.
 
         The first state belongs to position `start`. States of the prompt come before `join`, unless the cache
-        rows of the prompt are copied from a sibling.
+        rows of the prompt are copied from a sibling or from the prefix cache.
         """
 
     def rewind(self, sequence: Sequence) -> None:
         """Forget everything past `sequence.tokens`, which a commit or a ban's rollback has just changed."""
+
+    def settle(self, sequence: Sequence) -> None:
+        """Write all that is known of the sequence to its cache rows, which are about to be copied."""
 
     def leave(self, sequence: Sequence) -> None:
         """Drop the sequence. It may leave before it joined."""

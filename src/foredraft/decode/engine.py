@@ -321,10 +321,16 @@ class Engine:
 
     def _restore_prefix(self, sequence: Sequence) -> None:
         """Copy what is kept of a prompt that is about to be read, unless the reading itself is asked for."""
-        if self.prefix_cache is None or self.cache.lengths[sequence.row] or self._must_read(sequence):
+        scored = sequence.params.prompt_logprobs is not None
+        if self.prefix_cache is None or self.cache.lengths[sequence.row] or scored:
             return
+        tapping = [self.drafters[name] for name in sequence.drafters if self.drafters[name].taps]
         sequence.prefix = self.prefix_cache.restore(
-            sequence.prompt[:-1], self._prompt_caches(sequence), sequence.row, self.target.chunk
+            sequence.prompt[:-1],
+            self._prompt_caches(sequence),
+            sequence.row,
+            self.target.chunk,
+            needed=[self.cache, *(cache for drafter in tapping for cache in drafter.caches)],
         )
         sequence.cached = sequence.prefix.end
 
@@ -335,11 +341,6 @@ class Engine:
             sequence.prefix = self.prefix_cache.keep(
                 before, chunk, self._prompt_caches(sequence), sequence.row
             )
-
-    def _must_read(self, sequence: Sequence) -> bool:
-        """Return whether the prompt's hidden states are needed: for scores, or for a drafter's taps."""
-        taps = any(self.drafters[name].taps for name in sequence.drafters)
-        return taps or sequence.params.prompt_logprobs is not None
 
     def _prompt_caches(self, sequence: Sequence) -> list[KVCache]:
         """Return the caches whose rows hold the prompt from its first token on, the target's first."""
@@ -353,6 +354,7 @@ class Engine:
         if sequence is not None:
             caches = self._prompt_caches(sequence)
             for name in sequence.drafters:
+                self.drafters[name].settle(sequence)
                 self.drafters[name].leave(sequence)
             self.scheduler.park(sequence, caches)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,7 +44,9 @@ class PrefixCache:
         self.most_bytes, self.bytes, self.hits = most_bytes, 0, 0
         self._chunks: OrderedDict[bytes, dict[KVCache, Span]] = OrderedDict()
 
-    def restore(self, tokens: list[int], caches: Iterable[KVCache], row: int, chunk: int) -> Prefix:
+    def restore(
+        self, tokens: list[int], caches: Iterable[KVCache], row: int, chunk: int, needed: Collection[KVCache]
+    ) -> Prefix:
         """Copy what is kept of the beginning of a prompt into a row that holds nothing.
 
         Args:
@@ -52,6 +54,8 @@ class PrefixCache:
             caches: The target's, then those of drafters that may have the beginning, too.
             row: The row of all caches.
             chunk: Tokens of a chunk.
+            needed: Those without which a chunk has to be read again: the target's, and those of drafters that
+                read the target's states.
 
         Returns:
             What the target's row holds now.
@@ -60,7 +64,7 @@ class PrefixCache:
         while prefix.end + chunk <= len(tokens):
             longer = _longer(prefix, tokens[prefix.end : prefix.end + chunk])
             kept = self._chunks.get(longer.digest)
-            if kept is None:
+            if kept is None or any(cache not in kept for cache in needed):
                 break
             prefix = longer
             self._chunks.move_to_end(prefix.digest)
@@ -84,12 +88,11 @@ class PrefixCache:
             The prefix with the chunk.
         """
         prefix = _longer(before, chunk)
-        if prefix.digest in self._chunks:
-            self._chunks.move_to_end(prefix.digest)
-            return prefix
-        end = prefix.end
-        spans = {cache: cache.take(row, before.end, end) for cache in caches if cache.lengths[row] >= end}
-        self._chunks[prefix.digest] = spans
+        end, kept = prefix.end, self._chunks.setdefault(prefix.digest, {})
+        self._chunks.move_to_end(prefix.digest)
+        complete = [cache for cache in caches if cache.lengths[row] >= end and cache not in kept]
+        spans = {cache: cache.take(row, before.end, end) for cache in complete}
+        kept |= spans
         self.bytes += _bytes(spans)
         while self.bytes > self.most_bytes:
             _, oldest = self._chunks.popitem(last=False)

@@ -39,12 +39,14 @@ class ModelsGiven:
         draft: The draft model's folder; None without one.
         other_tokenizer: The draft model has another tokenizer than the target.
         plan: There is a plan of sub-layers to skip.
+        adapter: There is a trained adapter.
     """
 
     target: str
     draft: str | None = None
     other_tokenizer: bool = False
     plan: bool = False
+    adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,12 @@ def is_lossless(rule: str | None, drafters: Iterable[str]) -> bool:
 
 
 def default_drafter(
-    policy: str, draft_given: bool, other_tokenizer: bool = False, *, plan_given: bool = False
+    policy: str,
+    draft_given: bool,
+    other_tokenizer: bool = False,
+    *,
+    plan_given: bool = False,
+    adapter_given: bool = False,
 ) -> str:
     """Return the drafter for requests that do not give one, where `load` is not given one either.
 
@@ -105,9 +112,12 @@ def default_drafter(
         draft_given: There is a draft model.
         other_tokenizer: It has another tokenizer than the target.
         plan_given: The user gives a plan.
+        adapter_given: The user gives an adapter.
     """
     if suits("auto", policy):
         return "auto"
+    if adapter_given:
+        return "kangaroo"
     if plan_given:
         return "layer-skip"
     if not draft_given:
@@ -122,6 +132,7 @@ def available_drafters(given: ModelsGiven) -> dict[str, DrafterKind]:
         for name, kind in DRAFTERS.items()
         if (not kind.needs_draft or (given.draft is not None and kind.retokenizes == given.other_tokenizer))
         and (not kind.needs_plan or given.plan)
+        and (not kind.needs_adapter or given.adapter)
     }
 
 
@@ -138,6 +149,11 @@ def missing_part(drafter: str, name: str | None = None) -> ConfigError:
             f"{shown} has no plan for this model",
             remedy=("make one with `foredraft tune`, or give ", Option("plan")),
         )
+    if kind.needs_adapter:
+        return ConfigError(
+            f"{shown} has no adapter for this model",
+            remedy=("train one with `foredraft train adapter`, or give ", Option("adapter")),
+        )
     tokenizer = "another" if kind.retokenizes else "the target's"
     return ConfigError(
         f"{shown} needs a draft model with {tokenizer} tokenizer", remedy=("give ", Option("draft"))
@@ -153,6 +169,7 @@ def unused_options(drafter: str) -> tuple[str, ...]:
         "draft": kind.needs_draft,
         "draft_sampling": kind.stepper,
         "plan": kind.needs_plan,
+        "adapter": kind.needs_adapter,
         "policy": kind.make is not None,
         "policy_options": kind.make is not None,
         "max_draft": kind.make is not None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foredraft.decode.drafter import Drafter
     from foredraft.decode.policy import Policy
+    from foredraft.drafters.adapter import Adapter
     from foredraft.drafters.skips import Skips
     from foredraft.drafters.vocabulary import VocabularyMap
     from foredraft.model.cache import KVCache
@@ -47,6 +48,7 @@ class Parts:
         vocabulary: Map from the target's ids to the draft model's; None where the ids are equal.
         skips: Sub-layers of the target that its own drafts skip; None without a plan.
         planned: Draft length that the plan was tuned for, in tokens; None where the plan does not say.
+        adapter: The trained adapter; None without one.
     """
 
     target: Runner
@@ -58,6 +60,7 @@ class Parts:
     vocabulary: VocabularyMap | None = None
     skips: Skips | None = None
     planned: int | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class DrafterKind:
         chooses: The name stands for all loaded drafters; the policy chooses among them.
         stretch: Positions of the draft model's cache for each position of the target's cache.
         needs_plan: It runs the target without the sub-layers that a plan skips.
+        needs_adapter: It runs a trained adapter over the target's first layers.
         stepper: It returns logits, so its drafts have probabilities and can be sampled.
         lossless: The output has exactly the target's distribution.
         by_request: It drafts only for requests that bring a text for it.
@@ -84,6 +88,7 @@ class DrafterKind:
     chooses: bool = False
     stretch: int = 1
     needs_plan: bool = False
+    needs_adapter: bool = False
     stepper: bool = False
     lossless: bool = True
     by_request: bool = False
@@ -196,6 +201,12 @@ DRAFTERS: dict[str, DrafterKind] = {
             parts.target, parts.cache, parts.skips, parts.planned
         ),
         needs_plan=True,
+        stepper=True,
+    ),
+    "kangaroo": DrafterKind(
+        "the model's first layers with a trained adapter on top",
+        lambda parts: _in("drafters.kangaroo").Kangaroo(parts.target, parts.cache, parts.adapter),
+        needs_adapter=True,
         stepper=True,
     ),
     "auto": DrafterKind("the loaded drafter that pays most, by measured costs", None, chooses=True),

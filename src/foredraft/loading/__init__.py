@@ -42,6 +42,7 @@ def load(
     revision: str | None = None,
     draft_revision: str | None = None,
     plan: PlanSource | None = None,
+    adapter: str | Path | None = None,
     policy: str = "auto",
     policy_options: Mapping[str, float | str] | None = None,
     max_draft: int | None = None,
@@ -59,21 +60,24 @@ def load(
 
     Args:
         model: A folder or a hub id; None loads the demo models, a target and a draft model.
-        drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize"
-            or "layer-skip". "auto" uses in every round the loaded drafter that pays most. By default "auto"
-            under policy "auto"; under other policies "layer-skip" if a plan is given, else the draft model,
-            else "lookup", or "none" where the policy needs draft probabilities.
+        drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize",
+            "layer-skip" or "kangaroo". "auto" uses in every round the loaded drafter that pays most. By
+            default "auto" under policy "auto"; under other policies "kangaroo" if an adapter is given,
+            "layer-skip" if a plan is given, else the draft model, else "lookup", or "none" where the policy
+            needs draft probabilities.
         draft: The draft model's folder or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.
         draft_revision: Branch, tag or commit of the draft model.
         plan: The sub-layers that "layer-skip" skips: a file that `foredraft tune` wrote, its content
             (`PlanFile`), or a text such as "exit:8" or "skip:attn=3,5-7/mlp=4". None takes the plan that is
             kept for this model, if any.
+        adapter: The folder of the adapter that "kangaroo" drafts with, as `foredraft train adapter` wrote it.
+            None takes the adapter that is kept for this model, if any.
         policy: Decides whether and how far to draft: "auto", "fixed", "heuristic", "confidence",
             "adaptive-exit", "target-confidence" or "fallback".
         policy_options: The policy's own settings by name (docs/guides/policies.md).
-        max_draft: Longest draft, in tokens. By default the plan's where "layer-skip" is the default drafter
-            and the policy does not compare costs, else the policy's.
+        max_draft: Longest draft, in tokens. By default that of the plan or the adapter where "layer-skip" or
+            "kangaroo" is the default drafter and the policy does not compare costs, else the policy's.
         draft_sampling: "sampled" draws drafts from q, "greedy" drafts the argmax of q. Both are exact.
         dtype: "bfloat16", "float16" or "float32"; by default the checkpoint's.
         device: "cpu", "cuda", "cuda:1", ...; by default "cuda" where there is a GPU.
@@ -106,7 +110,7 @@ def load(
     options = checked(
         LoadOptions(
             model=model, drafter=drafter, draft=draft, revision=revision, draft_revision=draft_revision,
-            plan=plan, policy=policy, policy_options=policy_options, max_draft=max_draft,
+            plan=plan, adapter=adapter, policy=policy, policy_options=policy_options, max_draft=max_draft,
             draft_sampling=draft_sampling, dtype=dtype, device=device, max_batch=max_batch,
             max_length=max_length, deterministic=deterministic, compile=compile, kernels=kernels,
             needs=None, progress=progress,
@@ -182,7 +186,12 @@ def _cache_size(
         rows, positions = options.needs(checkpoints.target.tokenizer, params)
     limits = CacheLimits(options.max_batch, options.max_length, rows, positions)
     return cache_size(
-        checkpoints.all, device, limits, stretch=drafting.stretch, kernels=options.allows_kernels
+        checkpoints.all,
+        device,
+        limits,
+        stretch=drafting.stretch,
+        kernels=options.allows_kernels,
+        adapter=drafting.adapter,
     )
 
 
@@ -212,6 +221,7 @@ def _engine(
         vocabulary=runners.vocabulary,
         skips=None if drafting.plan is None else drafting.plan.skips,
         planned=None if drafting.plan is None else drafting.plan.max_draft,
+        adapter=None if drafting.adapter is None else drafting.adapter.load(runners.target),
     )
     return Engine(
         runners.target,

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from foredraft.errors import ConfigError, Option, shortened
+from foredraft.loading.adapters import ChosenAdapter
 from foredraft.loading.checkpoints import Checkpoint
 from foredraft.loading.memory import as_gib, free_memory
 from foredraft.model.cache import KVCache
@@ -67,6 +68,7 @@ def cache_size(
     *,
     stretch: int = 1,
     kernels: bool = True,
+    adapter: ChosenAdapter | None = None,
 ) -> CacheSize:
     """Return the size of the target's cache, so that all caches fit into free memory.
 
@@ -77,6 +79,7 @@ def cache_size(
         stretch: Positions of the draft model's cache for each position of the target's cache, up to the draft
             model's own limit.
         kernels: Foredraft's kernels may run the models, with their own layout of the weights.
+        adapter: The adapter over the target, if there is one.
 
     Raises:
         ConfigError: The weights do not fit, or no cache fits beside them.
@@ -87,8 +90,8 @@ def cache_size(
             f"but the model has {most} positions", option="max_length", value=limits.max_length,
             remedy=f"give {most} or less",
         )  # fmt: skip
-    budget = _cache_budget(models, device, kernels)
-    row_bytes = partial(_row_bytes, models, stretch)
+    budget = _cache_budget(models, device, kernels, adapter)
+    row_bytes = partial(_row_bytes, models, stretch, adapter)
     positions = limits.max_length or _positions(limits, most, budget, row_bytes)
     most_rows = (
         _ROWS[device.type] if limits.rows_needed is None else min(_ROWS[device.type], limits.rows_needed)
@@ -106,7 +109,12 @@ def cache_size(
 
 
 def longest_sequence(
-    models: Sequence[Checkpoint], device: torch.device, *, stretch: int = 1, kernels: bool = True
+    models: Sequence[Checkpoint],
+    device: torch.device,
+    *,
+    stretch: int = 1,
+    kernels: bool = True,
+    adapter: ChosenAdapter | None = None,
 ) -> int:
     """Return the positions of the longest single sequence whose caches fit into free memory.
 
@@ -116,20 +124,25 @@ def longest_sequence(
     Raises:
         ConfigError: The weights do not fit.
     """
-    budget = _cache_budget(models, device, kernels)
+    budget = _cache_budget(models, device, kernels, adapter)
     fits = range(1, models[0].spec.max_positions + 1)
-    return bisect_right(fits, budget, key=partial(_row_bytes, models, stretch))
+    return bisect_right(fits, budget, key=partial(_row_bytes, models, stretch, adapter))
 
 
-def _cache_budget(models: Sequence[Checkpoint], device: torch.device, kernels: bool) -> int:
+def _cache_budget(
+    models: Sequence[Checkpoint], device: torch.device, kernels: bool, adapter: ChosenAdapter | None
+) -> int:
     """Return the bytes that all caches together may take; raise ConfigError where the weights do not fit."""
-    return int(_free_beside_weights(models, device, kernels) * _SHARE[device.type])
+    free = _free_beside_weights(models, device, kernels) - (0 if adapter is None else adapter.bytes)
+    return int(max(0, free) * _SHARE[device.type])
 
 
-def _row_bytes(models: Sequence[Checkpoint], stretch: int, positions: int) -> int:
+def _row_bytes(
+    models: Sequence[Checkpoint], stretch: int, adapter: ChosenAdapter | None, positions: int
+) -> int:
     """Return the bytes of one row of all caches, of which the target's has so many positions."""
     lengths = (positions, stretch * positions)
-    return sum(
+    return (0 if adapter is None else adapter.row_bytes(positions)) + sum(
         KVCache.bytes_per_row(model.spec, min(length, model.spec.max_positions), model.dtype)
         for model, length in zip(models, lengths, strict=False)
     )

@@ -1,4 +1,4 @@
-"""Drafting: the default drafter, the drafters that can be built, and the plan of self-drafts."""
+"""Drafting: the default drafter, the drafters that can be built, and the plan and adapter of self-drafts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check_fits_models, default_drafter
 from foredraft.kinds.tables import DRAFTERS, DrafterKind
+from foredraft.loading.adapters import ChosenAdapter, choose_adapter
 from foredraft.loading.checkpoints import Checkpoints
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan, choose_plan
@@ -24,11 +25,13 @@ class ChosenDrafting:
         drafter: The drafter for requests that do not give one.
         available: All drafters that can be built.
         plan: The plan of the target's own drafts; None without one.
+        adapter: The adapter over the target's first layers; None without one.
     """
 
     drafter: str
     available: Mapping[str, DrafterKind]
     plan: ChosenPlan | None
+    adapter: ChosenAdapter | None = None
 
     @property
     def stretch(self) -> int:
@@ -37,8 +40,11 @@ class ChosenDrafting:
 
     @property
     def planned_draft(self) -> int | None:
-        """The draft length that the plan was tuned for, where the default drafter uses the plan."""
-        return self.plan.max_draft if self.plan is not None and DRAFTERS[self.drafter].needs_plan else None
+        """The draft length that the plan or the adapter of the default drafter was best at."""
+        kind = DRAFTERS[self.drafter]
+        if kind.needs_adapter and self.adapter is not None:
+            return self.adapter.config.max_draft
+        return self.plan.max_draft if kind.needs_plan and self.plan is not None else None
 
 
 def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenDrafting:
@@ -49,15 +55,23 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     """
     draft_given, other = checkpoints.draft is not None, checkpoints.other_tokenizer
     drafter = options.drafter or default_drafter(
-        options.policy, draft_given, other, plan_given=options.plan is not None
+        options.policy,
+        draft_given,
+        other,
+        plan_given=options.plan is not None,
+        adapter_given=options.adapter is not None,
     )
-    plan = choose_plan(options.plan, checkpoints.target, device, needed=DRAFTERS[drafter].needs_plan)
-    given = models_given(checkpoints, plan)
+    kind = DRAFTERS[drafter]
+    plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
+    adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
+    given = models_given(checkpoints, plan, adapter)
     check_fits_models(drafter, options.policy, options.draft_sampling, given)
-    return ChosenDrafting(drafter, available_drafters(given), plan)
+    return ChosenDrafting(drafter, available_drafters(given), plan, adapter)
 
 
-def models_given(checkpoints: Checkpoints, plan: ChosenPlan | None) -> ModelsGiven:
+def models_given(
+    checkpoints: Checkpoints, plan: ChosenPlan | None, adapter: ChosenAdapter | None
+) -> ModelsGiven:
     """Return what drafters can be built from."""
     draft = checkpoints.draft
     return ModelsGiven(
@@ -65,4 +79,5 @@ def models_given(checkpoints: Checkpoints, plan: ChosenPlan | None) -> ModelsGiv
         draft=None if draft is None else str(draft.folder),
         other_tokenizer=checkpoints.other_tokenizer,
         plan=plan is not None,
+        adapter=adapter is not None,
     )

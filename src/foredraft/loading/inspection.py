@@ -19,6 +19,7 @@ from foredraft.errors import ConfigError, Option, python_spelling
 from foredraft.kinds.compatibility import available_drafters, missing_part
 from foredraft.kinds.tables import DRAFTERS
 from foredraft.loading import options_for
+from foredraft.loading.adapters import choose_adapter
 from foredraft.loading.capacity import CacheLimits, cache_size, longest_sequence, weight_memory
 from foredraft.loading.checkpoints import Checkpoint, Checkpoints, find_checkpoints
 from foredraft.loading.device import check_dtype, find_device
@@ -100,7 +101,7 @@ class DrafterInfo:
     Attributes:
         name: Its name.
         at_hand: `load` would make it.
-        note: The plan that it uses, or what it lacks; None where neither applies.
+        note: The plan or adapter that it uses, or what it lacks; None where neither applies.
     """
 
     name: str
@@ -181,7 +182,9 @@ def inspect_models(
         )
     )
     plan = choose_plan(None, checkpoints.target, device, needed=False) if checked[0] else None
-    drafting = ChosenDrafting("auto", available_drafters(models_given(checkpoints, plan)), plan)
+    adapter = choose_adapter(None, checkpoints.target, needed=False) if checked[0] else None
+    given_models = models_given(checkpoints, plan, adapter)
+    drafting = ChosenDrafting("auto", available_drafters(given_models), plan, adapter)
     return Inspection(
         device=str(device),
         free_bytes=free_memory(device),
@@ -192,7 +195,7 @@ def inspect_models(
             for name, kind in DRAFTERS.items()
             if kind.make is not None
         ),
-        context=_context(given, checkpoints, drafting.stretch, device, spelling),
+        context=_context(given, checkpoints, drafting, device, spelling),
     )
 
 
@@ -248,19 +251,26 @@ def _note(
     """Return the note on a drafter; `checked` as in `ModelInfo.weights_checked` of the target."""
     if DRAFTERS[name].needs_plan and drafting.plan is not None:
         return f"the kept plan {drafting.plan.skips}"
-    if DRAFTERS[name].needs_plan and not checked:
-        return f"{name} has a kept plan or none: the weights that tell are not downloaded"
+    if DRAFTERS[name].needs_adapter and drafting.adapter is not None:
+        return f"the kept adapter: {drafting.adapter.config}"
+    if (DRAFTERS[name].needs_plan or DRAFTERS[name].needs_adapter) and not checked:
+        part = "plan" if DRAFTERS[name].needs_plan else "adapter"
+        return f"{name} has a kept {part} or none: the weights that tell are not downloaded"
     return None if name in drafting.available else missing_part(name).describe(spelling)
 
 
 def _context(
     options: LoadOptions,
     checkpoints: Checkpoints,
-    stretch: int,
+    drafting: ChosenDrafting,
     device: torch.device,
     spelling: Callable[[Option], str],
 ) -> Context:
-    arguments: dict[str, Any] = {"stretch": stretch, "kernels": options.allows_kernels}
+    arguments: dict[str, Any] = {
+        "stretch": drafting.stretch,
+        "kernels": options.allows_kernels,
+        "adapter": drafting.adapter,
+    }
     try:
         longest = longest_sequence(checkpoints.all, device, **arguments)
     except ConfigError as error:

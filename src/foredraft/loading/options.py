@@ -40,6 +40,7 @@ class LoadOptions:
     revision: str | None
     draft_revision: str | None
     plan: PlanSource | None
+    adapter: str | Path | None
     policy: str
     policy_options: Mapping[str, float | str] | None
     max_draft: int | None
@@ -85,6 +86,8 @@ def checked(options: LoadOptions) -> LoadOptions:
     if options.model is None:
         draft = demo.draft_path() if options.draft is None else options.draft
         options = replace(options, model=demo.target_path(), draft=draft)
+    if options.adapter is not None and not isinstance(options.adapter, str | Path):
+        raise ConfigError(option="adapter", value=options.adapter, remedy="give the folder of an adapter")
     if options.drafter is not None:
         check_named_drafter(options.drafter, options.policy, draft_given=options.draft is not None)
     return options

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +37,10 @@ __all__ = [
     "Shapes",
     "Source",
     "build_decoder",
+    "first_values",
+    "layer_parameters",
     "load_decoder",
+    "load_layer",
     "parameter_count",
     "weight_bytes",
     "weight_headers",
@@ -100,6 +103,39 @@ def load_decoder(
     return decoder
 
 
+def load_layer(
+    folder: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    mlp: bool,
+    native: bool = False,
+    besides: Collection[str] = (),
+) -> tuple[Layer, RMSNorm]:
+    """Return the one layer, and the norm after it, of a folder that holds nothing else: an adapter's.
+
+    Args:
+        folder: Has the tensors under the names of a model's first layer and of its last norm.
+        spec: A model of one layer.
+        device: Where the weights are.
+        dtype: The dtype of the weights.
+        mlp: The layer has an MLP.
+        native: Arrange the linear layers for the C kernels.
+        besides: Tensors that the folder holds too, and that the caller reads.
+
+    Raises:
+        CheckpointError: The folder lacks a tensor, or has others.
+    """
+    with ExitStack() as stack:
+        tensors = _Checkpoint(folder, stack, device, dtype)
+        builder = _Builder(spec, tensors, native)
+        layer, norm = builder.layer(0, mlp=mlp), builder.norm("model.norm")
+        tensors.used.update(besides)
+        tensors.reject_unused(spec)
+    return layer, norm
+
+
 def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> int:
     """Return the memory of a model's weights on the device after `load_decoder`, in bytes."""
     counter = _SizeCounter(device, dtype)
@@ -114,6 +150,15 @@ def parameter_count(spec: ModelSpec) -> int:
     return counter.values
 
 
+def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
+    """Return the number of weights of a layer, with or without its MLP, and of the norm after it."""
+    counter = _SizeCounter(torch.device("meta"), torch.float32)
+    builder = _Builder(spec, counter, native=False)
+    builder.layer(0, mlp=mlp)
+    builder.norm("model.norm")
+    return counter.values
+
+
 def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the stored dtype and shape of every tensor of a checkpoint by name, without reading values.
 
@@ -124,6 +169,19 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
         slices = {name: file.get_slice(name) for name, file in files.items()}
         return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+
+
+def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names.
+
+    Raises:
+        CheckpointError: The files of the checkpoint are broken or incomplete.
+    """
+    with ExitStack() as stack:
+        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
+        for name in sorted(files):
+            first = files[name].get_slice(name)[:1].contiguous().flatten()
+            yield name, first.view(torch.uint8).numpy().tobytes()
 
 
 def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Decoder:
@@ -171,10 +229,10 @@ class _Builder:
             return pack_native(weight, bias, self.arena)
         return pack(weight, bias)
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int, *, mlp: bool = True) -> Layer:
         """Return a layer of the model."""
         prefix = f"model.layers.{index}"
-        return Layer(self._attention(prefix), self._mlp(prefix))
+        return Layer(self._attention(prefix), self._mlp(prefix) if mlp else None)
 
     def _attention(self, prefix: str) -> Attention:
         spec, norm = self.spec, self.norm

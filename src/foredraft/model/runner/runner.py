@@ -50,6 +50,7 @@ class Runner:
         decoder: The weights.
         deterministic: Keep passes to exact shapes.
         probed: The result of `probe_shapes` for this decoder; None probes now.
+        shapes: The exact shapes of another decoder with layers of the same sizes; None finds them.
         compile: Run the steps of each layer through torch.compile.
 
     Attributes:
@@ -67,6 +68,7 @@ class Runner:
         *,
         deterministic: bool = True,
         probed: ExactShapes | None = None,
+        shapes: ExactShapes | None = None,
         compile: bool = False,
     ) -> None:
         self.decoder = decoder
@@ -81,8 +83,8 @@ class Runner:
         self._tables: dict[Rope, Tensor] = {}
         self._positions = 0  # of the rotary tables
         self._native = NativePasses.of(decoder)
-        self._reserve_positions(2 * CHUNK)
-        self.shapes = self._shapes(deterministic, probed)
+        self.reserve_positions(2 * CHUNK)
+        self.shapes = shapes or self._shapes(deterministic, probed)
         self.max_queries = max(self.shapes.query_buckets, default=MAX_QUERIES)
 
     def _shapes(self, deterministic: bool, probed: ExactShapes | None) -> ExactShapes:
@@ -124,7 +126,7 @@ class Runner:
             slack=CHUNK,
             blocked=self._native is not None,
         )
-        self._reserve_positions(cache.stored)
+        self.reserve_positions(cache.stored)
         return cache
 
     @torch.inference_mode()
@@ -347,7 +349,7 @@ class Runner:
             return None
         return job.real_columns(shape.queries)
 
-    def _reserve_positions(self, positions: int) -> None:
+    def reserve_positions(self, positions: int) -> None:
         """Extend the rotary tables to at least so many positions."""
         if self._positions < positions:
             decoder = self.decoder

@@ -1,0 +1,118 @@
+"""Adapter: a trained layer that turns the target's states at a depth into its next token.
+
+Kangaroo (Liu et al. 2024, arXiv:2404.18911). The states that enter layer `depth` of the target go through one
+layer of attention, with or without an MLP, then through a norm of the adapter's own, then through the
+target's frozen head. The layer has the form of the target's family: its norms, biases, soft-caps, rotation.
+
+A reduced head has rows for some tokens alone, because the head is most of what a draft costs. q is zero for
+the others, which stays lossless (EAGLE-3, Li et al. 2025, arXiv:2503.01840, drafts so).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foredraft.drafters.adapter_files import KINDS, VOCABULARY, WEIGHTS, AdapterConfig
+from foredraft.errors import CheckpointError
+from foredraft.model.config import DOWNLOAD_AGAIN
+from foredraft.model.decoder import Decoder, Layer
+from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.runner import Runner
+from foredraft.model.runner.native import pack_native
+from foredraft.model.runner.packed import pack
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import layer_parameters, load_layer
+
+__all__ = ["Adapter", "adapter_bytes", "adapter_spec", "load_adapter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The weights of an adapter.
+
+    Attributes:
+        depth: Layers of the target that run below it.
+        layer: Its layer.
+        norm: The norm after it.
+        vocabulary: The token ids of a reduced head, ascending; None: the head is the target's.
+    """
+
+    depth: int
+    layer: Layer
+    norm: RMSNorm
+    vocabulary: tuple[int, ...] | None = None
+
+    def over(self, target: Runner) -> Runner:
+        """Return a runner of the target's first `depth` layers with the adapter on top.
+
+        It shares the target's weights and shapes.
+        """
+        whole, native = target.decoder, target.by_kernels
+        spec = replace(whole.spec, layers=self.depth + 1, windows=(*whole.spec.windows[: self.depth], None))
+        head: Product = whole.output
+        if self.vocabulary is not None:
+            spec = replace(spec, vocab_size=len(self.vocabulary))
+            rows = whole.embedding if spec.tied else head.dense()
+            rows = rows[torch.tensor(self.vocabulary, device=rows.device)]
+            head = pack_native(rows, None) if native else pack(rows, None)
+        layers = (*whole.layers[: self.depth], self.layer)
+        decoder = Decoder(spec, whole.embedding, layers, self.norm, head)
+        return Runner(decoder, shapes=target.shapes, compile=target.compiled)
+
+
+def adapter_spec(target: ModelSpec) -> ModelSpec:
+    """Return the spec of an adapter's layer alone: full attention, and otherwise the target's form."""
+    return replace(target, layers=1, windows=(None,))
+
+
+def adapter_bytes(config: AdapterConfig, target: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the memory of an adapter's weights, those of a reduced head included."""
+    head = 0 if config.draft_vocabulary is None else config.draft_vocabulary * target.hidden_size
+    return (layer_parameters(adapter_spec(target), mlp=config.kind == KINDS[1]) + head) * dtype.itemsize
+
+
+def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter:
+    """Load an adapter that `config` describes, in the target's dtype.
+
+    Raises:
+        CheckpointError: The weights are broken, or are not those of the config.
+    """
+    decoder = target.decoder
+    layer, norm = load_layer(
+        folder, adapter_spec(decoder.spec), decoder.device, decoder.dtype,
+        mlp=config.kind == KINDS[1], native=target.by_kernels,
+        besides=() if config.draft_vocabulary is None else (VOCABULARY,),
+    )  # fmt: skip
+    vocabulary = None
+    if config.draft_vocabulary is not None:
+        vocabulary = _vocabulary(folder / WEIGHTS, config.draft_vocabulary, decoder.spec.vocab_size)
+    return Adapter(config.depth, layer, norm, vocabulary)
+
+
+def _vocabulary(file: Path, count: int, size: int) -> tuple[int, ...]:
+    """Return the ids of a reduced head.
+
+    Args:
+        file: Holds them.
+        count: How many there have to be.
+        size: Of the target's vocabulary.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            ids: Tensor = opened.get_tensor(VOCABULARY)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: {VOCABULARY} cannot be read ({error})", remedy=DOWNLOAD_AGAIN
+        ) from error
+    listed = ids.tolist() if ids.dtype == torch.int64 and ids.dim() == 1 else []
+    if len(listed) != count or listed != sorted(set(listed)) or not 0 <= min(listed) <= max(listed) < size:
+        raise CheckpointError(
+            f"{file}: {VOCABULARY} does not hold {count} different token ids below {size} in ascending order",
+            remedy=DOWNLOAD_AGAIN,
+        )
+    return tuple(listed)

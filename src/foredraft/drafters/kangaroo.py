@@ -1,0 +1,176 @@
+"""Kangaroo: the target's first layers and a trained adapter draft (Liu et al. 2024, arXiv:2404.18911).
+
+A draft step runs the target's layers below `depth` on the target's own cache, then the adapter's layer on a
+cache of its own, then norm and head. The states that enter layer `depth` are those of the verifying pass, to
+the bit, so it resumes from them: of a draft's tokens only the last, which no step read, still goes through
+the first layers. After a commit the adapter's keys and values of the accepted tokens are right already. Those
+of the other committed positions come of the target's own states there, which every pass hands over: the first
+layers never run again on a committed position.
+
+The states of a prompt are read at once. Those of plain steps, and of a last token that was accepted, wait for
+the next draft, which reads those of all rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foredraft.decode.drafter import DraftPass, Stepper
+from foredraft.decode.sequence import Sequence
+from foredraft.drafters.adapter import Adapter, adapter_spec
+from foredraft.drafters.known_states import KnownStates
+from foredraft.drafters.vocabulary import VocabularyMap
+from foredraft.model.cache import KVCache
+from foredraft.model.runner import FusedDraft, Resume, Runner, SamplingInputs
+
+__all__ = ["Kangaroo"]
+
+MOST_WAITING = 64  # states of a row that wait for a draft; bounds their memory
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """States of committed positions, from `start` on, that the adapter has not read: [n, D] each."""
+
+    sequence: Sequence
+    start: int
+    states: list[Tensor] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.states))
+
+
+class Kangaroo(Stepper):
+    """A stepper over the target's own first layers and an adapter.
+
+    Args:
+        target: The target's runner.
+        cache: The target's KV cache.
+        adapter: The adapter.
+    """
+
+    name = "kangaroo"
+    draft_pass: DraftPass
+
+    def __init__(self, target: Runner, cache: KVCache, adapter: Adapter) -> None:
+        self.adapter, depth = adapter, adapter.depth
+        runner = adapter.over(target)
+        runner.reserve_positions(cache.stored)
+        self.cache = KVCache(
+            adapter_spec(target.decoder.spec), cache.rows, cache.positions,
+            device=cache.device, dtype=cache.dtype, slack=cache.slack, blocked=cache.blocked,
+        )  # fmt: skip
+        self.caches = (cache, self.cache)
+        self.taps = (depth,)
+        self.draft_pass = DraftPass(runner, tap=depth)
+        self.vocabulary: VocabularyMap | None = None
+        if adapter.vocabulary is not None:
+            pairs = [(id, place) for place, id in enumerate(adapter.vocabulary)]
+            sizes = target.decoder.spec.vocab_size, len(pairs)
+            self.vocabulary = VocabularyMap(pairs, sizes, 0, runner.decoder.device)
+        self._layers = cache.joined(depth, self.cache)
+        self._known = KnownStates(depth)
+        self._waiting: dict[int, _Waiting] = {}  # by sequence id
+        self._stepped: dict[int, int] = {}  # row -> positions in the adapter's cache after this round's steps
+
+    def length(self, sequence: Sequence) -> int:
+        return len(sequence.tokens) - 1  # what the adapter lacks, it reads from states: `_read_waiting`
+
+    def step(
+        self, tokens: Tensor, starts: list[int], counts: list[int], idle: list[bool], at: Tensor | None
+    ) -> Tensor:
+        self._read_waiting(waiting for waiting in self._waiting.values() if not idle[waiting.sequence.row])
+        forward = self.draft_pass(self._layers, tokens, starts, idle=idle)
+        self._known.add(forward.taps[self.adapter.depth], idle)
+        self._stepped |= {row: start + 1 for row, start in enumerate(starts) if not idle[row]}
+        assert forward.logits is not None
+        logits = forward.logits[:, 0]
+        return logits if self.vocabulary is None else self.vocabulary.columns(logits)
+
+    def fused_draft(
+        self,
+        tokens: list[list[int]],
+        starts: list[int],
+        lengths: list[int],
+        sampling: SamplingInputs | None,
+        allowed: Seq[Tensor | None] | None = None,
+    ) -> FusedDraft | None:
+        if self.vocabulary is not None:
+            return None
+        self._read_waiting(waiting for waiting in self._waiting.values() if lengths[waiting.sequence.row])
+        draft = self.draft_pass.fused(self._layers, tokens, starts, lengths, sampling, allowed)
+        if draft is not None:
+            self._known.add_fused(draft, lengths)
+            steps = enumerate(zip(starts, lengths, strict=True))
+            self._stepped |= {row: start + length for row, (start, length) in steps if length}
+        return draft
+
+    def resume(self) -> Resume | None:
+        return self._known.take()
+
+    def observe(self, sequence: Sequence, start: int, states: Mapping[int, Tensor]) -> None:
+        """Note what the adapter lacks of the committed positions: its steps have read some of them."""
+        new = states[self.adapter.depth]
+        stop = start + len(new)
+        read = min(self._stepped.pop(sequence.row, start), stop)
+        if read > start:
+            self.cache.lengths[sequence.row] = read
+        if read == stop:
+            return
+        waiting = self._waiting.setdefault(sequence.id, _Waiting(sequence, read))
+        waiting.states.append(new[read - start :].clone())  # the pass's other states may go
+        if stop < len(sequence.prompt) or waiting.count >= MOST_WAITING:
+            self._read_waiting([waiting])
+
+    def settle(self, sequence: Sequence) -> None:
+        if sequence.id in self._waiting:
+            self._read_waiting([self._waiting[sequence.id]])
+
+    def rewind(self, sequence: Sequence) -> None:
+        most = len(sequence.tokens) - 1
+        self._stepped.pop(sequence.row, None)
+        self.cache.lengths[sequence.row] = min(self.cache.lengths[sequence.row], most)
+        waiting = self._waiting.get(sequence.id)
+        if waiting is not None and waiting.start + waiting.count > most:  # a ban took back tokens
+            waiting.states = [torch.cat(waiting.states)[: max(0, most - waiting.start)]]
+            if not waiting.count:
+                del self._waiting[sequence.id]
+
+    def leave(self, sequence: Sequence) -> None:
+        self._waiting.pop(sequence.id, None)
+        self._stepped.pop(sequence.row, None)
+        self._known.forget()
+
+    def _read_waiting(self, waiting: Iterable[_Waiting]) -> None:
+        """Run the adapter's layer on waiting states, for its keys and values: one pass for all rows."""
+        by_row = {each.sequence.row: each for each in waiting}
+        if not by_row:
+            return
+        rows = range(min(by_row), max(by_row) + 1)
+        width, like = max(each.count for each in by_row.values()), next(iter(by_row.values())).states[0]
+        hidden = like.new_zeros(len(rows), width, like.shape[1])
+        starts, counts = [0] * len(rows), [0] * len(rows)
+        for row, each in by_row.items():
+            at = row - rows.start
+            hidden[at, : each.count] = torch.cat(each.states)
+            starts[at], counts[at] = each.start, each.count
+        self.draft_pass.runner.forward(
+            self._layers,
+            torch.zeros(len(counts), width, dtype=torch.int64),
+            starts,
+            first_row=rows.start,
+            idle=[not count for count in counts],
+            counts=counts,
+            resume=Resume(self.adapter.depth, hidden, counts),
+            want_logits=False,
+            exact=False,
+        )
+        for row, each in by_row.items():
+            self.cache.lengths[row] = each.start + each.count
+            del self._waiting[each.sequence.id]

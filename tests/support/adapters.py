@@ -1,0 +1,66 @@
+"""Save adapters for tiny checkpoints: the target's own last layer, more or less spoilt, so that drafts hit at times."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foredraft.drafters.adapter_files import KINDS, VOCABULARY, AdapterConfig, target_hash, write_adapter
+from foredraft.model.spec import ModelSpec
+
+WHOLE = KINDS[1]
+
+
+def save_adapter(
+    target: Path,
+    folder: Path,
+    *,
+    depth: int | None = None,
+    kind: str = WHOLE,
+    noise: float = 0.3,
+    vocabulary: list[int] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write the adapter; without noise, at the depth of the last layer, q is p but for a window.
+
+    Args:
+        target: The target's folder.
+        folder: The adapter's.
+        depth: Layers below the adapter; by default all but the last.
+        kind: "attention" or "attention+mlp".
+        noise: Standard deviation of what is added to each weight, in its own.
+        vocabulary: Ids of a reduced head.
+        seed: Of the noise.
+    """
+    weights, spec, random = (
+        load_file(target / "model.safetensors"),
+        ModelSpec.from_folder(target),
+        torch.Generator(),
+    )
+    random.manual_seed(seed)
+    last = f"model.layers.{spec.layers - 1}."
+    tensors: dict[str, Tensor] = {"model.norm.weight": weights["model.norm.weight"].clone()}
+    for name, weight in weights.items():
+        if name.startswith(last) and (kind == WHOLE or ".mlp." not in name):
+            spoilt = (
+                torch.randn(weight.shape, generator=random) * weight.float().std().nan_to_num(0.0) * noise
+            )
+            tensors[name.replace(last, "model.layers.0.")] = weight + spoilt.to(weight.dtype)
+    if kind != WHOLE:  # the norms of the MLP belong to it
+        norms = ["pre_feedforward", "post_feedforward"] if spec.post_norms else ["post_attention"]
+        for norm in norms:
+            del tensors[f"model.layers.0.{norm}_layernorm.weight"]
+    if vocabulary is not None:
+        tensors[VOCABULARY] = torch.tensor(vocabulary)
+    config = AdapterConfig(
+        model=str(target), target_hash=target_hash(target), layers=spec.layers, depth=depth or spec.layers - 1,
+        kind=kind, draft_vocabulary=None if vocabulary is None else len(vocabulary), max_draft=4, alpha=0.5,
+        tau=2.0, predicted=1.0, temperature=0.0, loss="kl", steps=1, tokens=math.ceil(1), date="2026-01-01",
+        foredraft="0",
+    )  # fmt: skip
+    write_adapter(folder, config, tensors)
+    return folder
