@@ -109,8 +109,7 @@ def project(spec: ModelSpec, weights: Attention, x: Tensor, span: RowSpan | None
     qkv = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
     if weights.q_norm is not None and weights.k_norm is not None:
         q, k = qkv[:, : spec.heads], qkv[:, spec.heads : spec.heads + spec.kv_heads]
-        q.copy_(weights.q_norm(q))
-        k.copy_(weights.k_norm(k))
+        qkv = torch.cat([weights.q_norm(q), weights.k_norm(k), qkv[:, spec.heads + spec.kv_heads :]], 1)
     return qkv
 
 

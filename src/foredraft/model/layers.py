@@ -121,5 +121,10 @@ def gate(activation: str, gate_up: Tensor) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float, scale: float = 1.0) -> Tensor:
-    """Replace x by cap * tanh(scale * x / cap), in place, so that values stay within (-cap, cap)."""
+    """Replace x by cap * tanh(scale * x / cap), in place, so that values stay within (-cap, cap).
+
+    Where x is trained through, it stays, because its gradient needs it.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return torch.tanh(x * (scale / cap)) * cap
     return x.mul_(scale / cap).tanh_().mul_(cap)

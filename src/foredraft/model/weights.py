@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,26 +28,31 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
-from foredraft.model.layers import Product, RMSNorm
+from foredraft.model.layers import Linear, Product, RMSNorm
 from foredraft.model.runner.native import pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
 __all__ = [
+    "EMBEDDING",
+    "HEAD",
     "Shapes",
     "Source",
     "build_decoder",
+    "build_layer",
+    "build_norm",
     "first_values",
     "layer_parameters",
     "load_decoder",
     "load_layer",
     "parameter_count",
+    "read_tensors",
     "weight_bytes",
     "weight_headers",
 ]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens", "lm_head", "model.norm"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 FLOATS = {"F64", "F32", "F16", "BF16"}  # the supported dtypes, as safetensors names them
 # buffers that old versions of transformers saved; the decoder computes them from the spec
@@ -130,7 +135,7 @@ def load_layer(
     with ExitStack() as stack:
         tensors = _Checkpoint(folder, stack, device, dtype)
         builder = _Builder(spec, tensors, native)
-        layer, norm = builder.layer(0, mlp=mlp), builder.norm("model.norm")
+        layer, norm = builder.layer(0, mlp=mlp), builder.norm(LAST_NORM)
         tensors.used.update(besides)
         tensors.reject_unused(spec)
     return layer, norm
@@ -155,7 +160,7 @@ def layer_parameters(spec: ModelSpec, *, mlp: bool) -> int:
     counter = _SizeCounter(torch.device("meta"), torch.float32)
     builder = _Builder(spec, counter, native=False)
     builder.layer(0, mlp=mlp)
-    builder.norm("model.norm")
+    builder.norm(LAST_NORM)
     return counter.values
 
 
@@ -169,6 +174,17 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
         slices = {name: file.get_slice(name) for name, file in files.items()}
         return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+
+
+def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the wanted tensors of a checkpoint by name, as stored.
+
+    Raises:
+        CheckpointError: The files of the checkpoint are broken or incomplete.
+    """
+    with ExitStack() as stack:
+        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
+        return {name: file.get_tensor(name).clone() for name, file in files.items() if wanted(name)}
 
 
 def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -201,15 +217,26 @@ def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Dec
         embedding = head.dense()  # the same tensor, not a copy
     else:  # loaded last, it can take the memory that the temporary buffer had
         embedding = tensors.load({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
-    return Decoder(spec, embedding, layers, builder.norm("model.norm"), head)
+    return Decoder(spec, embedding, layers, builder.norm(LAST_NORM), head)
+
+
+def build_layer(spec: ModelSpec, tensors: Source, index: int = 0, *, mlp: bool = True) -> Layer:
+    """Return a layer whose linear layers are the source's tensors themselves: one to be trained."""
+    return _Builder(spec, tensors, pack=False).layer(index, mlp=mlp)
+
+
+def build_norm(spec: ModelSpec, tensors: Source) -> RMSNorm:
+    """Return the norm after the last layer."""
+    return _Builder(spec, tensors, pack=False).norm(LAST_NORM)
 
 
 class _Builder:
     """Builds the parts of a decoder from a source's tensors."""
 
-    def __init__(self, spec: ModelSpec, tensors: Source, native: bool) -> None:
+    def __init__(self, spec: ModelSpec, tensors: Source, native: bool = False, *, pack: bool = True) -> None:
         self.spec, self.tensors, self.native = spec, tensors, native
-        self.packs = native or packs(tensors.device, tensors.dtype)  # linear layers copy their weight
+        # linear layers copy their weight
+        self.packs = native or (pack and packs(tensors.device, tensors.dtype))
         self.arena = Arena()
 
     def norm(self, name: str, size: int | None = None) -> RMSNorm:
@@ -227,7 +254,7 @@ class _Builder:
         bias = tensors.load(biases) if has_bias else None
         if self.native and not weight.is_meta:
             return pack_native(weight, bias, self.arena)
-        return pack(weight, bias)
+        return pack(weight, bias) if self.packs else Linear(weight, bias)
 
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         """Return a layer of the model."""

@@ -1,0 +1,1 @@
+"""Training of drafters: an adapter over the target's first layers, or a small model distilled from it."""

@@ -1,0 +1,162 @@
+"""Train an adapter for drafter kangaroo, and write it where `load` finds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import foredraft
+from foredraft.drafters.adapter_files import KINDS, AdapterConfig, adapter_place, write_adapter
+from foredraft.errors import ConfigError, Option
+from foredraft.loading.device import find_device
+from foredraft.model.weights import layer_parameters, read_tensors
+from foredraft.ownership import make_folder
+from foredraft.train.checkpoints import Progress
+from foredraft.train.loop import Report, Run
+from foredraft.train.options import AdapterOptions
+from foredraft.train.packed import Document
+from foredraft.train.preparation import Prepared, prepare
+from foredraft.train.processes import joined
+from foredraft.train.result import Result
+from foredraft.train.students import AdapterStudent
+from foredraft.train.validation import Validation
+
+__all__ = ["train_adapter"]
+
+
+def train_adapter(
+    options: AdapterOptions,
+    model: str | None = None,
+    *,
+    report: Report = lambda stage, done, total, note: None,
+    **load: Any,
+) -> Result:
+    """Train an adapter, or continue its training.
+
+    Args:
+        options: Of the training.
+        model: The target's folder or hub id; None is the demo target.
+        report: Called as (stage, done, total, note).
+        **load: Of the arguments of `foredraft.load`: revision, dtype, device.
+
+    Returns:
+        What was trained; the same in every process that `torchrun` started.
+
+    Raises:
+        ConfigError: An option or a file of data cannot be used, or a file cannot be written.
+        CheckpointError: The target cannot be loaded.
+    """
+    with joined(find_device(load.get("device"))) as processes:
+        torch.manual_seed(options.seed)
+        prepared = prepare(model, options, load, processes, report)
+        place = _place(options.out, prepared.hash)
+        student = _student(prepared, options)
+        best: list[AdapterConfig] = []
+
+        def keep(validation: Validation, progress: Progress) -> None:
+            config = _config(prepared, options, student, validation, progress)
+            tensors = processes.whole(student.tensors())
+            best[:] = [config]
+            if processes.first:
+                dtype = prepared.checkpoint.dtype
+                halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+                _write(place, config, halves)
+            processes.wait()
+
+        run = Run(
+            student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
+            prepared.folder, processes, keep, report,
+        )  # fmt: skip
+        progress = run.train()
+        return Result.of(place, progress, prepared)
+
+
+def _place(out: Path | None, hash: str) -> Path:
+    place = adapter_place(hash) if out is None else out
+    if place is None:
+        raise ConfigError("there is no cache folder to write the adapter to", remedy=("give ", Option("out")))
+    if place.exists() and not place.is_dir():
+        raise ConfigError("which is no folder", option="out", value=str(place), remedy="give a folder")
+    return place
+
+
+def _student(prepared: Prepared, options: AdapterOptions) -> AdapterStudent:
+    spec = prepared.target.spec
+    depth = options.depth or min(3, max(1, spec.layers // 8))
+    if depth >= spec.layers:
+        raise ConfigError(
+            f"but the target has {spec.layers} layers", option="depth", value=depth, remedy="give fewer"
+        )
+    last = f"model.layers.{spec.layers - 1}."
+    start = read_tensors(prepared.checkpoint.folder, lambda name: name.startswith((last, "model.norm.")))
+    return AdapterStudent(
+        spec, prepared.target.head_weight, start, depth, mlp=options.kind == KINDS[1],
+        vocabulary=_vocabulary(prepared.batches.documents, options.draft_vocabulary, prepared),
+    )  # fmt: skip
+
+
+def _vocabulary(documents: Sequence[Document], size: int | None, prepared: Prepared) -> Sequence[int] | None:
+    """Return the tokens that are learned most often, those that end a text among them, in ascending order."""
+    spec = prepared.target.spec
+    if size is None or size >= spec.vocab_size:
+        return None
+    counts: Counter[int] = Counter()
+    for document in documents:
+        pairs = zip(document.ids[1:], document.counts[1:], strict=True)
+        counts.update(id for id, is_counted in pairs if is_counted)
+    ends = list(spec.eos_token_ids)
+    words = dict.fromkeys([*ends, *(id for id, _ in counts.most_common()), *range(spec.vocab_size)])
+    return sorted(list(words)[:size])
+
+
+def _cost(prepared: Prepared, student: AdapterStudent) -> float:
+    """Return c, by the weights that a draft step and a plain step read."""
+    spec = prepared.target.spec
+    layer = layer_parameters(spec, mlp=True)
+    own = sum(value.numel() for value in student.parameters())
+    reads = student.depth * layer + own + student.head.numel()
+    return reads / (spec.layers * layer + spec.vocab_size * spec.hidden_size)
+
+
+def _config(
+    prepared: Prepared,
+    options: AdapterOptions,
+    student: AdapterStudent,
+    validation: Validation,
+    progress: Progress,
+) -> AdapterConfig:
+    vocabulary = student.vocabulary
+    return AdapterConfig(
+        model=prepared.name,
+        target_hash=prepared.hash,
+        layers=prepared.target.spec.layers,
+        depth=student.depth,
+        kind=options.kind,
+        draft_vocabulary=None if vocabulary is None else len(vocabulary),
+        max_draft=validation.max_draft,
+        alpha=validation.alpha,
+        tau=validation.tau,
+        predicted=validation.predicted,
+        temperature=options.temperature,
+        loss=options.loss,
+        steps=progress.step,
+        tokens=progress.tokens,
+        date=datetime.now(UTC).date().isoformat(),
+        foredraft=foredraft.__version__,
+    )
+
+
+def _write(place: Path, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    try:
+        make_folder(place.absolute().parent)
+        write_adapter(place, config, tensors)
+    except OSError as error:
+        raise ConfigError(
+            f"which cannot be written ({error.strerror})", option="out", value=str(place),
+            remedy="give a folder that can be",
+        ) from error  # fmt: skip

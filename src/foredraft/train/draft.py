@@ -1,0 +1,151 @@
+"""Train a small draft model that learns the target's distribution, and write it as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.files import replacing_folder
+from foredraft.loading.device import find_device
+from foredraft.model.config import read_json
+from foredraft.model.spec import CONFIG, ModelSpec
+from foredraft.model.weights import parameter_count, read_tensors
+from foredraft.train.checkpoints import Progress
+from foredraft.train.loop import Report, Run
+from foredraft.train.options import DraftOptions
+from foredraft.train.preparation import prepare
+from foredraft.train.processes import joined
+from foredraft.train.result import Result
+from foredraft.train.students import DraftStudent
+from foredraft.train.validation import Validation
+
+__all__ = ["draft_config", "train_draft"]
+
+WEIGHTS = "model.safetensors"
+# Files of the target that belong to its tokenizer and its defaults, which the draft model shares.
+SHARED = ("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config")
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}  # option -> key of config.json
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def train_draft(
+    options: DraftOptions,
+    model: str | None = None,
+    *,
+    report: Report = lambda stage, done, total, note: None,
+    **load: Any,
+) -> Result:
+    """Train a draft model, or continue its training.
+
+    Arguments, result and errors as `adapter.train_adapter`.
+    """
+    with joined(find_device(load.get("device"))) as processes:
+        prepared = prepare(model, options, load, processes, report)
+        folder, target = prepared.checkpoint.folder, prepared.target
+        place = options.out
+        if place.exists() and not place.is_dir():
+            raise ConfigError("which is no folder", option="out", value=str(place), remedy="give a folder")
+        config = draft_config(read_json(folder / CONFIG), target.spec, options)
+        try:
+            spec = ModelSpec.from_hf(config)
+        except CheckpointError as error:
+            raise ConfigError(f"these sizes make no model: {error}", remedy="give others") from error
+        start = _start(folder, options.from_layers)
+        student = DraftStudent(
+            spec, target.decoder.device, start, seed=options.seed, checkpointed=options.checkpointed
+        )
+
+        def keep(validation: Validation, progress: Progress) -> None:
+            tensors = processes.whole(student.tensors())
+            if processes.first:
+                halves = {name: t.to(prepared.checkpoint.dtype) for name, t in tensors.items()}
+                _write(place, folder, config, halves)
+            processes.wait()
+
+        cost = _reads(spec) / _reads(target.spec)
+        run = Run(
+            student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder, processes,
+            keep, report,
+        )  # fmt: skip
+        return Result.of(place, run.train(), prepared)
+
+
+def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:
+    """Return the `config.json` of the draft model.
+
+    Args:
+        config: The target's.
+        target: The target.
+        options: Of the training.
+    """
+    made = dict(config)
+    for option, key in SIZES.items():
+        value = getattr(options, option)
+        if value is not None:
+            made[key] = value
+    if options.heads is not None and options.kv_heads is None:
+        made["num_key_value_heads"] = options.heads
+    chosen = options.from_layers or [at % target.layers for at in range(options.layers)]
+    if (wrong := next((layer for layer in chosen if layer >= target.layers), None)) is not None:
+        raise ConfigError(
+            f"names layer {wrong}, but the target has layers 0 to {target.layers - 1}", option="from_layers",
+            remedy="name others",
+        )  # fmt: skip
+    if any(window is not None for window in target.windows) or "layer_types" in made:
+        windows = [target.windows[layer] for layer in chosen]
+        made["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
+        made.pop(pattern, None)  # the list of layers says it
+    return made
+
+
+def _start(folder: Path, layers: tuple[int, ...]) -> dict[str, Tensor] | None:
+    """Return the target's tensors by their names in a model of the given layers; None without any."""
+    if not layers:
+        return None
+    found: dict[str, Tensor] = {}
+    for name, value in read_tensors(folder, lambda name: True).items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if match is None:
+            found[name] = value
+            continue
+        for place, layer in enumerate(layers):
+            if layer == int(match[1]):
+                found[f"model.layers.{place}.{match[2]}"] = value
+    return found
+
+
+def _reads(spec: ModelSpec) -> int:
+    """Return the weights that a step reads: all but an embedding that is not the head, too."""
+    return parameter_count(spec) - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+
+
+def _write(place: Path, target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write the checkpoint whole or not at all; an existing one is replaced."""
+    try:
+        place.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with replacing_folder(place) as new:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, new / WEIGHTS, {"format": "pt"})
+            (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            for file in target.iterdir():
+                if file.is_file() and file.name.startswith(SHARED):
+                    shutil.copyfile(file, new / file.name)
+    except OSError as error:
+        raise ConfigError(
+            f"which cannot be written ({error.strerror})", option="out", value=str(place),
+            remedy="give a folder that can be",
+        ) from error  # fmt: skip

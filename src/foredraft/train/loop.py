@@ -1,0 +1,205 @@
+"""The loop: steps of an optimiser over packed documents, validated, logged and continued where it stopped.
+
+Contract: a run is a function of its options. Whatever step a process dies at, the next one goes on from the
+last checkpoint to the same losses. The loop knows no kind of student, and no target but `FrozenTarget`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ConfigError
+from foredraft.train.batches import Batches
+from foredraft.train.checkpoints import Checkpoints, Progress
+from foredraft.train.journal import Journal
+from foredraft.train.losses import overlap, parse_loss
+from foredraft.train.options import TrainOptions
+from foredraft.train.packed import Document, Packed
+from foredraft.train.processes import Processes
+from foredraft.train.states import KeptStates
+from foredraft.train.students import Student
+from foredraft.train.target import FrozenTarget
+from foredraft.train.validation import Validation, acceptance, summarise
+
+__all__ = ["Report", "Run"]
+
+LOWEST = 0.1  # of the learning rate, at the last step
+BETAS = (0.9, 0.95)  # of AdamW, as the reference has them
+GIB = 2**30
+
+Report = Callable[[str, int, int, str], None]  # stage, done, total, note
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    Attributes:
+        student: What learns.
+        target: What it learns from.
+        batches: The data.
+        held_out: Documents of the validation.
+        cost: c, of a draft step by the student, in plain steps; by the bytes that both read.
+        options: The options.
+        folder: Of checkpoints and logs.
+        processes: Those that train together.
+        keep: Writes the student, with how it does; called whenever it is the best so far.
+        report: Told how far the run is.
+    """
+
+    student: Student
+    target: FrozenTarget
+    batches: Batches
+    held_out: Sequence[Document]
+    cost: float
+    options: TrainOptions
+    folder: Path
+    processes: Processes
+    keep: Callable[[Validation, Progress], None]
+    report: Report
+
+    def __post_init__(self) -> None:
+        options, device = self.options, self.target.decoder.device
+        self._device, self._loss = device, parse_loss(options.loss)
+        self.processes.shard(self.student)
+        decayed = [value for value in self.student.parameters() if value.dim() > 1]
+        others = [value for value in self.student.parameters() if value.dim() <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": options.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=options.learning_rate,
+            betas=BETAS,
+        )
+        self._kept = KeptStates(
+            self.target, self.student.depth, self.folder / "states", int(options.kept_states * GIB)
+        )
+        self._checkpoints = Checkpoints(self.folder / "checkpoints", self.processes)
+        tokens = self.batches.tokens
+        self._groups = max(self.processes.count, round(options.step_tokens / tokens))
+        self._groups -= self._groups % self.processes.count
+
+    def train(self) -> Progress:
+        """Train to the last step, or until the validation gets no better; return how far it came.
+
+        Raises:
+            ConfigError: A checkpoint cannot be written, or the loss is not finite.
+        """
+        progress = self._checkpoints.restore(self.student, self._optimizer) or Progress()
+        journal = Journal(self.folder, progress.step) if self.processes.first else None
+        try:
+            while progress.step < self.options.steps and not progress.finished:
+                self._step(progress, journal)
+                if progress.step % self.options.validate_every == 0 or progress.step == self.options.steps:
+                    self._validate(progress, journal)
+                    self._checkpoints.save(self.student, self._optimizer, progress)
+        finally:
+            if journal is not None:
+                journal.close()
+        return progress
+
+    def _step(self, progress: Progress, journal: Journal | None) -> None:
+        """Take one step over this process's groups of it."""
+        began, options = time.perf_counter(), self.options
+        places = range(progress.step * self._groups, (progress.step + 1) * self._groups)
+        groups = [self.batches.group_at(place) for place in places]
+        counted = sum(document.counted for group in groups for document in self.batches.documents_of(group))
+        rate = options.learning_rate * _schedule(progress.step, options.warm_up, options.steps)
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = rate
+        sums = torch.zeros(2, device=self._device)  # of the loss, and of Σ min(p, q)
+        for group in groups[self.processes.rank :: self.processes.count]:
+            sums += self._learn(group, counted)
+        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), options.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        loss, alpha = (self.processes.sum(sums) / counted).tolist()
+        if not math.isfinite(loss):
+            raise ConfigError(
+                f"the loss of step {progress.step + 1} is {loss}", option="learning_rate",
+                value=options.learning_rate, remedy="lower it",
+            )  # fmt: skip
+        tokens = sum(len(document.ids) for group in groups for document in self.batches.documents_of(group))
+        progress.step += 1
+        progress.tokens += tokens
+        progress.seconds += time.perf_counter() - began
+        speed = tokens / (time.perf_counter() - began)
+        if journal is not None:
+            journal.write(
+                progress.step,
+                {
+                    "loss": loss, "overlap": alpha, "learning_rate": rate, "gradient": float(norm),
+                    "tokens_per_second": speed,
+                },
+            )  # fmt: skip
+            note = f"loss {loss:.4f}, overlap {alpha:.3f}, {speed:,.0f} tokens/s"
+            self.report("train", progress.step, options.steps, note)
+
+    def _learn(self, group: int, counted: int) -> Tensor:
+        """Add the gradients of one group; return its sums of the loss and of the overlap, [2]."""
+        packed = Packed.of(self.batches.documents_of(group), self._device)
+        states = self._kept.states(group, packed)
+        log_p = self.target.log_probs(states.last)
+        if self.student.vocabulary is not None:
+            log_p = log_p[:, self.student.vocabulary]
+        with self._autocast():
+            logits = self.student(packed, states.tapped)
+        log_q = logits.float().log_softmax(-1)
+        loss = self._loss(log_p, log_q).sum()
+        # The gradients are averaged over the processes, but the loss is a mean over what all of them count.
+        torch.autograd.backward(loss * (self.processes.count / counted))
+        return torch.stack([loss.detach(), overlap(log_p, log_q.detach()).sum()])
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        half = self.target.decoder.dtype != torch.float32
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=half)
+
+    def _validate(self, progress: Progress, journal: Journal | None) -> None:
+        """Validate, keep the student where it is the best so far, and stop where it has long not been."""
+        found = self.validate()
+        progress.worse += 1
+        if found.predicted > progress.best:
+            progress.best, progress.worse = found.predicted, 0
+            self.keep(found, progress)
+        patience = self.options.patience
+        progress.finished = patience is not None and progress.worse >= patience
+        if journal is not None:
+            journal.write(
+                progress.step,
+                {
+                    "alpha": found.alpha, "tau": found.tau, "predicted": found.predicted,
+                    "agreement": found.agreement, "max_draft": float(found.max_draft),
+                    "alpha_by_position": list(found.by_position),
+                },
+            )  # fmt: skip
+            note = f"α {found.alpha:.3f}, τ {found.tau:.2f}, predicted {found.predicted:.2f} x"
+            self.report("validate", progress.step, self.options.steps, note)
+
+    def validate(self) -> Validation:
+        """Return how the student drafts on the held-out documents; every process computes all of it."""
+        groups = Batches(self.held_out, self.batches.tokens, 0)
+        with torch.no_grad(), self._autocast():
+            runs, agreement = acceptance(
+                self.student,
+                self.target,
+                [groups.documents_of(group) for group in range(len(groups))],
+                self.options.temperature,
+            )
+        return summarise(runs, agreement, self.cost)
+
+
+def _schedule(step: int, warm_up: int, steps: int) -> float:
+    """Return the share of the learning rate at a step: a line up, then a cosine down to LOWEST."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,153 @@
+"""The options of `foredraft train`, with their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from foredraft.drafters.adapter_files import KINDS
+from foredraft.errors import ConfigError
+from foredraft.train.losses import parse_loss
+
+__all__ = ["AdapterOptions", "DraftOptions", "TrainOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What both kinds of training take.
+
+    Attributes:
+        data: Files to learn from.
+        validation: Files to validate on; none holds a part of the data out.
+        self_generate: New tokens that the target writes after each prompt of the data, in place of what
+            follows there; 0 learns from the data as it is.
+        self_temperature: Temperature at which it writes.
+        skip_bad_lines: Leave lines out that hold no document.
+        length: Tokens of a document at most; None is 1,024, or the model's positions.
+        steps: Steps of the optimiser.
+        step_tokens: Tokens of a step, of all processes.
+        group_tokens: Tokens of one pass; None takes fewer where the vocabulary is large.
+        learning_rate: The highest; it warms up to it and falls to a tenth of it, along a cosine.
+        warm_up: Steps before that.
+        weight_decay: Of matrices.
+        clip: Largest norm of the gradient.
+        loss: A loss or a mixture (`losses.parse_loss`).
+        temperature: Temperature of the validation; 0 asks for the same argmax.
+        validate_every: Steps between two validations.
+        patience: Validations without a better one before training stops; None goes on to the last step.
+        seed: Of the order of the data and of weights that start at random.
+        kept_states: GiB of the disk for the target's states, so that later epochs need not compute them.
+        work: Folder of the run's checkpoints and logs; None is one in the cache folder, by target, data and
+            options.
+        fresh: Start anew where an earlier run could be continued.
+    """
+
+    data: tuple[Path, ...]
+    validation: tuple[Path, ...] = ()
+    self_generate: int = 0
+    self_temperature: float = 1.0
+    skip_bad_lines: bool = False
+    length: int | None = None
+    steps: int = 2000
+    step_tokens: int = 16384
+    group_tokens: int | None = None
+    learning_rate: float = 1e-3
+    warm_up: int = 100
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    loss: str = "kl"
+    temperature: float = 1.0
+    validate_every: int = 100
+    patience: int | None = 5
+    seed: int = 0
+    kept_states: float = 0.0
+    work: Path | None = None
+    fresh: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError where a value cannot be honoured."""
+        if not self.data:
+            raise ConfigError("is needed", option="data", remedy="give one file or more")
+        parse_loss(self.loss)
+        for name in ("steps", "step_tokens", "group_tokens", "length", "validate_every", "patience"):
+            check_count(name, getattr(self, name))
+        for name in ("self_generate", "warm_up", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(option=name, value=getattr(self, name), remedy="give 0 or more")
+        for name in ("weight_decay", "temperature", "self_temperature", "kept_states"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(option=name, value=getattr(self, name), remedy="give 0 or more")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(option=name, value=getattr(self, name), remedy="give a number above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions(TrainOptions):
+    """What `foredraft train adapter` takes.
+
+    Attributes:
+        depth: Layers of the target below the adapter; None is an eighth of them, from 1 to 3.
+        kind: One of `KINDS`.
+        draft_vocabulary: Words that the adapter can draft, those most frequent in the data; None is all.
+        out: Folder to write; None is the one in the cache folder where `load` finds it.
+    """
+
+    depth: int | None = None
+    kind: str = KINDS[1]
+    draft_vocabulary: int | None = None
+    out: Path | None = None
+
+    def check(self) -> None:
+        TrainOptions.check(self)
+        if self.kind not in KINDS:
+            raise ConfigError(option="kind", value=self.kind, remedy=f"give {' or '.join(KINDS)}")
+        for name in ("depth", "draft_vocabulary"):
+            check_count(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOptions(TrainOptions):
+    """What `foredraft train draft` takes.
+
+    Attributes:
+        out: Folder to write, a checkpoint of Hugging Face.
+        layers: Number of layers.
+        from_layers: Layers of the target to start from, in order; none starts at random.
+        hidden_size: Size of a hidden state; None is the target's.
+        intermediate_size: Size within an MLP; None is the target's.
+        heads: Query heads; None is the target's.
+        kv_heads: Key and value heads; None is the target's.
+        checkpointed: Recompute activations in the backward pass, to save memory.
+    """
+
+    out: Path
+    layers: int = 2
+    from_layers: tuple[int, ...] = ()
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    checkpointed: bool = False
+
+    def check(self) -> None:
+        TrainOptions.check(self)
+        sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads")
+        for name in ("layers", *sizes):
+            check_count(name, getattr(self, name))
+        if self.from_layers and len(self.from_layers) != self.layers:
+            raise ConfigError(
+                f"names {len(self.from_layers)} layers, but the draft model has {self.layers}",
+                option="from_layers", remedy="name one for each layer",
+            )  # fmt: skip
+        if self.from_layers and any(getattr(self, name) is not None for name in sizes):
+            raise ConfigError(
+                "needs layers of the target's own sizes", option="from_layers",
+                remedy="leave it out, or leave the sizes as they are",
+            )  # fmt: skip
+
+
+def check_count(option: str, value: int | None) -> None:
+    """Raise ConfigError unless a value is None, or 1 or more."""
+    if value is not None and value < 1:
+        raise ConfigError(option=option, value=value, remedy="give a whole number, 1 or more")

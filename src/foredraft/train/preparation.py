@@ -1,0 +1,193 @@
+"""Preparation: from a model and files of data to documents, a frozen target and the folder of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft import demo
+from foredraft.drafters.adapter_files import target_hash
+from foredraft.errors import ConfigError, Option
+from foredraft.loading import options_for
+from foredraft.loading.checkpoints import Checkpoint, find_checkpoints
+from foredraft.loading.device import check_dtype, find_device
+from foredraft.ownership import make_folder
+from foredraft.train.batches import Batches, hold_out
+from foredraft.train.loop import Report
+from foredraft.train.options import TrainOptions
+from foredraft.train.packed import Document
+from foredraft.train.processes import Processes
+from foredraft.train.self_generation import self_generated
+from foredraft.train.target import FrozenTarget
+from foredraft.train.texts import Reader
+from foredraft.user_cache import cache_folder
+
+__all__ = ["Prepared", "prepare"]
+
+LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
+HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
+GROUP_TOKENS = 4096  # of one pass, unless the user says otherwise
+MOST_LOGITS = 2**26  # float32 logits of one pass of the target or the student: 256 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run starts from.
+
+    Attributes:
+        checkpoint: The target's, not loaded.
+        hash: The target's hash.
+        name: The target's name, for display.
+        target: The target.
+        batches: The data.
+        held_out: Documents of the validation.
+        skipped: Bad lines that were left out.
+        folder: Of checkpoints and logs.
+    """
+
+    checkpoint: Checkpoint
+    hash: str
+    name: str
+    target: FrozenTarget
+    batches: Batches
+    held_out: list[Document]
+    skipped: int
+    folder: Path
+
+
+def prepare(
+    model: str | None,
+    options: TrainOptions,
+    load: Mapping[str, Any],
+    processes: Processes,
+    report: Report,
+) -> Prepared:
+    """Read the data and load the target.
+
+    Args:
+        model: A folder or a hub id; None is the demo target.
+        options: Of the training.
+        load: Of the arguments of `foredraft.load`: revision, dtype, device.
+        processes: Those that train together.
+        report: Told how far it is.
+
+    Raises:
+        ConfigError: An option or a file of data cannot be used.
+        CheckpointError: The target cannot be loaded.
+    """
+    options.check()
+    draftless = {"draft": None} if model is not None else {}
+    given = options_for(model or demo.target_path(), **draftless, **load)
+    device = find_device(given.device)
+    checkpoint = find_checkpoints(given).target
+    check_dtype(device, checkpoint.dtype)
+    if checkpoint.tokenizer is None:
+        raise ConfigError(
+            f"{checkpoint.folder} has no tokenizer, so no text can be read",
+            remedy="put the model's tokenizer.json there",
+        )
+    hash = target_hash(checkpoint.folder)
+    folder = _work(options, hash, processes)
+    length = min(options.length or LENGTH, checkpoint.spec.max_positions)
+    eos = next(iter(checkpoint.spec.eos_token_ids), None)
+    reader = Reader(checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines)
+    if options.self_generate:
+        prompts = reader.prompts(options.data)
+        documents = self_generated(model, load, prompts, options, length, folder, processes, report)
+    else:
+        documents = reader.corpus(options.data).documents
+    skipped = reader.skipped
+    if options.validation:
+        held_out = (
+            Reader(
+                checkpoint.tokenizer, eos, length, skip_bad_lines=options.skip_bad_lines, option="validation"
+            )
+            .corpus(options.validation)
+            .documents[:MOST_HELD_OUT]
+        )
+    elif len(documents) < 2:
+        raise ConfigError(
+            "holds a single document, and none can be held out", option="data",
+            remedy=("give more data, or ", Option("validation")),
+        )  # fmt: skip
+    else:
+        documents, held_out = hold_out(documents, HELD_OUT, MOST_HELD_OUT, options.seed)
+    most = max(length, MOST_LOGITS // checkpoint.spec.vocab_size)
+    tokens = options.group_tokens or min(GROUP_TOKENS, most, options.step_tokens)
+    report("load", 0, 1, "")
+    target = FrozenTarget(checkpoint.folder, device, checkpoint.dtype)
+    report("load", 1, 1, "")
+    return Prepared(
+        checkpoint,
+        hash,
+        model or "demo",
+        target,
+        Batches(documents, tokens, options.seed),
+        held_out,
+        skipped,
+        folder,
+    )
+
+
+def _work(options: TrainOptions, hash: str, processes: Processes) -> Path:
+    """Return the folder of the run, with the key that no other run has."""
+    files = {str(file): _digest(file, "data") for file in options.data}
+    files |= {str(file): _digest(file, "validation") for file in options.validation}
+    settings = {
+        name: value
+        for name, value in asdict(options).items()
+        if name not in ("data", "validation", "work", "fresh", "out", "kept_states")
+    }
+    key = json.dumps([hash, files, settings], sort_keys=True, default=str)
+    folder = options.work
+    if folder is None:
+        kept = cache_folder("training")
+        if kept is None:
+            raise ConfigError(
+                "there is no cache folder for the run's checkpoints", remedy=("give ", Option("work"))
+            )
+        folder = kept / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if processes.first:
+        _claim(folder, key, options)
+    processes.wait()
+    return folder
+
+
+def _claim(folder: Path, key: str, options: TrainOptions) -> None:
+    """Make the folder a run's own, or check that it is."""
+    file = folder / "key.json"
+    try:
+        if options.fresh and file.is_file():
+            shutil.rmtree(folder)
+        if not file.is_file():
+            make_folder(folder)
+            if any(folder.iterdir()):
+                raise ConfigError(
+                    "which holds other files", option="work", value=str(folder), remedy="give a new folder"
+                )
+            file.write_text(key)
+        elif file.read_text() != key:
+            raise ConfigError(
+                "which holds a run of another target, other data or other options", option="work",
+                value=str(folder), remedy=("give a new folder, or ", Option("fresh")),
+            )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(
+            f"which cannot be written ({error.strerror})", option="work", value=str(folder),
+            remedy="give a folder that can be",
+        ) from error  # fmt: skip
+
+
+def _digest(file: Path, option: str) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"which cannot be read ({error.strerror})", option=option, value=str(file), remedy="give a file"
+        ) from error

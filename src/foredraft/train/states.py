@@ -1,0 +1,66 @@
+"""Kept states: the target's states on the disk, so that later epochs need not compute them.
+
+It only saves time: a file that is missing, cut short or of another run is computed again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from foredraft.files import replacing
+from foredraft.train.packed import Packed
+from foredraft.train.target import FrozenTarget, States
+
+__all__ = ["KeptStates"]
+
+TAPPED, LAST = "tapped", "last"
+SPARE = 2**30  # bytes of the disk that are left to others
+
+
+class KeptStates:
+    """The target's states of groups, kept up to so many bytes.
+
+    Args:
+        target: Computes them.
+        depth: The depth that the student reads.
+        folder: Holds the files.
+        most_bytes: Of all files; 0 keeps none.
+    """
+
+    def __init__(self, target: FrozenTarget, depth: int | None, folder: Path, most_bytes: int) -> None:
+        self.target, self.depth, self.folder, self.most_bytes = target, depth, folder, most_bytes
+        if most_bytes:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if most_bytes else 0
+        self.computed = 0  # groups
+
+    def states(self, group: int, packed: Packed) -> States:
+        """Return the states of a group."""
+        file = self.folder / f"{group}.safetensors"
+        if self.most_bytes and file.is_file():
+            with suppress(SafetensorError, KeyError, OSError):
+                found = load_file(file, device=str(packed.tokens.device))
+                tapped = found[TAPPED] if self.depth is not None else None
+                fits = tapped is None or len(tapped) == len(packed.tokens)
+                if fits and len(found[LAST]) == len(packed.predicting):
+                    return States(tapped, found[LAST])
+        states = self.target.states(packed, self.depth)
+        self.computed += 1
+        self._keep(file, states)
+        return states
+
+    def _keep(self, file: Path, states: States) -> None:
+        tensors = {LAST: states.last} if states.tapped is None else {TAPPED: states.tapped, LAST: states.last}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if not self.most_bytes or self.bytes + size > self.most_bytes:
+            return
+        if shutil.disk_usage(self.folder).free < size + SPARE:
+            return
+        with suppress(OSError), replacing(file) as new:
+            save_file(tensors, new)
+            self.bytes += size
