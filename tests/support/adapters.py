@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foredraft.drafters.adapter_files import KINDS, VOCABULARY, AdapterConfig, target_hash, write_adapter
+from foredraft.drafters.adapter_files import VOCABULARY, AdapterConfig, target_hash, write_adapter
+from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.model.spec import ModelSpec
 
-WHOLE = KINDS[1]
+WHOLE = WITH_MLP
 
 
 def save_adapter(

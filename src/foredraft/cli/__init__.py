@@ -24,6 +24,7 @@ from foredraft.cli.info import info
 from foredraft.cli.optional_values import name_defaults
 from foredraft.cli.serve import serve
 from foredraft.cli.stdin import mark_stdin
+from foredraft.cli.train import adapter, draft
 from foredraft.cli.tune import tune
 from foredraft.cli.verify import verify
 from foredraft.errors import ForedraftError
@@ -43,6 +44,15 @@ app = App(
 )
 for command in (generate, serve, bench, tune, verify, info):
     app.command(command, usage=usage(command.__name__))
+training = App(
+    name="train",
+    usage="Usage: foredraft train COMMAND [OPTIONS]",
+    help="Train a drafter for a model on your own text.",
+    help_flags=app.help_flags,
+)
+training.command(adapter, usage=usage("train adapter"))
+training.command(draft, usage=usage("train draft"))
+app.command(training)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,6 +52,21 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft tune --model ./big --prompts my.txt --timeout 600", "ten minutes"),
         ),
     ),
+    "train adapter": (
+        "--data FILES... [OPTIONS]",
+        (
+            ("foredraft train adapter --data my.jsonl", "for the demo model"),
+            ("foredraft train adapter --model ./big --data my.jsonl", "for your model"),
+            ("foredraft train adapter --model ./big --data prompts.jsonl --self-generate 256", "it writes"),
+        ),
+    ),
+    "train draft": (
+        "--data FILES... --out DIR [OPTIONS]",
+        (
+            ("foredraft train draft --model ./big --data my.jsonl --out ./small", "from scratch"),
+            ("foredraft train draft --data my.jsonl --out ./small --from-layers 0,15", "from two layers"),
+        ),
+    ),
     "info": (
         "[MODEL] [OPTIONS]",
         (

@@ -34,6 +34,9 @@ STAGES = {
     "rank": "Ranking seed plans (sub-layers run)",
     "trials": "Trials",
     "decode": "Decoding held-out prompts",
+    "self-generate": "Continuing the prompts of the data",
+    "train": "Training",
+    "validate": "Validated",
 }
 
 

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.drafters.adapter_files import KINDS, VOCABULARY, WEIGHTS, AdapterConfig
+from foredraft.drafters.adapter_files import VOCABULARY, WEIGHTS, AdapterConfig
+from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import CheckpointError
 from foredraft.model.config import DOWNLOAD_AGAIN
 from foredraft.model.decoder import Decoder, Layer
@@ -73,7 +74,7 @@ def adapter_spec(target: ModelSpec) -> ModelSpec:
 def adapter_bytes(config: AdapterConfig, target: ModelSpec, dtype: torch.dtype) -> int:
     """Return the memory of an adapter's weights, those of a reduced head included."""
     head = 0 if config.draft_vocabulary is None else config.draft_vocabulary * target.hidden_size
-    return (layer_parameters(adapter_spec(target), mlp=config.kind == KINDS[1]) + head) * dtype.itemsize
+    return (layer_parameters(adapter_spec(target), mlp=config.kind == WITH_MLP) + head) * dtype.itemsize
 
 
 def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter:
@@ -85,7 +86,7 @@ def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter
     decoder = target.decoder
     layer, norm = load_layer(
         folder, adapter_spec(decoder.spec), decoder.device, decoder.dtype,
-        mlp=config.kind == KINDS[1], native=target.by_kernels,
+        mlp=config.kind == WITH_MLP, native=target.by_kernels,
         besides=() if config.draft_vocabulary is None else (VOCABULARY,),
     )  # fmt: skip
     vocabulary = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
 from foredraft.drafters.strict_records import Bound, Record, is_date
 from foredraft.errors import ConfigError, shortened
 from foredraft.files import replacing_folder
@@ -26,7 +27,6 @@ from foredraft.user_cache import cache_folder
 
 __all__ = [
     "CONFIG",
-    "KINDS",
     "VOCABULARY",
     "WEIGHTS",
     "AdapterConfig",
@@ -41,7 +41,6 @@ __all__ = [
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 VOCABULARY = "draft_vocabulary"  # the tensor of the ids that a reduced head has a row for, [n] int64
-KINDS = ("attention", "attention+mlp")  # the paper's adapter; a whole layer of the target's family
 REMEDY = "give a folder that `foredraft train adapter` wrote"
 
 
@@ -54,7 +53,7 @@ class AdapterConfig:
         target_hash: Hash of the target.
         layers: Layers of the target.
         depth: Layers of the target that run below the adapter.
-        kind: One of `KINDS`.
+        kind: One of `ADAPTER_KINDS`.
         draft_vocabulary: Token ids that it can draft; None is all.
         max_draft: Draft length that was best in the validation.
         alpha: α in the validation (docs/architecture.md, "Words").
@@ -105,7 +104,7 @@ class AdapterConfig:
 MOST_LAYERS, MOST_DRAFT, MOST_STEPS = 10_000, 1_000, 10**12  # far above any that is of use
 BOUNDS: dict[str, Bound] = {
     "layers": (lambda layers: layers <= MOST_LAYERS, f"{MOST_LAYERS} or less"),
-    "kind": (KINDS.__contains__, " or ".join(KINDS)),
+    "kind": (ADAPTER_KINDS.__contains__, " or ".join(ADAPTER_KINDS)),
     "draft_vocabulary": (lambda words: words is None or words >= 1, "1 or more, or null"),
     "max_draft": (lambda draft: draft <= MOST_DRAFT, f"{MOST_DRAFT} or less"),
     "alpha": (lambda alpha: 0 <= alpha <= 1, "from 0 to 1"),

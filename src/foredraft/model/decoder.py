@@ -225,4 +225,4 @@ class Decoder:
         logits = product(self.output, x, span).float()  # [N, V]
         if self.spec.logit_softcap is not None:
             logits = soft_cap(logits, self.spec.logit_softcap)
-        return logits.view(*hidden.shape[:-1], -1)
+        return logits if hidden.dim() == 2 else logits.view(*hidden.shape[:-1], -1)

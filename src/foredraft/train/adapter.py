@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import foredraft
-from foredraft.drafters.adapter_files import KINDS, AdapterConfig, adapter_place, write_adapter
+from foredraft.drafters.adapter_files import AdapterConfig, adapter_place, write_adapter
+from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.device import find_device
 from foredraft.model.weights import layer_parameters, read_tensors
@@ -21,7 +22,7 @@ from foredraft.train.loop import Report, Run
 from foredraft.train.options import AdapterOptions
 from foredraft.train.packed import Document
 from foredraft.train.preparation import Prepared, prepare
-from foredraft.train.processes import joined
+from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import AdapterStudent
 from foredraft.train.validation import Validation
@@ -52,28 +53,36 @@ def train_adapter(
         CheckpointError: The target cannot be loaded.
     """
     with joined(find_device(load.get("device"))) as processes:
-        torch.manual_seed(options.seed)
-        prepared = prepare(model, options, load, processes, report)
-        place = _place(options.out, prepared.hash)
-        student = _student(prepared, options)
-        best: list[AdapterConfig] = []
+        return _trained(options, model, processes, report, load)
 
-        def keep(validation: Validation, progress: Progress) -> None:
-            config = _config(prepared, options, student, validation, progress)
-            tensors = processes.whole(student.tensors())
-            best[:] = [config]
-            if processes.first:
-                dtype = prepared.checkpoint.dtype
-                halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-                _write(place, config, halves)
-            processes.wait()
 
-        run = Run(
-            student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
-            prepared.folder, processes, keep, report,
-        )  # fmt: skip
-        progress = run.train()
-        return Result.of(place, progress, prepared)
+def _trained(
+    options: AdapterOptions,
+    model: str | None,
+    processes: Processes,
+    report: Report,
+    load: Mapping[str, Any],
+) -> Result:
+    torch.manual_seed(options.seed)
+    prepared = prepare(model, options, load, processes, report)
+    place = _place(options.out, prepared.hash)
+    student = _student(prepared, options)
+
+    def keep(validation: Validation, progress: Progress) -> None:
+        config = _config(prepared, options, student, validation, progress)
+        tensors = processes.whole(student.tensors())
+        if processes.first:
+            dtype = prepared.checkpoint.dtype
+            halves = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+            _write(place, config, halves)
+        processes.wait()
+
+    run = Run(
+        student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
+        prepared.folder, processes, keep, report,
+    )  # fmt: skip
+    progress = run.train()
+    return Result.of(place, progress, prepared)
 
 
 def _place(out: Path | None, hash: str) -> Path:
@@ -95,7 +104,7 @@ def _student(prepared: Prepared, options: AdapterOptions) -> AdapterStudent:
     last = f"model.layers.{spec.layers - 1}."
     start = read_tensors(prepared.checkpoint.folder, lambda name: name.startswith((last, "model.norm.")))
     return AdapterStudent(
-        spec, prepared.target.head_weight, start, depth, mlp=options.kind == KINDS[1],
+        spec, prepared.target.head_weight, start, depth, mlp=options.kind == WITH_MLP,
         vocabulary=_vocabulary(prepared.batches.documents, options.draft_vocabulary, prepared),
     )  # fmt: skip
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +82,12 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             self.processes.wait()
-            save(_tensors(student, optimizer), checkpoint_id=partial, no_dist=self.processes.count == 1)
+            with _of_one_process():
+                save(
+                    _tensors(student, optimizer),
+                    checkpoint_id=partial,
+                    no_dist=self.processes.count == 1,
+                )
             if self.processes.first:
                 (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
                 shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -96,11 +104,20 @@ class Checkpoints:
         if latest is None:
             return None
         tensors = _tensors(student, optimizer)
-        load(tensors, checkpoint_id=latest, no_dist=self.processes.count == 1)
+        with _of_one_process():
+            load(tensors, checkpoint_id=latest, no_dist=self.processes.count == 1)
         set_state_dict(
             student, optimizer, model_state_dict=tensors["student"], optim_state_dict=tensors["optimizer"]
         )
         return Progress(**json.loads((latest / PROGRESS).read_text()))
+
+
+@contextmanager
+def _of_one_process() -> Iterator[None]:
+    """Hide PyTorch's remark that a single process reads or writes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _tensors(student: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Train a small draft model that learns the target's distribution, and write it as a Hugging Face checkpoint."""
+"""Train a small draft model that learns the target's distribution; it is a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run
 from foredraft.train.options import DraftOptions
 from foredraft.train.preparation import prepare
-from foredraft.train.processes import joined
+from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import DraftStudent
 from foredraft.train.validation import Validation
@@ -54,34 +54,40 @@ def train_draft(
     Arguments, result and errors as `adapter.train_adapter`.
     """
     with joined(find_device(load.get("device"))) as processes:
-        prepared = prepare(model, options, load, processes, report)
-        folder, target = prepared.checkpoint.folder, prepared.target
-        place = options.out
-        if place.exists() and not place.is_dir():
-            raise ConfigError("which is no folder", option="out", value=str(place), remedy="give a folder")
-        config = draft_config(read_json(folder / CONFIG), target.spec, options)
-        try:
-            spec = ModelSpec.from_hf(config)
-        except CheckpointError as error:
-            raise ConfigError(f"these sizes make no model: {error}", remedy="give others") from error
-        start = _start(folder, options.from_layers)
-        student = DraftStudent(
-            spec, target.decoder.device, start, seed=options.seed, checkpointed=options.checkpointed
-        )
+        return _trained(options, model, processes, report, load)
 
-        def keep(validation: Validation, progress: Progress) -> None:
-            tensors = processes.whole(student.tensors())
-            if processes.first:
-                halves = {name: t.to(prepared.checkpoint.dtype) for name, t in tensors.items()}
-                _write(place, folder, config, halves)
-            processes.wait()
 
-        cost = _reads(spec) / _reads(target.spec)
-        run = Run(
-            student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder, processes,
-            keep, report,
-        )  # fmt: skip
-        return Result.of(place, run.train(), prepared)
+def _trained(
+    options: DraftOptions, model: str | None, processes: Processes, report: Report, load: Mapping[str, Any]
+) -> Result:
+    prepared = prepare(model, options, load, processes, report)
+    folder, target = prepared.checkpoint.folder, prepared.target
+    place = options.out
+    if place.exists() and not place.is_dir():
+        raise ConfigError("which is no folder", option="out", value=str(place), remedy="give a folder")
+    config = draft_config(read_json(folder / CONFIG), target.spec, options)
+    try:
+        spec = ModelSpec.from_hf(config)
+    except CheckpointError as error:
+        raise ConfigError(f"these sizes make no model: {error}", remedy="give others") from error
+    start = _start(folder, options.from_layers)
+    student = DraftStudent(
+        spec, target.decoder.device, start, seed=options.seed, checkpointed=options.checkpointed
+    )
+
+    def keep(validation: Validation, progress: Progress) -> None:
+        tensors = processes.whole(student.tensors())
+        if processes.first:
+            halves = {name: t.to(prepared.checkpoint.dtype) for name, t in tensors.items()}
+            _write(place, folder, config, halves)
+        processes.wait()
+
+    cost = _reads(spec) / _reads(target.spec)
+    run = Run(
+        student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder, processes,
+        keep, report,
+    )  # fmt: skip
+    return Result.of(place, run.train(), prepared)
 
 
 def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOptions) -> dict[str, Any]:

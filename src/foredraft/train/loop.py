@@ -20,8 +20,8 @@ from foredraft.errors import ConfigError
 from foredraft.train.batches import Batches
 from foredraft.train.checkpoints import Checkpoints, Progress
 from foredraft.train.journal import Journal
-from foredraft.train.losses import overlap, parse_loss
-from foredraft.train.options import TrainOptions
+from foredraft.train.losses import mixture, overlap
+from foredraft.train.options import TrainOptions, parse_loss
 from foredraft.train.packed import Document, Packed
 from foredraft.train.processes import Processes
 from foredraft.train.states import KeptStates
@@ -68,7 +68,7 @@ class Run:
 
     def __post_init__(self) -> None:
         options, device = self.options, self.target.decoder.device
-        self._device, self._loss = device, parse_loss(options.loss)
+        self._device, self._loss = device, mixture(parse_loss(options.loss))
         self.processes.shard(self.student)
         decayed = [value for value in self.student.parameters() if value.dim() > 1]
         others = [value for value in self.student.parameters() if value.dim() <= 1]
@@ -171,7 +171,7 @@ class Run:
             progress.best, progress.worse = found.predicted, 0
             self.keep(found, progress)
         patience = self.options.patience
-        progress.finished = patience is not None and progress.worse >= patience
+        progress.finished = 0 < patience <= progress.worse
         if journal is not None:
             journal.write(
                 progress.step,

@@ -14,14 +14,11 @@ in common, and what they gave, is in docs/guides/train.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.errors import ConfigError
-
-__all__ = ["LOSSES", "Loss", "overlap", "parse_loss"]
+__all__ = ["FUNCTIONS", "Loss", "mixture", "overlap"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (log p, log q), [M, V] each -> [M]
 LK_SLOPE = 3.0  # of λ's exponent in α
@@ -61,43 +58,20 @@ def likelihood_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return weight * forward_kl(log_p, log_q) + (1 - weight) * distance
 
 
-LOSSES: dict[str, Loss] = {
+FUNCTIONS: dict[str, Loss] = {
     "ce": cross_entropy,
     "kl": forward_kl,
     "reverse-kl": reverse_kl,
     "tv": total_variation,
     "lk": likelihood_kl,
-}
+}  # of the names in `options.LOSSES`
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """A weighted sum of losses."""
+def mixture(weights: Mapping[str, float]) -> Loss:
+    """Return the sum of losses with these weights."""
 
-    weights: Mapping[str, float]
-
-    def __call__(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        terms = [weight * LOSSES[name](log_p, log_q) for name, weight in self.weights.items()]
+    def loss(log_p: Tensor, log_q: Tensor) -> Tensor:
+        terms = [weight * FUNCTIONS[name](log_p, log_q) for name, weight in weights.items()]
         return torch.stack(terms).sum(0)
 
-
-def parse_loss(text: str) -> Loss:
-    """Return the loss of a name, or of a mixture such as "ce=0.1,tv=0.9".
-
-    Raises:
-        ConfigError: The text names no loss.
-    """
-    if text in LOSSES:
-        return LOSSES[text]
-    weights: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, weight = part.partition("=")
-        try:
-            value = float(weight)
-        except ValueError:
-            value = 0.0
-        if name not in LOSSES or not 0 < value < float("inf") or name in weights:
-            remedy = f"give one of {', '.join(LOSSES)}, or a mixture such as ce=0.1,tv=0.9"
-            raise ConfigError(option="loss", value=text, remedy=remedy)
-        weights[name] = value
-    return Mixture(weights)
+    return loss

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from foredraft.drafters.adapter_files import KINDS
+from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
 from foredraft.errors import ConfigError
-from foredraft.train.losses import parse_loss
 
-__all__ = ["AdapterOptions", "DraftOptions", "TrainOptions"]
+__all__ = ["LOSSES", "AdapterOptions", "DraftOptions", "TrainOptions", "parse_loss"]
+
+LOSSES = {
+    "ce": "soft cross-entropy",
+    "kl": "KL divergence of the drafter from the target",
+    "reverse-kl": "KL divergence of the target from the drafter",
+    "tv": "total variation: the probability of a rejection",
+    "lk": "kl while the drafter is far from the target, tv once it is near",
+}  # name -> what it is, for the help; `losses` has the functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +38,10 @@ class TrainOptions:
         warm_up: Steps before that.
         weight_decay: Of matrices.
         clip: Largest norm of the gradient.
-        loss: A loss or a mixture (`losses.parse_loss`).
+        loss: A loss or a mixture (`parse_loss`).
         temperature: Temperature of the validation; 0 asks for the same argmax.
         validate_every: Steps between two validations.
-        patience: Validations without a better one before training stops; None goes on to the last step.
+        patience: Validations without a better one before training stops; 0 goes on to the last step.
         seed: Of the order of the data and of weights that start at random.
         kept_states: GiB of the disk for the target's states, so that later epochs need not compute them.
         work: Folder of the run's checkpoints and logs; None is one in the cache folder, by target, data and
@@ -58,7 +65,7 @@ class TrainOptions:
     loss: str = "kl"
     temperature: float = 1.0
     validate_every: int = 100
-    patience: int | None = 5
+    patience: int = 5
     seed: int = 0
     kept_states: float = 0.0
     work: Path | None = None
@@ -69,9 +76,9 @@ class TrainOptions:
         if not self.data:
             raise ConfigError("is needed", option="data", remedy="give one file or more")
         parse_loss(self.loss)
-        for name in ("steps", "step_tokens", "group_tokens", "length", "validate_every", "patience"):
+        for name in ("steps", "step_tokens", "group_tokens", "length", "validate_every"):
             check_count(name, getattr(self, name))
-        for name in ("self_generate", "warm_up", "seed"):
+        for name in ("self_generate", "warm_up", "seed", "patience"):
             if getattr(self, name) < 0:
                 raise ConfigError(option=name, value=getattr(self, name), remedy="give 0 or more")
         for name in ("weight_decay", "temperature", "self_temperature", "kept_states"):
@@ -88,20 +95,20 @@ class AdapterOptions(TrainOptions):
 
     Attributes:
         depth: Layers of the target below the adapter; None is an eighth of them, from 1 to 3.
-        kind: One of `KINDS`.
+        kind: One of `ADAPTER_KINDS`.
         draft_vocabulary: Words that the adapter can draft, those most frequent in the data; None is all.
         out: Folder to write; None is the one in the cache folder where `load` finds it.
     """
 
     depth: int | None = None
-    kind: str = KINDS[1]
+    kind: str = WITH_MLP
     draft_vocabulary: int | None = None
     out: Path | None = None
 
     def check(self) -> None:
         TrainOptions.check(self)
-        if self.kind not in KINDS:
-            raise ConfigError(option="kind", value=self.kind, remedy=f"give {' or '.join(KINDS)}")
+        if self.kind not in ADAPTER_KINDS:
+            raise ConfigError(option="kind", value=self.kind, remedy=f"give {' or '.join(ADAPTER_KINDS)}")
         for name in ("depth", "draft_vocabulary"):
             check_count(name, getattr(self, name))
 
@@ -145,6 +152,28 @@ class DraftOptions(TrainOptions):
                 "needs layers of the target's own sizes", option="from_layers",
                 remedy="leave it out, or leave the sizes as they are",
             )  # fmt: skip
+
+
+def parse_loss(text: str) -> dict[str, float]:
+    """Return the weight of each loss in the name of one, or in a mixture such as "ce=0.1,tv=0.9".
+
+    Raises:
+        ConfigError: The text names no loss.
+    """
+    if text in LOSSES:
+        return {text: 1.0}
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = 0.0
+        if name not in LOSSES or not 0 < value < float("inf") or name in weights:
+            remedy = f"give one of {', '.join(LOSSES)}, or a mixture such as ce=0.1,tv=0.9"
+            raise ConfigError(option="loss", value=text, remedy=remedy)
+        weights[name] = value
+    return weights
 
 
 def check_count(option: str, value: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,4 +72,5 @@ def joined(device: torch.device) -> Iterator[Processes]:
     try:
         yield Processes(dist.get_rank(), count)
     finally:
+        gc.collect()  # whatever refers to the processes keeps threads, which must end before Python does
         dist.destroy_process_group()

@@ -1,0 +1,248 @@
+"""`foredraft train adapter` and `foredraft train draft`: train a drafter for a model on the user's own text.
+
+stdout has a few lines, or with --json one JSON document. The exit code is 0 when a drafter was written. After
+Ctrl-C it is 130, and the same command goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from cyclopts import Group, Parameter
+
+from foredraft.cli.options import COMMON, OUTPUT, Flag, TargetOptions, bullets, common
+from foredraft.cli.progress import started
+from foredraft.drafters.adapter_kinds import ADAPTER_KINDS, WITH_MLP
+from foredraft.errors import ConfigError
+from foredraft.train.options import LOSSES, AdapterOptions, TrainOptions
+from foredraft.train.options import DraftOptions as TrainedDraftOptions
+
+if TYPE_CHECKING:
+    from foredraft.train.result import Result
+
+    KindName: TypeAlias = str
+else:
+    KindName = Literal[tuple(ADAPTER_KINDS)]
+
+__all__ = ["adapter", "draft"]
+
+TRAINING = Group("Training", sort_key=2)
+DATA = Group("Data", sort_key=1)
+DEFAULT = TrainOptions(data=())
+Files = Annotated[tuple[Path, ...], Parameter(negative=(), consume_multiple=True, show_default=False)]
+
+
+@Parameter(name="*", group=DATA)
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    data: Annotated[
+        tuple[Path, ...],
+        Parameter(group=(COMMON, DATA), negative=(), consume_multiple=True, show_default=False),
+    ] = ()
+    """Files to learn from: text, JSON Lines or Parquet with text, prompt and response, or chat messages."""
+    validation: Files = ()
+    """Files to validate on. Default: a twentieth of the data is held out."""
+    self_generate: Annotated[int, common(DATA)] = DEFAULT.self_generate
+    """Let the model write this many new tokens after every prompt of the data, and learn from these."""
+    self_temperature: float = DEFAULT.self_temperature
+    """Temperature at which it writes them."""
+    length: int | None = None
+    """Maximum tokens of a document; a longer one is cut. Default: 1024, or the model's maximum."""
+    skip_bad_lines: Flag = False
+    """Leave out lines that hold no document, and count them."""
+    kept_states: float = DEFAULT.kept_states
+    """GiB of the disk for the model's hidden states, so that later passes over the data need not compute
+    them."""
+
+
+@Parameter(name="*", group=TRAINING)
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    steps: Annotated[int, common(TRAINING)] = DEFAULT.steps
+    """Steps of the optimiser at most."""
+    step_tokens: int = DEFAULT.step_tokens
+    """Tokens of a step, of all processes together."""
+    group_tokens: int | None = None
+    """Tokens of one pass; lower it if memory is short. Default: 4096, fewer with a large vocabulary."""
+    learning_rate: Annotated[float, common(TRAINING)] = DEFAULT.learning_rate
+    """Highest learning rate."""
+    warm_up: int = DEFAULT.warm_up
+    """Steps in which the learning rate rises."""
+    weight_decay: float = DEFAULT.weight_decay
+    """Weight decay of matrices."""
+    clip: float = DEFAULT.clip
+    """Largest norm of the gradient."""
+    loss: Annotated[
+        str,
+        Parameter(help=f"Loss, or a mixture such as ce=0.1,tv=0.9.\n\n{bullets(LOSSES)}", show_choices=False),
+    ] = DEFAULT.loss
+    temperature: float = DEFAULT.temperature
+    """Temperature of the validation; 0 validates greedy decoding."""
+    validate_every: int = DEFAULT.validate_every
+    """Steps between validations, each of which writes a checkpoint."""
+    patience: int = DEFAULT.patience
+    """Validations without a better one before training stops; 0 goes on to the last step."""
+    seed: int = DEFAULT.seed
+    """Random seed."""
+    work: Path | None = None
+    """Folder of the run's checkpoints and logs. Default: one in the cache folder, by model, data and
+    options."""
+    fresh: Flag = False
+    """Start anew instead of going on from the last checkpoint."""
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True, slots=True)
+class JsonOptions:
+    json: Annotated[Flag, common(OUTPUT)] = False
+    """Print one JSON document instead of text, and nothing else on stdout."""
+
+
+def adapter(
+    *,
+    data: DataOptions = DataOptions(),
+    out: Annotated[Path | None, common(OUTPUT)] = None,
+    depth: Annotated[int | None, common(TRAINING)] = None,
+    kind: Annotated[
+        KindName,
+        Parameter(group=TRAINING, help=f"The adapter.\n\n{bullets(ADAPTER_KINDS)}", show_choices=False),
+    ] = WITH_MLP,
+    draft_vocabulary: Annotated[int | None, Parameter(group=TRAINING)] = None,
+    loop: LoopOptions = LoopOptions(),
+    model: TargetOptions = TargetOptions(),
+    output: JsonOptions = JsonOptions(),
+) -> int:
+    """Train the adapter of drafter kangaroo: one layer on top of the model's own first layers.
+
+    It learns the model's next-token distribution on your text. A run that ends, by Ctrl-C or otherwise, goes
+    on from its last checkpoint with the same command. Under torchrun several processes share the work.
+
+    Parameters
+    ----------
+    out
+        Folder to write. Default: the one in the cache folder where --drafter kangaroo finds it.
+    depth
+        Layers of the model below the adapter. Default: an eighth of them, from 1 to 3.
+    draft_vocabulary
+        Words that it can draft, those most frequent in the data; fewer make a draft cheaper. Default: all.
+    """
+    own = {"out": out, "depth": depth, "kind": kind, "draft_vocabulary": draft_vocabulary}
+    return _run("adapter", own, data, loop, model, output)
+
+
+def draft(
+    *,
+    out: Annotated[Path, common(OUTPUT)],
+    data: DataOptions = DataOptions(),
+    layers: Annotated[int, common(TRAINING)] = 2,
+    from_layers: Annotated[str | None, common(TRAINING)] = None,
+    hidden_size: Annotated[int | None, Parameter(group=TRAINING)] = None,
+    intermediate_size: Annotated[int | None, Parameter(group=TRAINING)] = None,
+    heads: Annotated[int | None, Parameter(group=TRAINING)] = None,
+    kv_heads: Annotated[int | None, Parameter(group=TRAINING)] = None,
+    checkpointed: Annotated[Flag, Parameter(group=TRAINING)] = False,
+    loop: LoopOptions = LoopOptions(),
+    model: TargetOptions = TargetOptions(),
+    output: JsonOptions = JsonOptions(),
+) -> int:
+    """Train a small draft model that imitates the model, as an ordinary Hugging Face checkpoint.
+
+    It learns the model's next-token distribution on your text, and is used with --draft, here and in other
+    programs. A run that ends, by Ctrl-C or otherwise, goes on from its last checkpoint with the same command.
+    Under torchrun several processes share the work.
+
+    Parameters
+    ----------
+    out
+        Folder to write.
+    layers
+        Layers of the draft model.
+    from_layers
+        Layers of the model to start from, such as 0,15: as many as --layers. Default: it starts at random.
+    hidden_size
+        Size of its hidden states. Default: the model's.
+    intermediate_size
+        Size within its MLPs. Default: the model's.
+    heads
+        Its query heads. Default: the model's.
+    kv_heads
+        Its key and value heads. Default: the model's, or as many as --heads.
+    checkpointed
+        Recompute activations in the backward pass: slower, with less memory.
+    """
+    own = {
+        "out": out, "layers": layers, "from_layers": _layers(from_layers), "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size, "heads": heads, "kv_heads": kv_heads,
+        "checkpointed": checkpointed,
+    }  # fmt: skip
+    return _run("draft", own, data, loop, model, output)
+
+
+def _layers(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (-1,)
+    if min(found) < 0:
+        raise ConfigError(option="from_layers", value=text, remedy="give layers such as 0,15")
+    return found
+
+
+def _run(
+    what: str,
+    own: dict[str, Any],
+    data: DataOptions,
+    loop: LoopOptions,
+    model: TargetOptions,
+    output: JsonOptions,
+) -> int:
+    """Train, show the progress, and print what came of it."""
+    leads = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the first one speaks
+    bars = started() if leads else None
+    load = {name: value for name, value in asdict(model).items() if value is not None and name != "model"}
+    options = asdict(data) | asdict(loop) | own
+    show = bars.show if bars is not None else lambda *_: None
+    try:
+        result = _train(what, options, model.model, show, load)
+    finally:
+        if bars is not None:
+            bars.clear()
+    if output.json and leads:
+        print(json.dumps(result.as_dict()))
+    elif leads:
+        print("\n".join(_lines(what, result)))
+    return 0
+
+
+def _train(
+    what: str, options: dict[str, Any], model: str | None, report: Callable[..., None], load: dict[str, Any]
+) -> Result:
+    if what == "adapter":
+        from foredraft.train.adapter import train_adapter
+
+        return train_adapter(AdapterOptions(**options), model, report=report, **load)
+    from foredraft.train.draft import train_draft
+
+    return train_draft(TrainedDraftOptions(**options), model, report=report, **load)
+
+
+def _lines(what: str, result: Result) -> list[str]:
+    end = "stopped, since the validation got no better" if result.stopped_early else "done"
+    lines = [
+        f"{end} after {result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s",
+        f"written to {result.out}",
+        f"predicted speed-up, by the bytes that a step reads: {result.predicted:.2f} x",
+        f"checkpoints and logs: {result.work}",
+    ]
+    if result.skipped:
+        print(f"foredraft: {result.skipped} bad lines were left out", file=sys.stderr)
+    use = "--drafter kangaroo" if what == "adapter" else f"--draft {result.out}"
+    return [*lines, f"use it with {use}; `foredraft bench` measures it"]
