@@ -32,6 +32,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "big" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / "prompt.txt").write_text("def accept(draft, p, q):\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("def accept\nViktor\nthe target checks all\n", encoding="utf-8")
+    texts = "".join(
+        f'{{"text": "def accept(draft, {n}): the target checks all of them ahead"}}\n' for n in range(40)
+    )
+    (folder / "my.jsonl").write_text(texts, encoding="utf-8")
     jsonl = "".join(f'{{"prompt": "def accept(draft, {name}):"}}\n' for name in "pqr")
     (folder / "prompts.jsonl").write_text(jsonl, encoding="utf-8")
     return folder

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,7 +371,7 @@ def test_an_unknown_method_is_refused_with_the_known_names() -> None:
 
 def test_each_policy_suits_the_expected_drafters() -> None:
     drafters = {name for name in DRAFTERS if name != "none"}
-    steppers = {"draft-model", "layer-skip"}
+    steppers = {"draft-model", "layer-skip", "kangaroo"}
     assert {policy: {name for name in drafters if suits(name, policy)} for policy in POLICIES} == {
         "auto": drafters,
         "fixed": drafters - {"auto"},
@@ -470,11 +471,14 @@ def test_a_drafter_that_cannot_follow_the_loaded_policy_is_left_out(
     assert note.startswith("left out: lookup cannot follow --policy confidence;")
 
 
-def test_contenders_share_a_policy_unless_their_longest_drafts_differ(context: BenchContext) -> None:
+def test_contenders_share_a_policy_unless_their_longest_drafts_differ(
+    context: BenchContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A policy made anew keeps the given options."""
     target: Any = context.llm._engine.target
     settings = {"threshold": 0.3}
-    given = replace(context, max_draft=None, policy_options=settings, plan_max_draft=7)
+    monkeypatch.setitem(context.llm._engine.drafters, "layer-skip", SimpleNamespace(planned=7))
+    given = replace(context, max_draft=None, policy_options=settings)
     with replaced(context.llm._engine, "policy", make_policy("confidence", settings, None, target, 7)):
         own, other = (given.policy_for(drafter, "confidence") for drafter in ("layer-skip", "draft-model"))
         assert own is context.llm._engine.policy
@@ -506,7 +510,7 @@ def test_a_missing_program_is_an_error_only_if_named(
     lineup.load(context, resolve_methods(None), Memory(context.device), 7)
     assert [one.name for one in lineup.contenders] == ["plain", "lookup", "draft-model"]
     assert lineup.loaded_bytes == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(lineup.notes) == 7
+    assert len(lineup.notes) == 8
     assert "left out: auto needs a policy that chooses among drafters; give policy='auto'" in lineup.notes
     assert lineup.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 

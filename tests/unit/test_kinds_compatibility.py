@@ -27,6 +27,12 @@ FOREIGN = ModelsGiven("big", "foreign", other_tokenizer=True)
             "none lookup prediction draft-model layer-skip auto",
             "layer-skip",
         ),
+        (ModelsGiven("big", adapter=True), "none lookup prediction kangaroo auto", "kangaroo"),
+        (
+            ModelsGiven("big", plan=True, adapter=True),
+            "none lookup prediction layer-skip kangaroo auto",
+            "kangaroo",
+        ),
     ],
     ids=str,
 )
@@ -35,14 +41,15 @@ def test_the_models_decide_the_available_and_the_default_drafters(
 ) -> None:
     assert " ".join(compatibility.available_drafters(given)) == names
     models = given.draft is not None, given.other_tokenizer
-    assert default_drafter("fixed", *models, plan_given=given.plan) == default
-    assert default_drafter("auto", *models, plan_given=given.plan) == "auto"
+    parts = {"plan_given": given.plan, "adapter_given": given.adapter}
+    assert default_drafter("fixed", *models, **parts) == default
+    assert default_drafter("auto", *models, **parts) == "auto"
 
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
     fitting = {policy: [name for name in DRAFTERS if suits(name, policy)] for policy in POLICIES}
-    alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip"]
-    steppers = ["draft-model", "layer-skip"]
+    alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo"]
+    steppers = ["draft-model", "layer-skip", "kangaroo"]
     assert fitting == {
         "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
         "confidence": steppers, "adaptive-exit": steppers, "fallback": steppers,
@@ -52,12 +59,13 @@ def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
 def test_options_without_an_effect_are_known_for_every_drafter() -> None:
     policy = ("policy", "policy_options", "max_draft")
     assert {name: compatibility.unused_options(name) for name in DRAFTERS} == {
-        "none": ("draft", "draft_sampling", "plan", *policy),
-        "lookup": ("draft", "draft_sampling", "plan"),
-        "prediction": ("draft", "draft_sampling", "plan"),
-        "draft-model": ("plan",),
-        "retokenize": ("draft_sampling", "plan"),
-        "layer-skip": ("draft",),
+        "none": ("draft", "draft_sampling", "plan", "adapter", *policy),
+        "lookup": ("draft", "draft_sampling", "plan", "adapter"),
+        "prediction": ("draft", "draft_sampling", "plan", "adapter"),
+        "draft-model": ("plan", "adapter"),
+        "retokenize": ("draft_sampling", "plan", "adapter"),
+        "layer-skip": ("draft", "adapter"),
+        "kangaroo": ("draft", "plan"),
         "auto": (),
     }
 

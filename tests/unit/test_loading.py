@@ -21,6 +21,7 @@ from foredraft.loading import load_for
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_bytes
 from tests.support import alphabets, checkpoints
+from tests.support.adapters import save_adapter
 from tests.support.running import python
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
@@ -90,11 +91,12 @@ def test_a_policy_added_to_the_table_is_loaded_with_its_longest_draft(
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_is_loaded_under_its_name(models: Path, name: str) -> None:
+def test_every_drafter_is_loaded_under_its_name(models: Path, name: str, tmp_path: Path) -> None:
     kind = DRAFTERS[name]
     draft = models / ("foreign" if kind.retokenizes else "small") if kind.needs_draft else None
     plan = "exit:1" if kind.needs_plan else None
-    llm = load(models, drafter=name, draft=draft, plan=plan, policy="auto")
+    adapter = save_adapter(models / "big", tmp_path / "adapter") if kind.needs_adapter else None
+    llm = load(models, drafter=name, draft=draft, plan=plan, adapter=adapter, policy="auto")
     assert llm.default_drafter == (None if name == "none" else name)
     assert all(drafter.name == key for key, drafter in llm._engine.drafters.items())
     stepper = hasattr(llm._engine.drafters.get(name), "step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import foredraft
 from foredraft.bench.weights import model_record
+from foredraft.drafters.adapter_files import adapter_place, target_hash
 from foredraft.drafters.plan_files import PlanFile, keep_plan, model_hash
 from foredraft.errors import ForedraftError
 from foredraft.loading import capacity, inspection
@@ -19,6 +21,7 @@ from foredraft.model import weights
 from foredraft.model.cache import KVCache
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import weight_headers
+from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_pair, save_variant
 
 
@@ -126,6 +129,7 @@ def test_a_draft_model_with_the_targets_tokenizer_fits(models: Path) -> None:
         "draft-model": True,
         "retokenize": False,
         "layer-skip": False,
+        "kangaroo": False,
     }
 
 
@@ -138,6 +142,7 @@ def test_a_draft_model_with_another_tokenizer_is_retokenized(models: Path) -> No
         "draft-model": False,
         "retokenize": True,
         "layer-skip": False,
+        "kangaroo": False,
     }
 
 
@@ -160,7 +165,23 @@ def test_a_kept_plan_is_found(models: Path) -> None:
     keep_plan(plan)
     found = inspect_models(models / "big", device="cpu")
     assert drafters(found)["layer-skip"]
-    assert found.drafters[-1].note == f"the kept plan {plan.skips}"
+    [note] = [drafter.note for drafter in found.drafters if drafter.name == "layer-skip"]
+    assert note == f"the kept plan {plan.skips}"
+
+
+def test_a_kept_adapter_is_found(models: Path) -> None:
+    place = adapter_place(target_hash(models / "big"))
+    assert place is not None
+    place.parent.mkdir(mode=0o700, parents=True)
+    save_adapter(models / "big", place)
+    found = inspect_models(models / "big", device="cpu")
+    [note] = [drafter.note for drafter in found.drafters if drafter.name == "kangaroo"]
+    assert note is not None and note.startswith("the kept adapter: attention+mlp after layer ")
+    llm = foredraft.load(models / "big", device="cpu", drafter="kangaroo", max_length=64, max_batch=1)
+    assert llm.default_drafter == "kangaroo"
+    os.chmod(place / "config.json", 0o666)
+    with pytest.raises(foredraft.ConfigError, match="can be written by other users"):
+        foredraft.load(models / "big", device="cpu", drafter="kangaroo", max_length=64, max_batch=1)
 
 
 def test_a_drafter_that_is_not_at_hand_says_what_it_lacks(models: Path) -> None:

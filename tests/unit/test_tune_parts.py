@@ -323,8 +323,8 @@ def test_the_cost_of_an_exit_is_linear_in_its_layer(llm: LLM, monkeypatch: pytes
 
 @pytest.mark.parametrize("exit", [1, 2])
 def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step runs the layers below the exit at an exact shape; the verifying pass resumes there and knows the
-    states of all columns but the last."""
+    """The steps run the layers below the exit, in one call of the kernels or each at an exact shape; the verifying
+    pass resumes there and knows the states of all columns but the last."""
     runner = llm._engine.target
     assert isinstance(runner, Runner)
     forward, calls = runner.forward, []
@@ -338,9 +338,18 @@ def test_an_exit_is_timed_as_the_engine_runs_it(llm: LLM, exit: int, monkeypatch
     works: dict[Any, Any] = {}
     monkeypatch.setattr(exit_costs, "interleaved", lambda given, *_, **__: works.update(given))
     exit_costs._timed(llm, [exit], 20, 2, 1, int)
+    verifying = (3, (exit, [2], 3), None, True)
+    if runner.by_kernels:
+        drafts: list[Any] = []
+        draft = runner.draft
+        monkeypatch.setattr(runner, "draft", lambda *a, **more: drafts.append(more) or draft(*a, **more))
+        works["round", exit]()
+        assert calls == [verifying] and [more["tap"] for more in drafts] == [exit]
+        calls.clear()
+    monkeypatch.setattr(runner, "draft", lambda *_, **__: None)
     works["round", exit]()
     plan = Skips(exit=exit).plan(3)
-    assert calls == [(1, None, plan, True), (1, None, plan, True), (3, (exit, [2], 3), None, True)]
+    assert calls == [(1, None, plan, True), (1, None, plan, True), verifying]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

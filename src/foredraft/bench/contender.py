@@ -16,7 +16,6 @@ import torch
 
 from foredraft.decode.policy import Policy
 from foredraft.decode.stats import Stats
-from foredraft.kinds import DRAFTERS
 from foredraft.llm import LLM
 from foredraft.loading.policies import make_policy
 
@@ -38,7 +37,6 @@ class BenchContext:
         coupled: Foredraft's contenders use the coupled acceptance rule.
         max_draft: The longest draft as passed to `load`, in tokens.
         policy_options: Options of the loaded policy.
-        plan_max_draft: The draft length that the model's layer-skip plan was made for, in tokens.
     """
 
     llm: LLM
@@ -51,7 +49,6 @@ class BenchContext:
     coupled: bool = False
     max_draft: int | None = None
     policy_options: Mapping[str, float | str] = field(default_factory=dict)
-    plan_max_draft: int | None = None
     _policies: dict[tuple[str, int], Policy] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -63,15 +60,16 @@ class BenchContext:
         them once.
 
         Args:
-            drafter: Name of the drafter; a plan's draft length applies only to drafters that need a plan.
+            drafter: Name of the drafter; it may have been made for a draft length.
             name: Name of the policy.
         """
         loaded: Any = self.llm._engine.policy
         target: Any = self.llm._engine.target
         self._policies.setdefault((loaded.name, loaded.max_draft), loaded)
         options = self.policy_options if name == loaded.name else {}
-        plan_max_draft = self.plan_max_draft if DRAFTERS[drafter].needs_plan else None
-        policy: Any = make_policy(name, options, self.max_draft, target, plan_max_draft)
+        known = self.llm._engine.drafters.get(drafter)
+        planned = None if known is None else known.planned
+        policy: Any = make_policy(name, options, self.max_draft, target, planned)
         return self._policies.setdefault((name, policy.max_draft), policy)
 
     @property

@@ -184,7 +184,6 @@ def _context(
     cache = llm._engine.cache
     target, draft = folders
     longest = max(len(ids) for several in prompts.values() for ids in several)
-    plans = [drafter.planned for drafter in llm._engine.drafters.values() if isinstance(drafter, LayerSkip)]
     return BenchContext(
         llm=llm,
         target=target,
@@ -196,7 +195,6 @@ def _context(
         coupled=options.coupled,
         max_draft=loading.get("max_draft"),
         policy_options=check_settings(llm._engine.policy.name, loading.get("policy_options") or {}),
-        plan_max_draft=next(iter(plans), None),
     )
 
 

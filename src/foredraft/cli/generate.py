@@ -238,7 +238,10 @@ def drafter_name(drafting: DraftOptions, model: ModelOptions) -> str:
     """Return --drafter, or the default drafter for the other options."""
     draft_given = drafting.draft is not None or model.model is None
     return drafting.drafter or default_drafter(
-        drafting.policy or "auto", draft_given, plan_given=drafting.plan is not None
+        drafting.policy or "auto",
+        draft_given,
+        plan_given=drafting.plan is not None,
+        adapter_given=drafting.adapter is not None,
     )
 
 

@@ -90,6 +90,7 @@ class Drafter:
         name: As requests name it.
         taps: Depths at which the drafter wants the target's hidden states of committed positions.
         max_length: Positions that it can read; drafts end there. None is no limit.
+        planned: Draft length that it was made for, in tokens; None where it was made for none.
         caches: Caches whose rows follow the rows of the batch.
         draft_pass: The forward of one drafted token; None where drafts cost no forward.
         starts_late: A text may begin late for this drafter (`start_context`).
@@ -98,6 +99,7 @@ class Drafter:
     name: str
     taps: tuple[int, ...] = ()
     max_length: int | None = None
+    planned: int | None = None
     caches: tuple[KVCache, ...] = ()
     draft_pass: DraftPass | None = None
     starts_late: ClassVar[bool] = False

@@ -41,12 +41,14 @@ class Adapter:
         layer: Its layer.
         norm: The norm after it.
         vocabulary: The token ids of a reduced head, ascending; None: the head is the target's.
+        planned: Draft length that was best in the validation, in tokens; None where it is not known.
     """
 
     depth: int
     layer: Layer
     norm: RMSNorm
     vocabulary: tuple[int, ...] | None = None
+    planned: int | None = None
 
     def over(self, target: Runner) -> Runner:
         """Return a runner of the target's first `depth` layers with the adapter on top.
@@ -92,7 +94,7 @@ def load_adapter(folder: Path, config: AdapterConfig, target: Runner) -> Adapter
     vocabulary = None
     if config.draft_vocabulary is not None:
         vocabulary = _vocabulary(folder / WEIGHTS, config.draft_vocabulary, decoder.spec.vocab_size)
-    return Adapter(config.depth, layer, norm, vocabulary)
+    return Adapter(config.depth, layer, norm, vocabulary, config.max_draft)
 
 
 def _vocabulary(file: Path, count: int, size: int) -> tuple[int, ...]:

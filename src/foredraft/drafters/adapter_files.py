@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from foredraft.drafters.adapter_kinds import ADAPTER_KINDS
@@ -141,7 +141,7 @@ def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, Ten
         OSError: It cannot be written.
     """
     with replacing_folder(folder) as new:
-        save_file(dict(tensors), new / WEIGHTS)
+        (new / WEIGHTS).write_bytes(save(dict(tensors)))  # save_file writes for this user alone
         (new / CONFIG).write_text(json.dumps(asdict(config), indent=1, allow_nan=False) + "\n")
 
 

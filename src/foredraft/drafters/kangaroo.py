@@ -59,7 +59,7 @@ class Kangaroo(Stepper):
     draft_pass: DraftPass
 
     def __init__(self, target: Runner, cache: KVCache, adapter: Adapter) -> None:
-        self.adapter, depth = adapter, adapter.depth
+        self.adapter, self.planned, depth = adapter, adapter.planned, adapter.depth
         runner = adapter.over(target)
         runner.reserve_positions(cache.stored)
         self.cache = KVCache(

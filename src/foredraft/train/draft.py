@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
@@ -145,7 +145,8 @@ def _write(place: Path, target: Path, config: Mapping[str, Any], tensors: Mappin
     try:
         place.absolute().parent.mkdir(parents=True, exist_ok=True)
         with replacing_folder(place) as new:
-            save_file({name: t.contiguous() for name, t in tensors.items()}, new / WEIGHTS, {"format": "pt"})
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            (new / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))  # save_file writes for this user alone
             (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             for file in target.iterdir():
                 if file.is_file() and file.name.startswith(SHARED):

@@ -1,0 +1,141 @@
+"""`foredraft train`: a drafter that other commands then use, and mistakes that cost nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from foredraft.cli import main
+from tests.support.checkpoints import TEXT
+from tests.support.command import foredraft
+from tests.support.running import environment
+
+SHORT = ["--length", "32", "--steps", "6", "--step-tokens", "128", "--validate-every", "3", "--warm-up", "1"]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": TEXT * 3}) + "\n" for _ in range(4)))
+    return file
+
+
+def command(models: Path, what: str, data: Path, *more: str) -> list[str]:
+    return [
+        "train",
+        what,
+        "--model",
+        str(models / "big"),
+        "--device",
+        "cpu",
+        "--data",
+        str(data),
+        *SHORT,
+        *more,
+    ]
+
+
+def test_an_adapter_is_kept_and_found_by_name(
+    models: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(models, "adapter", data)) == 0
+    printed = capsys.readouterr().out
+    assert "done after 6 steps" in printed and "--drafter kangaroo" in printed
+    generate = [
+        "generate",
+        "def accept",
+        "--model",
+        str(models / "big"),
+        "--json",
+        "--temperature",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    assert main([*generate, "--drafter", "kangaroo", "--policy", "fixed"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stats"]["drafted"] > 0 and found["lossless"]
+    assert main([*generate, "--drafter", "none"]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == found["outputs"][0]["token_ids"]
+    assert main(["info", str(models / "big")]) == 0
+    assert "the kept adapter: attention+mlp after layer 1" in capsys.readouterr().out
+
+
+def test_a_draft_model_is_a_checkpoint(
+    models: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "drafts" / "tiny"
+    assert main(command(models, "draft", data, "--out", str(out), "--layers", "1", "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["out"] == str(out) and document["steps"] == 6 and document["documents"] > 1
+    assert main(["info", str(models / "big"), "--draft", str(out)]) == 0
+    assert "draft-model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--loss", "mse"],
+            "--loss is 'mse'; give one of ce, kl, reverse-kl, tv, lk, or a mixture such as ce=0.1,tv=0.9",
+        ),
+        (["--depth", "3"], "--depth is 3, but the target has 3 layers; give fewer"),
+        (["--group-tokens", "0"], "--group-tokens is 0; give a whole number, 1 or more"),
+        (
+            ["--validation", "nowhere.txt"],
+            "--validation is 'nowhere.txt', which cannot be read (No such file",
+        ),
+        (["--adapter", "x"], "Unknown option: --adapter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_mistake_is_one_line(models: Path, data: Path, more: list[str], message: str) -> None:
+    done = foredraft(*command(models, "adapter", data, *more))
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines()[-1].startswith(f"foredraft: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text"\n', "line 2 is not JSON; correct it, or give --skip-bad-lines"),
+        ("", "which is empty; leave it out"),
+        ('{"prompt": "a", "response": "b"}', "holds a single document, and none can be held out"),
+    ],
+)
+def test_bad_data_is_named(models: Path, data: Path, content: str, message: str) -> None:
+    data.write_text(content)
+    done = foredraft(*command(models, "adapter", data))
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+    assert "--data" in done.stderr.splitlines()[-1]
+
+
+def test_bad_lines_are_counted(models: Path, data: Path) -> None:
+    data.write_text(data.read_text() + "[]\n{\n")
+    done = foredraft(*command(models, "adapter", data, "--skip-bad-lines"))
+    assert done.returncode == 0 and "2 bad lines were left out" in done.stderr
+
+
+def test_an_interrupt_ends_it_and_the_same_command_goes_on(models: Path, data: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    words = command(models, "adapter", data, "--work", str(work))
+    words[words.index("--steps") + 1] = "3000"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foredraft.cli", *words, "--patience", "0"], env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    ends = time.monotonic() + 100
+    while not list(work.glob("checkpoints/step-*[0-9]")) and time.monotonic() < ends:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+    steps = max(int(path.name[5:]) for path in work.glob("checkpoints/step-*") if path.name[5:].isdigit())
+    assert 3 <= steps < 3000
