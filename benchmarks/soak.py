@@ -150,7 +150,8 @@ class Soak:
         await self._send(self._request(stream=True, **self.long), read=self.dice.choice((1, 400, 4000)))
 
     async def garbage(self) -> None:
-        await self._send(self.dice.randbytes(self.dice.choice((1, 100, 100_000))), read=1)
+        # A single letter may begin a request, and the server waits for the rest of it.
+        await self._send(self.dice.randbytes(self.dice.choice((1, 100, 100_000))), read=1, patience=1.0)
 
     async def wrong_body(self) -> None:
         body = self.dice.choice((b"{", b"[1]", b"\xff", b'{"model": 3}', b"[" * 10_000, b"{}" * 1000))
@@ -198,17 +199,23 @@ class Soak:
         body = json.dumps(self.body(self.dice.choice(self.prompts), **more)).encode()
         return self._head(len(body)) + body
 
-    async def _send(self, *parts: bytes, wait: float = 0.0, read: int = 0) -> None:
-        """Send bytes, wait, read at least so many unless the server ends it, and reset the connection."""
+    async def _send(
+        self, *parts: bytes, wait: float = 0.0, read: int = 0, patience: float | None = None
+    ) -> None:
+        """Send bytes, wait, read at least so many unless the server ends it, and reset the connection.
+
+        patience: Seconds for all of it; None waits for the server.
+        """
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
-            with suppress(ConnectionError):  # the server may have had enough
-                for part in parts:
-                    writer.write(part)
-                    await writer.drain()
-                await asyncio.sleep(wait)
-                while read > 0 and (data := await reader.read(read)):
-                    read -= len(data)
+            with suppress(ConnectionError, TimeoutError):  # the server may have had enough
+                async with asyncio.timeout(patience):
+                    for part in parts:
+                        writer.write(part)
+                        await writer.drain()
+                    await asyncio.sleep(wait)
+                    while read > 0 and (data := await reader.read(read)):
+                        read -= len(data)
         finally:
             writer.transport.abort()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,17 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(llm: LLM) -> None:
         assert post(served, prompt="x", max_tokens=1).status_code == 200
         refused = post(served, prompt="x", n=4)  # more than there is ever room for
         assert refused.status_code == 400 and "4 samples" in refused.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(llm) as served:
+        for path in ("completions", "chat/completions", "responses", "messages"):
+            with socket.create_connection((served.client.base_url.host, served.client.base_url.port)) as raw:
+                raw.sendall(f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{{".encode())
+                time.sleep(0.05)  # the head is read, and the body awaited
+        served.wait(served.idle)
+        assert post(served, prompt="x", max_tokens=1).status_code == 200
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
 
 
 def test_prompt_tokens_are_bounded_in_all(llm: LLM) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -65,6 +66,7 @@ def create_app(load: Loader, settings: Settings) -> FastAPI:
         )
     app.add_middleware(Recording, end=state.end)  # the last one added sees a request first
     app.add_exception_handler(Problem, cast(Any, _answer_problem))
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, cast(Any, _answer_bug))
     app.add_exception_handler(404, cast(Any, _answer_status))
     app.add_exception_handler(405, cast(Any, _answer_status))
@@ -300,6 +302,11 @@ def _event_stream(
 ) -> _Stream:
     headers = headers | SSE_HEADERS
     return _Stream(model, generation, events, headers=headers, media_type="text/event-stream")
+
+
+async def _answer_nobody(request: Request, gone: Exception) -> Response:
+    """End a request whose client left while it was sending the body, which is no error of the server."""
+    return Response(status_code=499)
 
 
 def _error(problem: Problem) -> Response:
