@@ -21,7 +21,9 @@ from foredraft.bench.records import Report, Row, Spread
 from foredraft.files import write_whole
 
 HERE = Path(__file__).parent
-PAGES = ("README.md", "docs/reproduction.md", "docs/guides/bild.md", "docs/guides/scaling.md")
+PAGES = (
+    "README.md", "docs/reproduction.md", "docs/guides/bild.md", "docs/guides/scaling.md",
+)  # fmt: skip
 BLOCK = re.compile(
     r"(?<=<!-- figures: )(?P<name>[^>]*?)(?P<gap> -->\n)(?P<lines>.*?)(?=<!-- /figures -->)", re.S
 )

@@ -16,7 +16,7 @@ from foredraft.train.options import AdapterOptions
 
 from .corpus import read_sources
 
-STEPS, STEP_TOKENS = 480, 16384
+STEPS, STEP_TOKENS = 1200, 4096
 
 
 def refuse_held_out(corpus: Path, prompts: Path) -> None:
@@ -52,10 +52,10 @@ def main() -> None:
         length=512,
         steps=given.steps,
         step_tokens=STEP_TOKENS,
-        warm_up=20,
+        warm_up=50,
         learning_rate=given.learning_rate,
         loss=given.loss,
-        validate_every=40,
+        validate_every=200,
         patience=0,
         depth=given.depth,
         kind=given.kind,

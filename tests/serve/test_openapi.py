@@ -53,7 +53,7 @@ def schema_of(
 ) -> Any:
     content = document["paths"][path][method]["responses"][str(status)]["content"][media]
     if media == "text/event-stream":
-        schema = content["itemSchema"]["properties"]["data"]["contentSchema"]
+        schema = content["itemSchema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
     else:
         schema = content["schema"]
     return {**schema, "components": document["components"]}

@@ -23,11 +23,6 @@ def draft_path() -> Path:
     return Path(str(files(__package__) / "draft"))
 
 
-def adapter_path() -> Path:
-    """Return the folder of the target's adapter."""
-    return Path(str(files(__package__) / "adapter"))
-
-
 def prompts() -> list[str]:
     """Return function headers, with the code before them, from modules that neither model was trained on."""
     text = (files(__package__) / "prompts.jsonl").read_text(encoding="utf-8")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from foredraft import demo
 from foredraft.drafters.adapter import Adapter, adapter_bytes, adapter_spec, load_adapter
 from foredraft.drafters.adapter_files import (
     AdapterConfig,
@@ -49,7 +48,7 @@ class ChosenAdapter:
 
 
 def choose_adapter(given: str | Path | None, checkpoint: Checkpoint, *, needed: bool) -> ChosenAdapter | None:
-    """Return the given adapter, or else the one that is kept for the model or ships with it.
+    """Return the given adapter, or else the one that is kept for the model.
 
     Args:
         given: The folder of an adapter.
@@ -83,7 +82,5 @@ def choose_adapter(given: str | Path | None, checkpoint: Checkpoint, *, needed: 
 
 
 def _found(model: Path) -> Path | None:
-    """Return the folder of the adapter that is kept for the model in a folder, or ships with it."""
-    if model == demo.target_path():
-        return find_adapter(target_hash(model)) or demo.adapter_path()
+    """Return the folder of the adapter that is kept for the model in a folder; None without one."""
     return find_adapter(target_hash(model)) if adapters_kept() else None

@@ -60,7 +60,7 @@ def _described(
         refusals: Statuses of errors, each with its reason.
         body: Type of the request's body.
         event: Type of the data of each event of a stream.
-        text: A stream may be plain text, too.
+        text: A stream may be plain text, too; one of events ends with `[DONE]`.
         errors: Types of an error's body.
         headers: Of a reply, beside those of HTTP.
         schemes: How an API key may come; none where the route asks for none.
@@ -68,7 +68,7 @@ def _described(
     plain: dict[str, Any] = {"schema": {"type": "string"}}
     content = {"text/plain": plain} if reply is str else {"application/json": {"schema": _reference(reply)}}
     if event is not None:
-        content["text/event-stream"] = {"itemSchema": _item(event)}
+        content["text/event-stream"] = {"itemSchema": _item(event, last="[DONE]" if text else None)}
     if text:
         content["text/plain"] = plain
     done = {"description": "The reply.", "content": content, "headers": headers or {}}
@@ -87,9 +87,10 @@ def _described(
     return made
 
 
-def _item(event: Any) -> dict[str, Any]:
-    """Return the schema of an event whose data has a type."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(event)}
+def _item(event: Any, last: str | None) -> dict[str, Any]:
+    """Return the schema of an event whose data has a type, unless they are `last`."""
+    typed = {"contentMediaType": "application/json", "contentSchema": _reference(event)}
+    data = {"type": "string", "anyOf": [typed, *([] if last is None else [{"const": last}])]}
     return {
         "type": "object",
         "required": ["data"],

@@ -25,6 +25,7 @@ class Batches:
     def __init__(self, documents: Sequence[Document], tokens: int, seed: int) -> None:
         self.documents, self.tokens, self._seed = documents, tokens, seed
         self.groups: list[list[int]] = []
+        self._epoch, self._order = -1, np.empty(0, np.int64)
         room = 0
         for index in np.random.default_rng(seed).permutation(len(documents)).tolist():
             length = len(documents[index].ids)
@@ -43,8 +44,10 @@ class Batches:
     def group_at(self, place: int) -> int:
         """Return which group comes at a place, counted over all epochs."""
         epoch, within = divmod(place, len(self.groups))
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
-        return int(order[within])
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
+        return int(self._order[within])
 
     def documents_of(self, group: int) -> list[Document]:
         """Return the documents of a group."""
