@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -425,10 +426,36 @@ def test_a_run_of_other_options_is_not_continued(model: Path, data: Path, tmp_pa
     with pytest.raises(ConfigError, match="a run of another target, other data or other options"):
         train(model, options(data, tmp_path, steps=8))
     assert train(model, options(data, tmp_path, steps=8, fresh=True)).steps == 8
+    shutil.rmtree(tmp_path / "adapter")
+    assert train(model, options(data, tmp_path, steps=8)).steps == 8
+    assert read_adapter(tmp_path / "adapter").steps == 8, "the same command writes it again"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds other files"):
         train(model, options(data, tmp_path, work=tmp_path / "other"))
+
+
+def test_a_folder_of_other_files_is_never_replaced(model: Path, data: Path, tmp_path: Path) -> None:
+    """Not the target's own, nor one with a file beside an adapter's; an adapter's own is."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    for place in (mine, model, mine / "thesis.txt"):
+        with pytest.raises(ConfigError, match="out is .*(holds other files|no folder); give a new folder"):
+            train(model, options(data, tmp_path, steps=4, out=place))
+        with pytest.raises(ConfigError, match="out is .*(holds other files|no folder); give a new folder"):
+            train_draft(
+                DraftOptions(data=(data,), out=place, work=tmp_path / "w", layers=3, steps=2),
+                str(model),
+                device="cpu",
+            )
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "empty", tmp_path / "empty"):
+        train(model, options(data, tmp_path, steps=4, out=place, fresh=True))
+    (tmp_path / "empty" / "note.txt").touch()
+    with pytest.raises(ConfigError, match="holds other files"):
+        train(model, options(data, tmp_path, steps=4, out=tmp_path / "empty", fresh=True))
 
 
 def test_an_adapter_of_another_target_is_refused(model: Path, trained: Path, tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 import foredraft
-from foredraft.drafters.adapter_files import AdapterConfig, adapter_place, write_adapter
+from foredraft.drafters.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    AdapterConfig,
+    adapter_place,
+    read_adapter,
+    write_adapter,
+)
 from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.device import find_device
@@ -21,7 +28,7 @@ from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run
 from foredraft.train.options import AdapterOptions
 from foredraft.train.packed import Document
-from foredraft.train.preparation import Prepared, prepare
+from foredraft.train.preparation import Prepared, check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import AdapterStudent
@@ -79,7 +86,7 @@ def _trained(
 
     run = Run(
         student, prepared.target, prepared.batches, prepared.held_out, _cost(prepared, student), options,
-        prepared.folder, processes, keep, report,
+        prepared.folder, processes, keep, place.exists, report,
     )  # fmt: skip
     progress = run.train()
     return Result.of(place, progress, prepared)
@@ -89,9 +96,16 @@ def _place(out: Path | None, hash: str) -> Path:
     place = adapter_place(hash) if out is None else out
     if place is None:
         raise ConfigError("there is no cache folder to write the adapter to", remedy=("give ", Option("out")))
-    if place.exists() and not place.is_dir():
-        raise ConfigError("which is no folder", option="out", value=str(place), remedy="give a folder")
+    check_out(place, _is_adapter)
     return place
+
+
+def _is_adapter(folder: Path) -> bool:
+    try:
+        read_adapter(folder)
+    except ConfigError:
+        return False
+    return {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS}
 
 
 def _student(prepared: Prepared, options: AdapterOptions) -> AdapterStudent:

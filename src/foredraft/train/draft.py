@@ -21,7 +21,7 @@ from foredraft.model.weights import parameter_count, read_tensors
 from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run
 from foredraft.train.options import DraftOptions
-from foredraft.train.preparation import prepare
+from foredraft.train.preparation import check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
 from foredraft.train.students import DraftStudent
@@ -63,9 +63,8 @@ def _trained(
     prepared = prepare(model, options, load, processes, report)
     folder, target = prepared.checkpoint.folder, prepared.target
     place = options.out
-    if place.exists() and not place.is_dir():
-        raise ConfigError("which is no folder", option="out", value=str(place), remedy="give a folder")
     config = draft_config(read_json(folder / CONFIG), target.spec, options)
+    check_out(place, lambda found: not found.samefile(folder) and _holds(found, config))
     try:
         spec = ModelSpec.from_hf(config)
     except CheckpointError as error:
@@ -85,7 +84,7 @@ def _trained(
     cost = _reads(spec) / _reads(target.spec)
     run = Run(
         student, target, prepared.batches, prepared.held_out, cost, options, prepared.folder, processes,
-        keep, report,
+        keep, place.exists, report,
     )  # fmt: skip
     return Result.of(place, run.train(), prepared)
 
@@ -133,6 +132,14 @@ def _start(folder: Path, layers: tuple[int, ...]) -> dict[str, Tensor] | None:
             if layer == int(match[1]):
                 found[f"model.layers.{place}.{match[2]}"] = value
     return found
+
+
+def _holds(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether a folder holds a draft model of this config and nothing else."""
+    names = {file.name for file in folder.iterdir()}
+    if not all(name in (CONFIG, WEIGHTS) or name.startswith(SHARED) for name in names):
+        return False
+    return CONFIG in names and read_json(folder / CONFIG) == dict(config)
 
 
 def _reads(spec: ModelSpec) -> int:

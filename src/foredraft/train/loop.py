@@ -52,6 +52,7 @@ class Run:
         folder: Of checkpoints and logs.
         processes: Those that train together.
         keep: Writes the student, with how it does; called whenever it is the best so far.
+        kept: Returns whether what `keep` wrote is still there.
         report: Told how far the run is.
     """
 
@@ -64,6 +65,7 @@ class Run:
     folder: Path
     processes: Processes
     keep: Callable[[Validation, Progress], None]
+    kept: Callable[[], bool]
     report: Report
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class Run:
         finally:
             if journal is not None:
                 journal.close()
+        if not self.kept():  # a run that had ended before, and whose drafter was removed since
+            self.keep(self.validate(), progress)
         return progress
 
     def _step(self, progress: Progress, journal: Journal | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from foredraft.train.target import FrozenTarget
 from foredraft.train.texts import Reader
 from foredraft.user_cache import cache_folder
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "check_out", "prepare"]
 
 LENGTH = 1024  # tokens of a document at most, unless the user says otherwise
 HELD_OUT, MOST_HELD_OUT = 0.05, 64  # share of the documents, and their number, that are held out
@@ -181,6 +181,24 @@ def _claim(folder: Path, key: str, options: TrainOptions) -> None:
             f"which cannot be written ({error.strerror})", option="work", value=str(folder),
             remedy="give a folder that can be",
         ) from error  # fmt: skip
+
+
+def check_out(place: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Check that a folder may be replaced: it is not there, empty, or holds what a former run wrote.
+
+    Raises:
+        ConfigError: It holds anything else, which would be lost.
+    """
+    try:
+        if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or is_ours(place))):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"which cannot be read ({error.strerror})", option="out", value=str(place),
+            remedy="give another folder",
+        ) from error  # fmt: skip
+    problem = "which holds other files" if place.is_dir() else "which is no folder"
+    raise ConfigError(problem, option="out", value=str(place), remedy="give a new folder")
 
 
 def _digest(file: Path, option: str) -> str:
