@@ -135,11 +135,13 @@ static void drafts(
     uint8_t *none = array(VOCABULARY, 1);  // a draft that cannot begin
     const uint8_t *const masks[ROWS] = {none, NULL, mask, NULL};
     memset(none, 0, VOCABULARY);
-    Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, NULL, drawn, finite, probs};
+    Draft d = {tokens, COLUMNS, STEPS, slot, length, NULL, keys, NULL, drawn, finite, probs, 1, NULL};
+    void *states = array(ROWS * STEPS * m->hidden, word == 1 ? sizeof(float) : sizeof(uint16_t));
     for (int plan = 0; plan < 3; plan++)
         for (int threads = 1; threads < 4; threads += 2) {
             d.sampling = sampling + plan % 2;
             d.allowed = threads > 1 ? masks : NULL;
+            d.states = plan ? states : NULL;
             run_draft(word, m, p, &d, plans[plan], plans[2 - plan], scratch, logits, threads);
         }
     if (m->hidden == 2) {  // the allocations do not depend on the size: the smallest model is enough
@@ -147,7 +149,7 @@ static void drafts(
         const int64_t needed = NEEDED(run_draft(word, m, p, &d, plans[0], plans[0], scratch, logits, 2));
         if (needed < 1 + 7 * 3) printf("a draft of 7 tokens allocates %ld times\n", (long)needed), exit(1);
     }
-    free(none), free(mask), free(finite), free(probs), free(logits);
+    free(states), free(none), free(mask), free(finite), free(probs), free(logits);
 }
 
 // Forward passes and drafts of a model, whose cache has no position to spare.
@@ -160,7 +162,8 @@ static void passes(
     Layer layer[2];
     const Model m = new_model(word, dim, kv_heads, heads, hidden, inner, window, layer);
     void *table = elements(POSITIONS * 2 * dim, word);
-    void *cache = elements(4 * CACHE_ROWS * kv_heads * POSITIONS * dim, word);
+    void *cache[2];  // of each layer
+    for (int i = 0; i < 2; i++) cache[i] = elements(2 * CACHE_ROWS * kv_heads * POSITIONS * dim, word);
     const void *rotary[1] = {table};
     const Pass p = {GROUPS, first, count, start, row, rotary, cache, CACHE_ROWS, POSITIONS};
     const int64_t wide = width > 2 * inner ? width : 2 * inner, narrow = heads * dim > inner ? heads * dim : inner;
@@ -185,7 +188,7 @@ static void passes(
     for (int64_t i = 0; i < COLUMNS * VOCABULARY; i++)
         if (!isfinite(logits[i])) printf("logit %ld is not finite\n", (long)i), exit(1);
     free_model(m);
-    free(table), free(cache), free(x), free(scratch), free(draft_scratch), free(logits);
+    free(table), free(cache[0]), free(cache[1]), free(x), free(scratch), free(draft_scratch), free(logits);
 }
 
 // Every vocabulary operation, over `count` rows of n values.

@@ -77,9 +77,10 @@ class Prophet:
         counts: list[int],
         at: Tensor,
         plan: None,
+        taps: tuple[int, ...],
         exact: bool,
     ) -> Forward:
-        assert not exact
+        assert not exact and not taps
         assert not all(idle)
         assert first_row + len(tokens) <= len(self.rows)
         self.passes += 1
