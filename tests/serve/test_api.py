@@ -163,13 +163,41 @@ def test_a_header_lists_some_of_many_unknown_fields(served: Served) -> None:
     assert response.status_code == 200 and response.headers["x-ignored-fields"].endswith(", and 19980 more")
 
 
-def test_a_long_list_with_a_wrong_item_is_refused_at_once(served: Served) -> None:
-    body = {"model": name(served), "prompt": [1] * 300_000 + ["x"]}
+LISTS = {
+    "/v1/completions prompt": [1] * 300_000 + ["x"],
+    "/v1/completions stop": [1] * 1_000_000,
+    "/v1/completions ban": [1] * 1_000_000,
+    "/v1/chat/completions messages": [1] * 1_000_000,
+    "/v1/responses input": [1] * 1_000_000,
+    "/v1/responses tools": [1] * 1_000_000,
+    "/v1/messages messages": [1] * 1_000_000,
+    "/v1/messages system": [1] * 1_000_000,
+    "/v1/messages stop_sequences": [1] * 1_000_000,
+    "/v1/messages tools": [1] * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("where", LISTS)
+def test_a_long_list_with_a_wrong_item_is_refused_at_once(served: Served, where: str) -> None:
+    path, field = where.split()
+    user = [{"role": "user", "content": "x"}]
+    least = (
+        {"prompt": "x"}
+        if path.endswith("/completions")
+        else {"messages": user, "input": "x", "max_tokens": 1}
+    )
+    body = {"model": name(served), **least, field: LISTS[where]}
     begun = time.process_time()
-    assert served.client.post("/v1/completions", json=body).status_code == 400
+    assert served.client.post(path, json=body).status_code == 400
     assert (
         time.process_time() - begun < 2
     )  # all errors of all kinds of lists took many seconds, and gigabytes
+
+
+def test_a_host_that_is_none_is_no_error(served: Served) -> None:
+    for headers in ({"host": "[abc"}, {"host": "[abc", "origin": "http://[abc"}):
+        status = served.client.get("/v1/models", headers=headers).status_code
+        assert status == (403 if "origin" in headers else 200)
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1"])

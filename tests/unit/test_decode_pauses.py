@@ -144,6 +144,12 @@ def test_no_more_rows_are_parked_than_there_are(llm: LLM) -> None:
     assert (
         sum(each.parked is not None for each in given) == engine.rows.capacity == len(engine.rows.sequences)
     )
+    back = next(each for each in given if each.parked is not None)
+    engine.resume(back)  # a row of a paused one is its own again, though as many as may be are parked
+    assert not engine.scheduler.stalled
+    engine.step()
+    assert back.row >= 0 and sum(each.parked is not None for each in given) == engine.rows.capacity
+    engine.pause(back)
     engine.cancel(given[0])  # what ends gives its place to the next
     assert not engine.scheduler.stalled
     for each in given:

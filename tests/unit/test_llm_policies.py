@@ -54,6 +54,12 @@ def check_longest_drafts(llm: foredraft.LLM) -> None:
     assert [len(output.stats.drafted_at) for output in outputs] == [1, 2, 5, 9, 5]
 
 
+def test_another_length_keeps_the_settings_of_the_loaded_policy() -> None:
+    llm = load(policy="target-confidence", policy_options={"threshold": 0.9, "by": "entropy"})
+    policy: Any = llm._policies.of(params(max_draft=3), llm._engine)
+    assert (policy.max_draft, policy.threshold, policy.by) == (3, 0.9, "entropy")
+
+
 def test_a_request_has_its_own_longest_draft(llm: foredraft.LLM) -> None:
     check_longest_drafts(llm)
 

@@ -56,7 +56,8 @@ class Scheduler:
         """Return the paused sequence whose row another one needs; None where there is no such."""
         if self._next is None or not self._full:
             return None
-        if sum(s.parked is not None for s in self.waiting) >= self.rows.capacity:
+        others = [s for s in self.waiting if s is not self._next]  # the next one gets a row for it
+        if sum(s.parked is not None for s in others) >= self.rows.capacity:
             return None
         return next((s for s in self.rows.sequences if s.state is State.RUNNING and not s.active), None)
 

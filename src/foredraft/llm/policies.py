@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from foredraft.decode.engine import Engine
 from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Policy
@@ -45,4 +48,9 @@ class RequestPolicies:
             return None
         key = name, own if kind.uses_costs else longest
         made = self._made.get(key)
-        return made or self._made.setdefault(key, POLICIES[name].make(key[1]))  # one, whatever the thread
+        if made is None:
+            # Another length of the loaded policy keeps the settings that it was loaded with.
+            same: Any = loaded
+            new = replace(same, max_draft=key[1]) if kind is loaded else POLICIES[name].make(key[1])
+            made = self._made.setdefault(key, new)  # one, whatever the thread
+        return made

@@ -17,7 +17,7 @@ from foredraft.serve.calls import parsed_object
 from foredraft.serve.conversation import text_of
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Problem
-from foredraft.serve.requests import Body
+from foredraft.serve.requests import Body, Items
 
 __all__ = ["NUMBERED", "MessagesRequest", "chat_body", "error_body", "error_event", "events", "whole"]
 
@@ -63,10 +63,10 @@ class MessagesRequest(Body):
     harmless, unsupported = HARMLESS, UNSUPPORTED
     model: str
     max_tokens: int
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[Tool] | None = None
+    messages: Items[dict[str, Any]]
+    system: str | Items[dict[str, Any]] | None = None
+    stop_sequences: Items[str] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     stream: bool | None = None
 

@@ -43,23 +43,18 @@ class KnownOrigins:
 
     def _is_known(self, headers: Headers) -> bool:
         origin = headers.get("origin")
+        if origin is None:
+            return True
         own = headers.get("host", "")
         if not _is_address(own):  # a name may lead here from anywhere (DNS rebinding)
             own = ""
-        return (
-            origin is None
-            or origin in (*self._known, f"http://{own}", f"https://{own}")
-            or "*" in self._known
-        )
+        return origin in (*self._known, f"http://{own}", f"https://{own}") or "*" in self._known
 
 
 def _is_address(host: str) -> bool:
     """Return whether a `Host` header names this machine by an address, or as localhost."""
-    name = urlsplit(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
     try:
-        ip_address(name)
-    except ValueError:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:  # no address, or no host at all
         return False
-    return True

@@ -164,14 +164,14 @@ class _Request(Body):
     logit_bias: dict[str, float] | None = None
     n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     include_stop_str_in_output: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ban: str | list[str] | None = None
+    ban: str | Items[str] | None = None
     ban_mode: Literal["mask", "rollback"] | None = None
     ban_ignore_case: bool | None = None
     ban_whole_words: bool | None = None
@@ -214,7 +214,7 @@ class _Request(Body):
 class ChatRequest(_Request):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)

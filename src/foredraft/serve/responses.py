@@ -12,7 +12,7 @@ from foredraft.llm.output import Output
 from foredraft.serve.blocks import Block, stream_blocks
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Problem
-from foredraft.serve.requests import Body
+from foredraft.serve.requests import Body, Items
 from foredraft.serve.tools import Function
 
 __all__ = ["NUMBERED", "ResponsesRequest", "chat_body", "error_event", "events", "whole"]
@@ -51,11 +51,11 @@ class ResponsesRequest(Body):
 
     harmless, unsupported = HARMLESS, UNSUPPORTED
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

@@ -2,6 +2,7 @@
 
 # Without `from __future__ import annotations`: Ray reads the type of the argument of `app`.
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -119,4 +120,5 @@ def _settings(given: dict[str, Any]) -> Settings:
             raise ConfigError(
                 "is unknown", option=name, remedy="see foredraft serve --help-all for the options of a server"
             )
-    return Settings(**given)
+    files = {name: Path(given[name]) for name in ("api_key_file",) if given.get(name) is not None}
+    return Settings(**given | files)
