@@ -25,7 +25,7 @@ from workload import machine, write
 from foredraft import demo
 from foredraft.drafters.adapter import adapter_spec
 from foredraft.model.tokenizer import Tokenizer
-from foredraft.model.weights import read_tensors
+from foredraft.model.weights import layer_tensors
 from foredraft.train.adapter import train_adapter
 from foredraft.train.losses import FUNCTIONS
 from foredraft.train.options import AdapterOptions
@@ -82,8 +82,7 @@ def throughput(data: Path, repeats: int) -> dict[str, Any]:
     assert tokenizer is not None
     documents = [d for d in Reader(tokenizer, 0, LENGTH).corpus([data]).documents if len(d.ids) == LENGTH]
     packed = Packed.of(documents[: GROUP // LENGTH], torch.device("cpu"))
-    last = f"model.layers.{spec.layers - 1}."
-    start = read_tensors(folder, lambda name: name.startswith((last, "model.norm.")))
+    start = layer_tensors(folder, spec.layers - 1)
     student = AdapterStudent(spec, target.head_weight, start, DEPTH, mlp=True)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
 

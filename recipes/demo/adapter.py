@@ -16,7 +16,7 @@ from foredraft.train.options import AdapterOptions
 
 from .corpus import read_sources
 
-STEPS, STEP_TOKENS = 1200, 4096
+STEPS, STEP_TOKENS = 3000, 4096
 
 
 def refuse_held_out(corpus: Path, prompts: Path) -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="file that recipes.demo.prompts wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints and logs")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--depth", type=int, default=2, help="layers below the adapter")
+    parser.add_argument("--depth", type=int, default=1, help="layers below the adapter")
     parser.add_argument("--kind", default="attention+mlp", help="attention, or attention+mlp")
     parser.add_argument("--loss", default="kl", help="the loss")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of training")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.model.decoder import Decoder, Layer
 from foredraft.model.runner import Runner
-from foredraft.model.weights import load_decoder
+from foredraft.model.weights import layer_tensors, load_decoder
 from foredraft.train.packed import Document, Packed, PackedPass
 from foredraft.train.parameters import Parameters, TrainedNorm
 from foredraft.train.students import AdapterStudent, DraftStudent
@@ -123,9 +123,9 @@ def test_a_last_column_that_predicts_the_next_document_is_caught(monkeypatch: py
 
 def adapter_student(folder: Path, family: str, **more: Any) -> tuple[FrozenTarget, AdapterStudent]:
     target = FrozenTarget(save_checkpoint(folder / family, family), CPU, torch.float32)
-    weights = load_file(folder / family / "model.safetensors")
+    start = layer_tensors(folder / family, target.spec.layers - 1)
     options = {"depth": target.spec.layers - 1, "mlp": True, **more}
-    return target, AdapterStudent(target.spec, target.head_weight.clone(), weights, **options)
+    return target, AdapterStudent(target.spec, target.head_weight.clone(), start, **options)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])

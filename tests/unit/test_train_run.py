@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import foredraft
 from foredraft import ConfigError, SamplingParams
@@ -25,6 +25,7 @@ from foredraft.decode.policy import Fixed
 from foredraft.decode.sequence import Sequence
 from foredraft.drafters.adapter_files import read_adapter
 from foredraft.drafters.kangaroo import Kangaroo
+from foredraft.model.weights import layer_tensors
 from foredraft.train import checkpoints
 from foredraft.train.adapter import train_adapter
 from foredraft.train.checkpoints import Checkpoints
@@ -173,6 +174,21 @@ def test_two_processes_have_the_curve_of_one(model: Path, data: Path, tmp_path: 
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
 
 
+def test_an_adapter_starts_as_the_layer_that_drafts_best(model: Path, data: Path, tmp_path: Path) -> None:
+    """The last layer writes nothing, so that the one below says what the target says."""
+    target = tmp_path / "target"
+    shutil.copytree(model, target)
+    weights = load_file(target / "model.safetensors")
+    for name in weights:
+        if name.startswith("model.layers.2.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name].zero_()
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    train(target, options(data, tmp_path, steps=1, learning_rate=1e-9, warm_up=0))
+    written = load_file(tmp_path / "adapter" / "model.safetensors")
+    for name, weight in layer_tensors(target, 1).items():
+        torch.testing.assert_close(written[name], weight)
+
+
 # --- what was trained, against decoding -------------------------------------------------------------------------
 
 
@@ -186,9 +202,7 @@ def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
 def student_of(model: Path, adapter: Path) -> tuple[FrozenTarget, AdapterStudent]:
     """Return the training code's own view of a written adapter."""
     target, config = FrozenTarget(model, CPU, torch.float32), read_adapter(adapter)
-    weights = load_file(adapter / "model.safetensors")
-    last = f"model.layers.{target.spec.layers - 1}."
-    start = {name.replace("model.layers.0.", last): value for name, value in weights.items()}
+    start = load_file(adapter / "model.safetensors")
     return target, AdapterStudent(target.spec, target.head_weight, start, config.depth, mlp=True)
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "build_norm",
     "first_values",
     "layer_parameters",
+    "layer_tensors",
     "load_decoder",
     "load_layer",
     "parameter_count",
@@ -53,6 +54,7 @@ __all__ = [
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens", "lm_head", "model.norm"
+LAYERS = "model.layers"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
 FLOATS = {"F64", "F32", "F16", "BF16"}  # the supported dtypes, as safetensors names them
 # buffers that old versions of transformers saved; the decoder computes them from the spec
@@ -187,6 +189,17 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tenso
         return {name: file.get_tensor(name).clone() for name, file in files.items() if wanted(name)}
 
 
+def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
+    """Return a layer and the last norm of a checkpoint, as stored, by the names that `load_layer` reads.
+
+    Raises:
+        CheckpointError: The files of the checkpoint are broken or incomplete.
+    """
+    own = f"{LAYERS}.{layer}."
+    found = read_tensors(folder, lambda name: name.startswith((own, f"{LAST_NORM}.")))
+    return {name.replace(own, f"{LAYERS}.0."): tensor for name, tensor in found.items()}
+
+
 def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the first row of every tensor of a checkpoint, as stored, in the order of names.
 
@@ -258,7 +271,7 @@ class _Builder:
 
     def layer(self, index: int, *, mlp: bool = True) -> Layer:
         """Return a layer of the model."""
-        prefix = f"model.layers.{index}"
+        prefix = f"{LAYERS}.{index}"
         return Layer(self._attention(prefix), self._mlp(prefix) if mlp else None)
 
     def _attention(self, prefix: str) -> Attention:

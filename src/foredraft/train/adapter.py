@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from foredraft.drafters.adapter_files import (
 from foredraft.drafters.adapter_kinds import WITH_MLP
 from foredraft.errors import ConfigError, Option
 from foredraft.loading.device import find_device
-from foredraft.model.weights import layer_parameters, read_tensors
+from foredraft.model.weights import layer_parameters, layer_tensors
 from foredraft.ownership import make_folder
+from foredraft.train.batches import Batches
 from foredraft.train.checkpoints import Progress
 from foredraft.train.loop import Report, Run
+from foredraft.train.losses import overlap
 from foredraft.train.options import AdapterOptions
-from foredraft.train.packed import Document
+from foredraft.train.packed import Document, Packed
 from foredraft.train.preparation import Prepared, check_out, prepare
 from foredraft.train.processes import Processes, joined
 from foredraft.train.result import Result
@@ -73,7 +75,7 @@ def _trained(
     torch.manual_seed(options.seed)
     prepared = prepare(model, options, load, processes, report)
     place = _place(options.out, prepared.hash)
-    student = _student(prepared, options)
+    student = _student(prepared, options, processes)
 
     def keep(validation: Validation, progress: Progress) -> None:
         config = _config(prepared, options, student, validation, progress)
@@ -108,19 +110,47 @@ def _is_adapter(folder: Path) -> bool:
     return {file.name for file in folder.iterdir()} <= {CONFIG, WEIGHTS}
 
 
-def _student(prepared: Prepared, options: AdapterOptions) -> AdapterStudent:
+def _student(prepared: Prepared, options: AdapterOptions, processes: Processes) -> AdapterStudent:
+    """Return an adapter that starts as the layer of the target which, alone above `depth`, drafts best."""
     spec = prepared.target.spec
     depth = options.depth or min(3, max(1, spec.layers // 8))
     if depth >= spec.layers:
         raise ConfigError(
             f"but the target has {spec.layers} layers", option="depth", value=depth, remedy="give fewer"
         )
-    last = f"model.layers.{spec.layers - 1}."
-    start = read_tensors(prepared.checkpoint.folder, lambda name: name.startswith((last, "model.norm.")))
-    return AdapterStudent(
-        spec, prepared.target.head_weight, start, depth, mlp=options.kind == WITH_MLP,
-        vocabulary=_vocabulary(prepared.batches.documents, options.draft_vocabulary, prepared),
-    )  # fmt: skip
+    vocabulary = _vocabulary(prepared.batches.documents, options.draft_vocabulary, prepared)
+
+    def started(layer: int) -> AdapterStudent:
+        start = layer_tensors(prepared.checkpoint.folder, layer)
+        return AdapterStudent(
+            spec, prepared.target.head_weight, start, depth, mlp=options.kind == WITH_MLP,
+            vocabulary=vocabulary,
+        )  # fmt: skip
+
+    layers = range(depth, spec.layers)
+    shares = torch.tensor(
+        _shares(map(started, layers), prepared, depth), device=prepared.target.decoder.device
+    )
+    return started(layers[int(processes.sum(shares).argmax())])  # the sum, so that all processes choose alike
+
+
+@torch.no_grad()
+def _shares(students: Iterable[AdapterStudent], prepared: Prepared, depth: int) -> list[float]:
+    """Return the mean of Σ min(p, q) that each student has on held-out documents, in one pass over them."""
+    target = prepared.target
+    held_out = Batches(prepared.held_out, prepared.batches.tokens, 0)
+    packed = Packed.of(held_out.documents_of(0), target.decoder.device)
+    states = target.states(packed, depth)
+    log_p = target.log_probs(states.last)
+    shares = []
+    for student in students:
+        log_q = student(packed, states.tapped).float().log_softmax(-1)
+        shares.append(
+            float(
+                overlap(log_p if student.vocabulary is None else log_p[:, student.vocabulary], log_q).mean()
+            )
+        )
+    return shares
 
 
 def _vocabulary(documents: Sequence[Document], size: int | None, prepared: Prepared) -> Sequence[int] | None:

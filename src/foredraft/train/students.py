@@ -59,12 +59,12 @@ class Student(nn.Module):
 class AdapterStudent(Student):
     """An adapter over the target's first layers (`drafters.adapter`).
 
-    It starts as the target's last layer and last norm.
+    It starts as a layer of the target and the target's last norm.
 
     Args:
         target: The target; its head is used, frozen.
         head: The head's weight, [V, hidden].
-        start: Tensors of the target's last layer and norm, by their names.
+        start: Their tensors, by the adapter's names.
         depth: Layers of the target below the adapter.
         mlp: The adapter has an MLP.
         vocabulary: The token ids of a reduced head, ascending; None keeps all.
@@ -91,10 +91,8 @@ class AdapterStudent(Student):
             self.vocabulary = torch.tensor(vocabulary, device=device)
             head = head[self.vocabulary]
         self.head = head
-        last = f"model.layers.{target.layers - 1}."
-        renamed = {name.replace(last, "model.layers.0."): weight for name, weight in start.items()}
         for part in (self.layer, self.norm):
-            part.fill(renamed)
+            part.fill(start)
 
     def forward(self, packed: Packed, states: Tensor | None) -> Tensor:
         assert states is not None
