@@ -16,6 +16,7 @@ from foredraft.constraints.compiling import compile_grammar, grammar_tokenizer
 from foredraft.model.byte_codec import ByteCodec
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
+from foredraft.serve.conversation import spelled_out
 from foredraft.serve.problems import Problem
 from foredraft.serve.tools import NamedChoice, Tool, Tools
 
@@ -45,6 +46,7 @@ CASES: list[tuple[CallFormat, str, Found]] = [
     (LLAMA, '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
     (LLAMA, '{"na', ('{"na', [])),
     (MISTRAL, f'[{{"name": "read", "arguments": {ARGUMENTS}}}, {{"name": "write", "arguments": {{}}}}]', ("", [("read", ARGUMENTS), ("write", "{}")])),
+    (MISTRAL, '[{"name": "read", "arguments": {"a": 1}, "id": "9aBcDeFgH"}, {"name": "write", "arguments": {} , "id": "1"}]', ("", [("read", '{"a": 1}'), ("write", "{}")])),
     (MISTRAL, "[1, 2]", ("[1, 2]", [])),
     (MISTRAL, '[{"a": 1}]', ('[{"a": 1}]', [])),
     (HERMES, "", ("", [])),
@@ -236,7 +238,7 @@ def test_another_template_gets_them_as_text() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "text of a"},
     ]
-    made, variables = tools("none").prompt(messages)
+    made, variables = tools("none").prompt(spelled_out(messages))
     assert variables == {}
     assert made[0]["content"].startswith("Be brief.\n\n") and '"path"' in made[0]["content"]
     assert made[1] == messages[1]

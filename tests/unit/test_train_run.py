@@ -174,7 +174,10 @@ def test_two_processes_have_the_curve_of_one(model: Path, data: Path, tmp_path: 
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
 
 
-def test_an_adapter_starts_as_the_layer_that_drafts_best(model: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_starts_as_the_layer_that_drafts_best(
+    model: Path, data: Path, tmp_path: Path, dtype: str
+) -> None:
     """The last layer writes nothing, so that the one below says what the target says."""
     target = tmp_path / "target"
     shutil.copytree(model, target)
@@ -183,10 +186,11 @@ def test_an_adapter_starts_as_the_layer_that_drafts_best(model: Path, data: Path
         if name.startswith("model.layers.2.") and name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name].zero_()
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    train(target, options(data, tmp_path, steps=1, learning_rate=1e-9, warm_up=0))
+    given = options(data, tmp_path, steps=1, learning_rate=1e-9, warm_up=0)
+    train_adapter(given, str(target), device="cpu", dtype=dtype)
     written = load_file(tmp_path / "adapter" / "model.safetensors")
     for name, weight in layer_tensors(target, 1).items():
-        torch.testing.assert_close(written[name], weight)
+        torch.testing.assert_close(written[name], weight.to(written[name].dtype))
 
 
 # --- what was trained, against decoding -------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from starlette.websockets import WebSocket
 import foredraft
 from foredraft.kinds import DRAFTERS, POLICIES, PREDICTION
 from foredraft.serve import messages, responses
-from foredraft.serve.blocks import whole_blocks
+from foredraft.serve.answers import answer, opened
+from foredraft.serve.blocks import Asked, whole_blocks
 from foredraft.serve.bodies import BoundedBodies, json_object
 from foredraft.serve.generations import Generation
 from foredraft.serve.openapi import document
@@ -84,11 +85,11 @@ def _add_health(app: FastAPI, state: App) -> None:
     @app.get("/health")
     async def health() -> Response:
         if state.failed is not None:
-            return _error(Problem(503, "the model could not be loaded", code="failed"))
+            raise Problem(503, "the model could not be loaded", code="failed")
         if state.model is None:
-            return _error(Problem(503, "the model is being loaded", code="loading"))
+            raise Problem(503, "the model is being loaded", code="loading")
         if state.draining:
-            return _error(Problem(503, "the server is shutting down", code="draining"))
+            raise Problem(503, "the server is shutting down", code="draining")
         return JSONResponse({"status": "ok"})
 
     app.get("/ready")(health)
@@ -142,7 +143,7 @@ def _add_models(app: FastAPI, state: App) -> None:
 
 
 def _add_tokens(app: FastAPI, state: App) -> None:
-    async def answer(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
+    async def read(kind: type[TokenizeRequest] | type[DetokenizeRequest], request: Request) -> Response:
         state.keys.check(request.headers.get("authorization"))
         asked = kind.read(json_object(await request.body()))
         model = state.ready()
@@ -152,15 +153,15 @@ def _add_tokens(app: FastAPI, state: App) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await answer(TokenizeRequest, request)
+        return await read(TokenizeRequest, request)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return await answer(DetokenizeRequest, request)
+        return await read(DetokenizeRequest, request)
 
 
 def _add_generation(app: FastAPI, state: App) -> None:
-    async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
+    async def generate(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"))
         generation, reply = await state.start(kind, json_object(await request.body()), key)
         model = state.ready()
@@ -178,20 +179,17 @@ def _add_generation(app: FastAPI, state: App) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await answer(ChatRequest, request)
+        return await generate(ChatRequest, request)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(CompletionRequest, request)
+        return await generate(CompletionRequest, request)
 
     @app.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
-        try:
-            key = state.keys.check(socket.headers.get("authorization"))
-        except Problem:
-            await socket.close(code=1008, reason="the API key is missing or wrong")
+        key = await opened(socket, state.keys)
+        if key is None:
             return
-        await socket.accept()
 
         async def run(frame: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
             kind = ChatRequest if "messages" in frame else CompletionRequest
@@ -207,34 +205,31 @@ def _add_generation(app: FastAPI, state: App) -> None:
 def _add_dialects(app: FastAPI, state: App) -> None:
     """Add two more shapes of chat requests: each is a module with the same functions."""
 
-    async def answer(dialect: Any, request: Request) -> Response:
+    async def generate(dialect: Any, request: Request) -> Response:
         key = state.keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        body = dialect.chat_body(json_object(await request.body()))
-        generation, reply = await state.start(ChatRequest, {**body, "n": 1}, key)
+        body = json_object(await request.body())
+        generation, reply = await state.start(ChatRequest, {**dialect.chat_body(body), "n": 1}, key)
         model = state.ready()
-        id, name = reply.id.removeprefix("chatcmpl-"), model.names[0]
+        id = reply.id.removeprefix("chatcmpl-")
+        asked = Asked(id, model.names[0], body, generation.prompt_tokens)
         headers = {"request-id": id} | _ignored(reply.job.ignored)
         if reply.job.stream:
-            made = dialect.events(id, name, generation, state.settings.heartbeat_seconds)
+            made = dialect.events(asked, generation, state.settings.heartbeat_seconds)
             objects = named_events(made, dialect.error_event, numbered=dialect.NUMBERED)
             return _event_stream(model, generation, objects, headers)
         await _finish(model, generation, reply, request)
         [output] = reply.outputs.values()
         check_output(output)
         blocks = whole_blocks(output, reply.job.tools)
-        whole = dialect.whole(id, name, generation.prompt_tokens, output, blocks)
-        return JSONResponse(whole, headers=headers)
+        return JSONResponse(dialect.whole(asked, output, blocks), headers=headers)
 
     @app.post("/v1/messages")
     async def answer_messages(request: Request) -> Response:
-        try:
-            return await answer(messages, request)
-        except Problem as problem:
-            return JSONResponse(messages.error_body(problem), problem.status, headers=problem.headers)
+        return await generate(messages, request)
 
     @app.post("/v1/responses")
     async def answer_responses(request: Request) -> Response:
-        return await answer(responses, request)
+        return await generate(responses, request)
 
 
 def _add_document(app: FastAPI, state: App) -> None:
@@ -309,23 +304,21 @@ async def _answer_nobody(request: Request, gone: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _error(problem: Problem) -> Response:
-    return JSONResponse(problem.body, status_code=problem.status, headers=problem.headers)
-
-
 async def _answer_problem(request: Request, problem: Problem) -> Response:
-    return _error(problem)
+    return answer(problem, request.url.path)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     logger.exception("a request failed by a defect of the server", exc_info=error)
     problem = Problem(500, "the server failed; its log has the reason", code="internal_error")
     problem.headers["x-request-id"] = current().id  # this answer does not pass `Recording`
-    return _error(problem)
+    return answer(problem, request.url.path)
 
 
 async def _answer_status(request: Request, error: Any) -> Response:
     if error.status_code == 404:
-        return _error(Problem(404, f"there is no {request.url.path}", code="not_found"))
-    message = f"{request.method} is not allowed here"
-    return _error(Problem(405, message, code="method_not_allowed", headers=error.headers))
+        problem = Problem(404, f"there is no {request.url.path}", code="not_found")
+    else:
+        message = f"{request.method} is not allowed here"
+        problem = Problem(405, message, code="method_not_allowed", headers=error.headers)
+    return answer(problem, request.url.path)

@@ -1,10 +1,11 @@
-"""Blocks: one generation as a row of blocks, text or calls, as two shapes of the API stream it."""
+"""Blocks: one generation as a row of blocks, text or calls, as two shapes of the API have it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from foredraft.llm.output import Output
 from foredraft.serve.calls import Call, Event
@@ -12,7 +13,26 @@ from foredraft.serve.generations import Generation
 from foredraft.serve.problems import check_output
 from foredraft.serve.tools import Tools
 
-__all__ = ["Block", "Step", "stream_blocks", "whole_blocks"]
+__all__ = ["Asked", "Block", "Step", "stream_blocks", "whole_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a reply says of its request.
+
+    Attributes:
+        id: Of the request.
+        model: Name of the model.
+        body: As the client sent it.
+        prompt_tokens: Tokens of the prompt.
+        created: When, in seconds of Unix.
+    """
+
+    id: str
+    model: str
+    body: Mapping[str, Any]
+    prompt_tokens: int
+    created: float = field(default_factory=time.time)
 
 
 @dataclass(slots=True)
@@ -35,10 +55,10 @@ class Step:
     """One step of a stream.
 
     Attributes:
-        kind: What happens; at "end" the output is there.
+        kind: What happens.
         block: The block; None at a "ping" and at the "end".
         text: That a "delta" adds.
-        output: Of the generation.
+        output: Of the generation, where it has ended.
     """
 
     kind: Literal["open", "delta", "close", "ping", "end"]
@@ -72,9 +92,9 @@ class _Blocks:
         self.blocks.append(self._open)
         return Step("open", self._open)
 
-    def close(self) -> list[Step]:
+    def close(self, output: Output | None = None) -> list[Step]:
         closed, self._open = self._open, None
-        return [] if closed is None else [Step("close", closed)]
+        return [] if closed is None else [Step("close", closed, output=output)]
 
 
 async def stream_blocks(generation: Generation, heartbeat: float | None) -> AsyncIterator[Step]:
@@ -102,7 +122,7 @@ async def stream_blocks(generation: Generation, heartbeat: float | None) -> Asyn
     check_output(output)
     if not blocks.blocks:
         yield blocks.open(None)
-    for step in blocks.close():
+    for step in blocks.close(output):
         yield step
     yield Step("end", output=output)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foredraft.serve.answers import answer
 from foredraft.serve.problems import Problem
 
 __all__ = ["BoundedBodies", "json_object"]
@@ -50,7 +50,7 @@ class BoundedBodies:
         problem = Problem(413, f"the body has more than {self._most} bytes", code="body_too_large")
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and (not lengths[0].isdigit() or int(lengths[0]) > self._most):
-            await JSONResponse(problem.body, status_code=413)(scope, receive, send)
+            await answer(problem, scope["path"])(scope, receive, send)
             return
         read = 0
 

@@ -12,7 +12,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["HERMES", "LLAMA", "MISTRAL", "Call", "CallFormat", "CallReader", "Event", "parsed_object"]
+__all__ = [
+    "HERMES",
+    "LLAMA",
+    "MISTRAL",
+    "Call",
+    "CallFormat",
+    "CallReader",
+    "Event",
+    "is_object",
+    "parsed_object",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +183,9 @@ class CallReader:
         if self._call is None:
             self._call = self._named(events, end)
         if self._call is not None:
-            stop = self._scan.value_end(self._text, self._sent) if end is None else end - 1
-            arguments = self._text[self._sent : stop]
-            if end is not None:
-                arguments = arguments.rstrip()
-            if arguments:
+            # Further members, such as an id, may follow the arguments.
+            stop = self._scan.value_end or (len(self._text) if end is None else end)
+            if arguments := self._text[self._sent : stop]:
                 self._call.arguments += arguments
                 self._sent = stop
                 events.append(("arguments", self._call, arguments))
@@ -200,7 +208,7 @@ class CallReader:
             name, self._sent, arguments = json.loads(head[1], strict=False), head.end(), ""
         elif end is not None:
             found = parsed_object(self._text[:end])
-            name, arguments, self._sent = found.get("name"), _arguments(found), end - 1
+            name, arguments, self._sent = found.get("name"), _arguments(found), end
         else:
             return None
         if not isinstance(name, str) or name not in self._names or len(self.calls) == self._most:
@@ -219,9 +227,14 @@ class CallReader:
 
 
 class _ObjectScan:
-    """Finds the end of a JSON object in a text that grows."""
+    """Finds the end of a JSON object in a text that grows.
+
+    Attributes:
+        value_end: The position after its first member that is an object or a list; None until that is whole.
+    """
 
     def __init__(self) -> None:
+        self.value_end: int | None = None
         self._read, self._depth = 0, 0
         self._in_string = self._escaped = False
         self._end: int | None = None
@@ -241,16 +254,11 @@ class _ObjectScan:
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
-                if self._depth <= 0:
+                if self._depth == 1:
+                    self.value_end = self.value_end or self._read
+                elif self._depth <= 0:
                     self._end = self._read
         return self._end
-
-    def value_end(self, text: str, start: int) -> int:
-        """Return how far the value that begins at `start`, a member of the object, is surely read."""
-        stop = len(text)
-        if self._depth == 1 and not self._in_string:  # the value is over; white space or "}" comes next
-            stop = start + len(text[start:].rstrip())
-        return stop
 
 
 def _overlap(text: str, marker: str) -> int:
@@ -265,6 +273,11 @@ def parsed_object(text: str) -> dict[str, object]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is a JSON object, whole."""
+    return _ObjectScan().end(text) == len(text)
 
 
 def _arguments(found: dict[str, object]) -> str:

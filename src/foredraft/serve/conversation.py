@@ -1,17 +1,24 @@
-"""Conversation: the messages of the API -> those that chat templates read."""
+"""Conversation: the messages of the API -> those that chat templates read.
+
+Templates differ in what they take: some know no calls, some no system message, no two messages of one role in
+a row, or no two calls in one turn. The same conversation can be told to each of them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
+from foredraft.serve.calls import HERMES
 from foredraft.serve.problems import Problem
 
-__all__ = ["messages_of", "text_of"]
+__all__ = ["Messages", "fitted", "messages_of", "spelled_out", "text_of"]
+
+Messages: TypeAlias = list[dict[str, Any]]
 
 
-def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(given: Messages) -> Messages:
     """Return messages whose content is text and whose calls have objects as arguments.
 
     Raises:
@@ -46,6 +53,84 @@ def text_of(content: object, name: str, param: str) -> str:
             raise Problem(400, f"{name} has a part that is no text", param=param)
         texts.append(part["text"])
     return "".join(texts)
+
+
+def spelled_out(messages: Messages) -> Messages:
+    """Return messages whose calls and results are text, for a template that knows no calls."""
+    return [_spelled_out(message) for message in messages]
+
+
+def fitted(messages: Messages) -> Iterator[Messages]:
+    """Yield the messages, then the same conversation as narrower templates take it, nearest first."""
+    yield messages
+    for change in (_one_call_a_turn, _one_message_a_turn, _without_system):
+        changed = change(messages)
+        if changed != messages:
+            messages = changed
+            yield messages
+
+
+def _one_call_a_turn(messages: Messages) -> Messages:
+    """Return messages in which each call is followed by its result, as if they had come in turns."""
+    made: Messages = []
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        count = next((n for n, each in enumerate(left) if each.get("role") != "tool"), len(left))
+        results, left = left[:count], left[count:]
+        for place, call in enumerate(calls):
+            made.append({**message, "tool_calls": [call]} | ({"content": None} if place else {}))
+            made += [each for each in results if each.get("tool_call_id") == call.get("id")]
+        ids = [call.get("id") for call in calls]
+        made += [each for each in results if each.get("tool_call_id") not in ids]
+    return made
+
+
+def _one_message_a_turn(messages: Messages) -> Messages:
+    """Return messages in which neighbours of one role are one."""
+    made: Messages = []
+    for message in messages:
+        before = made[-1] if made else {}
+        is_text = message.get("role") != "tool" and not message.get("tool_calls")
+        if is_text and message.get("role") == before.get("role") and not before.get("tool_calls"):
+            made[-1] = {**before, "content": _paragraphs(before.get("content"), message.get("content"))}
+        else:
+            made.append(message)
+    return made
+
+
+def _without_system(messages: Messages) -> Messages:
+    """Return messages whose first system message is a part of the first user message."""
+    if not messages or messages[0].get("role") != "system":
+        return messages
+    says, rest = messages[0].get("content"), messages[1:]
+    if rest and rest[0].get("role") == "user":
+        says, rest = _paragraphs(says, rest[0].get("content")), rest[1:]
+    return [{"role": "user", "content": says}, *rest]
+
+
+def _paragraphs(*texts: str | None) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "tool":
+        says = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+        return {"role": "user", "content": says}
+    if not message.get("tool_calls"):
+        return message
+    written = [
+        HERMES.opens
+        + json.dumps({"name": each["name"], "arguments": each["arguments"]}, ensure_ascii=False)
+        + HERMES.closes
+        for each in (call["function"] for call in message["tool_calls"])
+    ]
+    parts = [message["content"]] if message.get("content") else []
+    return {"role": message.get("role"), "content": HERMES.between.join([*parts, *written])}
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.llm.output import Output
-from foredraft.serve.blocks import Block, stream_blocks
+from foredraft.serve.blocks import Asked, Block, stream_blocks
 from foredraft.serve.calls import parsed_object
 from foredraft.serve.conversation import text_of
 from foredraft.serve.generations import Generation
@@ -26,6 +26,7 @@ NUMBERED = False  # events have no running number
 REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "constraint": "refusal"}
 KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -57,6 +58,22 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(BaseModel):
+    """The form of the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    """The form of the text, in its newer place."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class MessagesRequest(Body):
     """The body of POST /v1/messages; fields of the library's own may be added."""
 
@@ -68,6 +85,8 @@ class MessagesRequest(Body):
     stop_sequences: Items[str] | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    output_format: OutputFormat | None = None
+    output_config: OutputConfig | None = None
     stream: bool | None = None
 
 
@@ -82,11 +101,20 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     messages = [made for each in request.messages for made in _messages(each)]
     if request.system:
         messages.insert(0, {"role": "system", "content": request.system})
+    last = messages[-1] if messages else {}
     return {
-        **request.further, **_tools(request),
+        **request.further, **_tools(request), **_format(request),
         "model": request.model, "max_tokens": request.max_tokens, "messages": messages,
         "stream": request.stream, "stop": request.stop_sequences,
+        "continue_final_message": last.get("role") == "assistant" and not last.get("tool_calls"),
     }  # fmt: skip
+
+
+def _format(request: MessagesRequest) -> dict[str, Any]:
+    """Return the field of chat completions for the form of the text, if it has one."""
+    form = request.output_format or (request.output_config and request.output_config.format)
+    schema = {"json_schema": {"schema": form.schema_}} if form else {}
+    return {"response_format": {"type": "json_schema", **schema}} if form else {}
 
 
 def _tools(request: MessagesRequest) -> dict[str, Any]:
@@ -118,13 +146,14 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "tool_result":
             text = text_of(part.get("content") or "", "the content of a tool_result", "messages")
+            text = f"Error: {text}" if part.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
         elif kind == "tool_use":
             function = {"name": part.get("name"), "arguments": part.get("input") or {}}
             calls.append({"id": part.get("id"), "type": "function", "function": function})
         else:
             texts.append(part)  # chat completions refuse what is no text
-    if not texts and not calls:
+    if results and not texts and not calls:
         return results
     kept = {"role": message.get("role"), "content": texts, "tool_calls": calls or None}
     return [*results, kept]
@@ -141,16 +170,22 @@ def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
     return "error", error_body(problem)
 
 
-def whole(
-    id: str, model: str, prompt_tokens: int, output: Output | None = None, blocks: list[Block] | None = None
-) -> dict[str, Any]:
+def whole(asked: Asked, output: Output | None = None, blocks: list[Block] | None = None) -> dict[str, Any]:
     """Return a message: whole, or empty at the beginning of a stream."""
-    new, cached = (0, 0) if output is None else (len(output.token_ids), output.cached_tokens)
-    made = [_block(block) for block in blocks or ()]
     return {
-        "id": id, "type": "message", "role": "assistant", "model": model, "content": made,
+        "id": asked.id, "type": "message", "role": "assistant", "model": asked.model,
+        "content": [_block(block) for block in blocks or ()],
         **_end(output, called=any(block.call for block in blocks or ())),
-        "usage": {"input_tokens": prompt_tokens, "output_tokens": new, "cache_read_input_tokens": cached},
+        "usage": _usage(asked, output),
+    }  # fmt: skip
+
+
+def _usage(asked: Asked, output: Output | None) -> dict[str, int]:
+    """Return the tokens; in this API those that came from a cache do not count as input."""
+    new, cached = (0, 0) if output is None else (len(output.token_ids), output.cached_tokens)
+    return {
+        "input_tokens": asked.prompt_tokens - cached, "output_tokens": new,
+        "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
     }  # fmt: skip
 
 
@@ -173,20 +208,20 @@ def _end(output: Output | None, *, called: bool = False) -> dict[str, Any]:
 
 
 async def events(
-    id: str, model: str, generation: Generation, heartbeat: float | None
+    asked: Asked, generation: Generation, heartbeat: float | None
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yield the events of a stream, each with its name.
 
     Raises:
         Problem: The request failed while it ran.
     """
-    yield "message_start", {"message": whole(id, model, generation.prompt_tokens)}
+    yield "message_start", {"message": whole(asked)}
     called = False
     async for step in stream_blocks(generation, heartbeat):
         block = step.block
-        if step.output is not None:
-            new = {"output_tokens": len(step.output.token_ids)}
-            yield "message_delta", {"delta": _end(step.output, called=called), "usage": new}
+        if step.kind == "end":
+            delta = _end(step.output, called=called)
+            yield "message_delta", {"delta": delta, "usage": _usage(asked, step.output)}
         elif block is None:
             yield "ping", {}
         elif step.kind == "open":

@@ -7,9 +7,9 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from foredraft.serve.answers import answer
 from foredraft.serve.problems import Problem
 
 __all__ = ["KnownOrigins"]
@@ -39,7 +39,7 @@ class KnownOrigins:
             problem = Problem(
                 403, "this origin may not call; the server's option --cors names those that may"
             )
-            await JSONResponse(problem.body, status_code=403)(scope, receive, send)
+            await answer(problem, scope["path"])(scope, receive, send)
 
     def _is_known(self, headers: Headers) -> bool:
         origin = headers.get("origin")

@@ -16,7 +16,8 @@ from foredraft.constraints.compiling import check_grammar
 from foredraft.decode.params import SamplingKeywords, SamplingParams
 from foredraft.errors import RequestError
 from foredraft.llm import LLM
-from foredraft.serve.conversation import messages_of, text_of
+from foredraft.model.tokenizer import Tokenizer
+from foredraft.serve.conversation import Messages, fitted, messages_of, spelled_out, text_of
 from foredraft.serve.problems import Problem
 from foredraft.serve.tools import MOST_TOOLS, Tool, ToolChoice, Tools
 
@@ -43,7 +44,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
     "prompt": (None,), "echo": (None, False), "messages": (None,), "max_completion_tokens": (None,),
     "top_logprobs": (None, 0), "chat_template_kwargs": (None, {}), "chat_template": (None,),
-    "add_generation_prompt": (None, True), "continue_final_message": (None, False), "documents": (None, []),
+    "documents": (None, []),
     "add_special_tokens": (None,), "banned_strings": (None, [], ""), "prompt_logprobs": (None, False),
     "truncate_prompt_tokens": (None,), "min_new_tokens": (None, 0), "max_new_tokens": (None,),
     "repeat_penalty": (None, 1, 1.0), "json_schema": (None,), "json_object": (None, False),
@@ -222,6 +223,8 @@ class ChatRequest(_Request):
     tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(_Request):
@@ -340,12 +343,18 @@ def _read_chat(
     messages, variables = messages_of(request.messages), request.chat_template_kwargs or {}
     if taken := variables.keys() & {"messages", "self"}:
         raise Problem(400, f"{min(taken)} is not a variable of a chat template", param="chat_template_kwargs")
+    if request.add_generation_prompt is not None:
+        variables = variables | {"add_generation_prompt": request.add_generation_prompt}
+    begun = _begun_reply(messages.pop(), request) if request.continue_final_message else ""
     tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer.chat)
     if tools is not None:
+        if request.skip_special_tokens is False:
+            raise Problem(400, "with tools, special tokens are not shown", param="skip_special_tokens")
         messages, described = tools.prompt(messages)
         variables = variables | described
         _constrain_calls(tools, options)
-    prompt = llm.tokenizer.encode_chat(messages, **variables)
+    prompt = _chat_prompt(llm.tokenizer, messages, variables)
+    prompt += llm.tokenizer.encode(begun, add_special_tokens=False)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     options["max_new_tokens"] = max(1, llm.max_length - len(prompt)) if limit is None else limit
     if request.top_logprobs is not None and not request.logprobs:
@@ -353,6 +362,36 @@ def _read_chat(
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
     return [prompt], tools
+
+
+def _begun_reply(message: Mapping[str, Any], request: ChatRequest) -> str:
+    """Return the text of a last message that the reply goes on from."""
+    if message.get("role") != "assistant" or not message.get("content") or message.get("tool_calls"):
+        problem = "continue_final_message needs a last message of the assistant that is text"
+        raise Problem(400, problem, param="continue_final_message")
+    if request.add_generation_prompt:
+        problem = "continue_final_message and add_generation_prompt exclude each other"
+        raise Problem(400, problem, param="add_generation_prompt")
+    return str(message["content"])
+
+
+def _chat_prompt(tokenizer: Tokenizer, messages: Messages, variables: dict[str, Any]) -> list[int]:
+    """Return the prompt of a conversation, told as the chat template takes it.
+
+    Raises:
+        RequestError: It takes none of the forms; what it says of the messages as they were given.
+    """
+    chat = tokenizer.chat
+    if chat is not None and "tool_calls" not in chat.source(with_tools="tools" in variables):
+        messages = spelled_out(messages)
+    refusal: RequestError | None = None
+    for form in fitted(messages):
+        try:
+            return tokenizer.encode_chat(form, **variables)
+        except RequestError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
 def _constrain_calls(tools: Tools, options: dict[str, Any]) -> None:

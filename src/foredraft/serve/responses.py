@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 from foredraft.llm.output import Output
-from foredraft.serve.blocks import Block, stream_blocks
+from foredraft.serve.blocks import Asked, Block, Step, stream_blocks
+from foredraft.serve.calls import is_object
 from foredraft.serve.generations import Generation
 from foredraft.serve.problems import Problem
 from foredraft.serve.requests import Body, Items
@@ -21,9 +21,18 @@ NUMBERED = True  # events have a running number
 
 
 HARMLESS = frozenset(
-    "metadata store user service_tier include truncation reasoning max_tool_calls"
+    "store user service_tier reasoning max_tool_calls"
     " prompt_cache_key prompt_cache_retention safety_identifier stream_options".split()
 )
+LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values name what no reply has here
+# Fields of the request that the response repeats; some with what holds where the request has none.
+REPEATED = ("instructions", "temperature", "top_p", "max_output_tokens")
+REPEATED_OR: dict[str, Any] = {
+    "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+}  # fmt: skip
+# Why a text ends that is not whole -> reason of the API.
+CUT = {"length": "max_output_tokens", "constraint": "content_filter"}
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text")  # types of parts
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
@@ -58,6 +67,9 @@ class ResponsesRequest(Body):
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    include: Items[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     stream: bool | None = None
 
 
@@ -69,6 +81,8 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """
     request = ResponsesRequest.read(body)
     request.refuse_unsupported()
+    if LOGPROBS in (request.include or ()):
+        raise Problem(400, f"{LOGPROBS} cannot be included", param="include", code="unsupported_parameter")
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     messages: list[dict[str, Any]] = []
     for each in given:
@@ -89,17 +103,18 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
         "model": request.model, "messages": messages, "max_tokens": request.max_output_tokens,
         "stream": request.stream, "response_format": form, "tools": tools, "tool_choice": choice,
         "parallel_tool_calls": request.parallel_tool_calls,
+        "truncate_prompt": "left" if request.truncation == "auto" else None,
     }  # fmt: skip
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item of the input to the chat messages; calls in a row are one message."""
+    """Add an item of the input to the chat messages; a text and the calls after it are one message."""
     kind = item.get("type", "message")
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if messages and messages[-1].get("tool_calls"):
-            messages[-1]["tool_calls"].append(call)
+        if messages and messages[-1].get("role") == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":
@@ -125,35 +140,46 @@ def error_event(problem: Problem) -> tuple[str, dict[str, Any]]:
     return "error", {"message": problem.message, "code": problem.code, "param": problem.param}
 
 
-def whole(
-    id: str, model: str, prompt_tokens: int, output: Output | None = None, blocks: list[Block] | None = None,
-    created: float | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return a response: whole, or as it is at the beginning of a stream; created: when, now if None."""
+def whole(asked: Asked, output: Output | None = None, blocks: list[Block] | None = None) -> dict[str, Any]:
+    """Return a response: whole, or as it is at the beginning of a stream."""
+    body = asked.body
     made: dict[str, Any] = {
-        "id": f"resp_{id}", "object": "response", "created_at": int(created or time.time()), "model": model,
-        "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
-        "tool_choice": "auto", "tools": [], "temperature": None, "top_p": None, "incomplete_details": None,
+        "id": f"resp_{asked.id}", "object": "response", "created_at": int(asked.created),
+        "model": asked.model, "error": None, "incomplete_details": None,
+        **{name: body.get(name) for name in REPEATED},
+        **{name: off if body.get(name) is None else body[name] for name, off in REPEATED_OR.items()},
     }  # fmt: skip
     if output is None:
         return made | {"status": "in_progress", "output": [], "usage": None}
-    new = len(output.token_ids)
-    cut = {"length": "max_output_tokens", "constraint": "content_filter"}.get(output.finish_reason)
-    status = "incomplete" if cut else "completed"
+    new, status = len(output.token_ids), _status(output)
     usage = {
-        "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "input_tokens": asked.prompt_tokens, "input_tokens_details": {"cached_tokens": output.cached_tokens},
         "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt_tokens + new,
+        "total_tokens": asked.prompt_tokens + new,
     }  # fmt: skip
+    last = len(blocks or ()) - 1
     return made | {
         "status": status,
-        "incomplete_details": {"reason": cut} if cut else None,
-        "output": [_item(id, block, status) for block in blocks or ()],
+        "incomplete_details": {"reason": CUT[output.finish_reason]} if status == "incomplete" else None,
+        "output": [
+            _item(asked.id, block, _block_status(block, output if place == last else None))
+            for place, block in enumerate(blocks or ())
+        ],
         "usage": usage,
     }
 
 
-def _item(id: str, block: Block, status: str) -> dict[str, Any]:
+def _status(output: Output) -> Status:
+    return "incomplete" if output.finish_reason in CUT else "completed"
+
+
+def _block_status(block: Block, output: Output | None) -> Status:
+    """Return how a block ended; the one that was open at the end of the output may be cut."""
+    whole_call = block.call is not None and is_object(block.text)
+    return "completed" if output is None or whole_call else _status(output)
+
+
+def _item(id: str, block: Block, status: Status) -> dict[str, Any]:
     """Return a block as an item of the output; without content while it is in progress."""
     begun = status == "in_progress"
     if block.call is not None:
@@ -178,35 +204,33 @@ def _part(text: str) -> dict[str, Any]:
 
 
 async def events(
-    id: str, model: str, generation: Generation, heartbeat: float | None
+    asked: Asked, generation: Generation, heartbeat: float | None
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yield the events of a stream, each with its name; the name "ping" is a heartbeat.
 
     Raises:
         Problem: The request failed while it ran.
     """
-    created, tokens = time.time(), generation.prompt_tokens
-    begun = {"response": whole(id, model, tokens, created=created)}
+    begun = {"response": whole(asked)}
     yield "response.created", begun
     yield "response.in_progress", begun
     blocks: list[Block] = []
     async for step in stream_blocks(generation, heartbeat):
-        if step.output is not None:
-            ended = whole(id, model, tokens, step.output, blocks, created)
-            name = "response.incomplete" if ended["status"] == "incomplete" else "response.completed"
-            yield name, {"response": ended}
+        if step.kind == "end":
+            ended = whole(asked, step.output, blocks)
+            yield f"response.{ended['status']}", {"response": ended}
         elif step.block is None:
             yield "ping", {}
         else:
             if step.kind == "open":
                 blocks.append(step.block)
-            for event in _block_events(id, step.block, step.kind, step.text):
+            for event in _block_events(asked.id, step, step.block):
                 yield event
 
 
-def _block_events(id: str, block: Block, kind: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _block_events(id: str, step: Step, block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of one step of a block."""
-    output = {"output_index": block.index}
+    kind, text, output = step.kind, step.text, {"output_index": block.index}
     place = {"item_id": _item_id(id, block), **output}
     if block.call is None:
         place["content_index"] = 0
@@ -219,10 +243,11 @@ def _block_events(id: str, block: Block, kind: str, text: str) -> Iterator[tuple
     elif kind == "delta":
         yield "response.function_call_arguments.delta", {**place, "delta": text}
     else:
+        status = _block_status(block, step.output)
         if block.call is None:
             yield "response.output_text.done", {**place, "text": block.text, "logprobs": []}
             yield "response.content_part.done", {**place, "part": _part(block.text)}
-        else:
+        elif status == "completed":
             done = {**place, "name": block.call.name, "arguments": block.text}
             yield "response.function_call_arguments.done", done
-        yield "response.output_item.done", {**output, "item": _item(id, block, "completed")}
+        yield "response.output_item.done", {**output, "item": _item(id, block, status)}

@@ -364,13 +364,15 @@ class Response(TypedDict):
     usage: ResponseUsage | None
     incomplete_details: Incomplete | None
     error: None
-    instructions: None
+    instructions: str | None
+    max_output_tokens: int | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
-    tool_choice: str
-    tools: list[Any]
-    temperature: None
-    top_p: None
+    temperature: float | None
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
 
 
 @closed
@@ -416,6 +418,7 @@ class ToolUseBlock(TypedDict):
 class MessageUsage(TypedDict):
     input_tokens: int
     output_tokens: int
+    cache_creation_input_tokens: int
     cache_read_input_tokens: int
 
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from foredraft.constraints.compiling import WHITE_SPACE
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, CallReader
+from foredraft.serve.conversation import Messages
 from foredraft.serve.problems import Problem
 
 __all__ = ["MOST_TOOLS", "Function", "Tool", "ToolChoice", "Tools"]
@@ -137,7 +138,7 @@ class Tools:
         reader.end()
         return reader
 
-    def prompt(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def prompt(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
         """Return the messages and the further variables for the chat template."""
         listed = [
             {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}
@@ -151,7 +152,7 @@ class Tools:
             says = f"{first.get('content') or ''}\n\n{says}".lstrip()
         else:
             rest = messages
-        return [{"role": "system", "content": says}, *map(_spelled_out, rest)], {}
+        return [{"role": "system", "content": says}, *rest], {}
 
     def grammar(self, schema: Mapping[str, Any] | None) -> str | None:
         """Return the grammar of the text in llguidance's dialect; None where there is none.
@@ -200,23 +201,6 @@ def _format(template: str) -> CallFormat:
     if "[TOOL_CALLS]" in template:
         return MISTRAL
     return LLAMA if '"parameters"' in template else HERMES
-
-
-def _spelled_out(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message about calls as text, for a template that knows no tools."""
-    if message.get("role") == "tool":
-        says = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-        return {"role": "user", "content": says}
-    if not message.get("tool_calls"):
-        return message
-    written = [
-        HERMES.opens
-        + json.dumps({"name": each["name"], "arguments": each["arguments"]}, ensure_ascii=False)
-        + HERMES.closes
-        for each in (call["function"] for call in message["tool_calls"])
-    ]
-    parts = [message["content"]] if message.get("content") else []
-    return {"role": message.get("role"), "content": HERMES.between.join([*parts, *written])}
 
 
 def _quoted(text: str) -> str:

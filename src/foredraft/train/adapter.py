@@ -144,12 +144,12 @@ def _shares(students: Iterable[AdapterStudent], prepared: Prepared, depth: int) 
     log_p = target.log_probs(states.last)
     shares = []
     for student in students:
-        log_q = student(packed, states.tapped).float().log_softmax(-1)
-        shares.append(
-            float(
-                overlap(log_p if student.vocabulary is None else log_p[:, student.vocabulary], log_q).mean()
-            )
-        )
+        known = log_p
+        if student.vocabulary is not None:
+            known = log_p[:, student.vocabulary]
+        with target.autocast():
+            log_q = student(packed, states.tapped).float().log_softmax(-1)
+        shares.append(float(overlap(known, log_q).mean()))
     return shares
 
 

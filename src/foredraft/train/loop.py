@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,17 +154,13 @@ class Run:
         log_p = self.target.log_probs(states.last)
         if self.student.vocabulary is not None:
             log_p = log_p[:, self.student.vocabulary]
-        with self._autocast():
+        with self.target.autocast():
             logits = self.student(packed, states.tapped)
         log_q = logits.float().log_softmax(-1)
         loss = self._loss(log_p, log_q).sum()
         # The gradients are averaged over the processes, but the loss is a mean over what all of them count.
         torch.autograd.backward(loss * (self.processes.count / counted))
         return torch.stack([loss.detach(), overlap(log_p, log_q.detach()).sum()])
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        half = self.target.decoder.dtype != torch.float32
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=half)
 
     def _validate(self, progress: Progress, journal: Journal | None) -> None:
         """Validate, keep the student where it is the best so far, and stop where it has long not been."""
@@ -191,7 +186,7 @@ class Run:
     def validate(self) -> Validation:
         """Return how the student drafts on the held-out documents; every process computes all of it."""
         groups = Batches(self.held_out, self.batches.tokens, 0)
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.target.autocast():
             runs, agreement = acceptance(
                 self.student,
                 self.target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,11 @@ class FrozenTarget:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.decoder = load_decoder(folder, device, dtype)
         self.spec = self.decoder.spec
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the block in which students, whose weights are float32, compute as the target does."""
+        half = self.decoder.dtype != torch.float32
+        return torch.autocast(self.decoder.device.type, torch.bfloat16, enabled=half)
 
     @property
     def head_weight(self) -> Tensor:

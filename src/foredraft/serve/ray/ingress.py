@@ -20,13 +20,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from foredraft.serve import messages, responses
 from foredraft.serve.affinity import prompt_key
+from foredraft.serve.answers import answer, opened
 from foredraft.serve.bodies import BoundedBodies
 from foredraft.serve.keys import Keys
 from foredraft.serve.metrics import labelled
@@ -80,7 +81,7 @@ class Ingress:
         """Return the response of a replica."""
         body, path = await request.body(), "/" + request.path_params["path"]
         query, headers = request.scope["query_string"], request.headers.raw
-        parts = self._answers(Call(request.method, path, query, headers, body, self._key(body)))
+        parts = self._answers(Call(request.method, path, query, headers, body, self._key(request, body)))
         dialect = DIALECTS.get(path)
         try:
             head = await anext(parts)
@@ -90,11 +91,12 @@ class Ingress:
                 return _Stream(head, parts, _ending(dialect, plain=kind.startswith(b"text/plain")))
             return _with(head, Response(b"".join([part async for part in _bytes(parts)])))
         except Problem as problem:
-            made = problem.body if dialect is not messages else messages.error_body(problem)
-            return JSONResponse(made, problem.status, headers=problem.headers)
+            return answer(problem, path)
 
-    def _key(self, body: bytes) -> int | None:
-        with suppress(ValueError, RecursionError):
+    def _key(self, request: Request, body: bytes) -> int | None:
+        """Return the key of the prompt; None where there is none, or the replica will refuse the request."""
+        with suppress(ValueError, RecursionError, Problem):
+            self._keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
             fields = json.loads(body or b"null")
             if isinstance(fields, dict):
                 return prompt_key(fields, self._characters)
@@ -138,12 +140,8 @@ class Ingress:
 
     async def _stream(self, socket: WebSocket) -> None:
         """Serve a WebSocket; each of its requests goes to the replica that its prompt prefers."""
-        try:
-            self._keys.check(socket.headers.get("authorization"))
-        except Problem:
-            await socket.close(code=1008, reason="the API key is missing or wrong")
+        if await opened(socket, self._keys) is None:
             return
-        await socket.accept()
         headers = [(b"content-type", b"application/json")]
         headers += [(k, v) for k, v in socket.headers.raw if k == b"authorization"]
 
@@ -246,4 +244,4 @@ async def _chunks(parts: AsyncIterator[Head | bytes]) -> AsyncGenerator[dict[str
 
 async def _answer_problem(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Problem)
-    return JSONResponse(problem.body, problem.status, headers=problem.headers)
+    return answer(problem, request.url.path)

@@ -17,6 +17,11 @@ from foredraft.serve.settings import Settings
 
 __all__ = ["Options", "app"]
 
+# Options of the server that Ray has in its place, with the remedies.
+LISTENS = "Ray listens: give it http_options, or serve start"
+READS = "Ray's streams do not wait for their readers, so leave it out"
+NOT_HERE = {"host": LISTENS, "port": LISTENS, "max_unread": READS, "slow_reader_seconds": READS}
+OWN = ("model", "draft", "max_batch")  # arguments of `foredraft.load` that are options of the application
 WAITING = 2  # requests that a replica holds, as a multiple of its rows: when one ends, the next is there
 INGRESS_REQUESTS = 1000  # that one ingress passes on at a time
 
@@ -28,8 +33,8 @@ class Options(BaseModel):
         model: A folder or a hub id that every machine can read; None is the demo models.
         draft: The draft model, if any.
         load: Further arguments of `foredraft.load`, such as {"policy": "fixed"}.
-        server: Options of the server, as `foredraft.serve.settings.Settings` names them. Ray has the host and
-            the port.
+        server: Options of the server, as `foredraft.serve.settings.Settings` names them. Ray has the host,
+            the port, and what waits for readers.
         max_batch: Rows of the batch of a replica.
         replicas: Replicas; with `max_replicas`, at least so many.
         max_replicas: Ray adds replicas up to this number while more than `max_batch` requests a replica run
@@ -67,13 +72,18 @@ def app(options: Options) -> serve.Application:
     """Return the application; `serve run foredraft.serve.ray:app replicas=2` calls it, too.
 
     Raises:
-        ConfigError: An option of the server is unknown, or is Ray's.
+        ConfigError: An option of the server is unknown, or is Ray's, or `load` has one of the application.
 
     Examples:
         >>> from ray import serve
         >>> serve.run(app(Options(replicas=2)))
     """
     settings = _settings(options.server)
+    for name in OWN:
+        if name in options.load:
+            raise ConfigError(
+                "in load", option=name, value=options.load[name], remedy="give it as an option of its own"
+            )
     load = {"draft": options.draft, "max_batch": options.max_batch, **options.load}
     replica = serve.deployment(
         Replica,
@@ -112,10 +122,8 @@ def _scale(options: Options) -> dict[str, Any]:
 
 def _settings(given: dict[str, Any]) -> Settings:
     for name in given:
-        if name in ("host", "port"):
-            raise ConfigError(
-                option=name, value=given[name], remedy="Ray listens: give it http_options, or serve start"
-            )
+        if name in NOT_HERE:
+            raise ConfigError(option=name, value=given[name], remedy=NOT_HERE[name])
         if name not in Settings.__dataclass_fields__:
             raise ConfigError(
                 "is unknown", option=name, remedy="see foredraft serve --help-all for the options of a server"

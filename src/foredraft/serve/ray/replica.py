@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Send
 
 import foredraft
 from foredraft.serve.app import create_app
+from foredraft.serve.logs import to_stderr
 from foredraft.serve.ray.calls import Call, Head
 from foredraft.serve.settings import Settings
 from foredraft.serve.state import App
@@ -30,6 +31,8 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, model: str | None, load: dict[str, Any], settings: Settings
     ) -> None:
+        self._logs = to_stderr(settings)
+        self._logs.__enter__()
         self._app = create_app(lambda: foredraft.load(model, **load), settings)
         self._state: App = self._app.state.foredraft
         self._lifespan = self._app.router.lifespan_context(self._app)
@@ -91,6 +94,7 @@ class Replica:
     async def __del__(self) -> None:
         """End the engine; Ray calls this once no request is left, or time is up."""
         await self._lifespan.__aexit__(None, None, None)
+        self._logs.__exit__(None, None, None)
 
 
 def _scope(call: Call) -> dict[str, Any]:
