@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -124,6 +125,16 @@ def test_errors_are_those_of_a_replica(running: Cluster) -> None:
         ws.send(json.dumps({"id": "a", **greedy("x", 5, model="nope")}))
         error, done = (json.loads(ws.recv(timeout=30)) for _ in range(2))
         assert error["error"]["code"] == "model_not_found" and done["reason"] == "error"
+
+
+def test_a_replica_logs_its_requests(running: Cluster) -> None:
+    logs = Path("/tmp/ray/session_latest/logs")
+    assert running.client.post("/v1/completions", json=greedy("def logged(", 1)).is_success
+
+    def is_logged() -> bool:
+        return any(" info request request_id=" in file.read_text() for file in logs.glob("worker-*.err"))
+
+    running.wait(is_logged, seconds=20)
 
 
 def test_prompts_that_begin_alike_meet_one_replica(running: Cluster) -> None:
@@ -309,9 +320,16 @@ def test_options_are_honoured_or_refused() -> None:
             Options.model_validate(wrong)
     assert Options.model_validate({"replicas": "2", "gpus": "0.5"}) == Options(replicas=2, gpus=0.5)
     run(app, {"replicas": "2"})  # as `serve run` calls it
-    for server, says in (({"port": 80}, "Ray listens"), ({"max_bodies": 1}, "max_bodies is unknown")):
+    wrong_server = {
+        "port": "Ray listens",
+        "max_unread": "do not wait for their readers",
+        "max_bodies": "unknown",
+    }
+    for name, says in wrong_server.items():
         with pytest.raises(ConfigError, match=says):
-            app(Options(server=server))
+            app(Options(server={name: 80}))
+    with pytest.raises(ConfigError, match="max_batch is 4, which stands in load"):
+        app(Options(load={"max_batch": 4}))
     options = Options(replicas=2, max_replicas=9, max_batch=4, gpus=0.5, server={"drain_seconds": 7})
     ingress = app(options)._bound_deployment
     replica = ingress.init_args[0]._bound_deployment

@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from foredraft.decode.policy import Auto
 from foredraft.llm import LLM
 from tests.support.serving import Served
 
@@ -199,3 +200,17 @@ def test_a_request_has_its_policy_and_its_longest_draft(served: Served) -> None:
     ):
         other, found = drafting(**own)
         assert other == text and len(found["acceptance_histogram"]) == longest
+
+
+def test_a_request_for_auto_decides_by_measured_costs_though_others_run(served: Served, llm: LLM) -> None:
+    """The server's own policy needs no costs, and a server that is never idle could not measure later."""
+    assert not llm._engine.policy.uses_costs
+    body = {"model": "demo", "prompt": "def f(", "ignore_eos": True, "temperature": 0, "stream": True}
+    with served.client.stream("POST", "/v1/completions", json={**body, "max_tokens": 400}) as running:
+        lines = running.iter_lines()
+        next(lines)
+        short = {**body, "max_tokens": 8, "policy": "auto", "stream": False}
+        assert served.client.post("/v1/completions", json=short).is_success
+        assert not served.idle()
+        autos = [policy for policy in llm._policies._made.values() if isinstance(policy, Auto)]
+        assert len(autos) == 1 and autos[0].measured

@@ -10,6 +10,7 @@ from foredraft.decode.params import SamplingParams
 from foredraft.decode.policy import Policy
 from foredraft.errors import RequestError, did_you_mean
 from foredraft.kinds.tables import POLICIES
+from foredraft.profiling.profile import use_profile
 
 __all__ = ["RequestPolicies"]
 
@@ -19,6 +20,19 @@ class RequestPolicies:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], Policy] = {}
+
+    def measure(self, engine: Engine) -> None:
+        """Give the policies that decide by costs those of this machine.
+
+        Else that has to wait until a request names one while no other runs, which may never be on a server.
+
+        Args:
+            engine: No sequence has a row.
+        """
+        if engine.drafters:
+            for name, kind in POLICIES.items():
+                if kind.uses_costs:
+                    use_profile(engine, policy=self.of(SamplingParams(policy=name), engine))
 
     def of(self, params: SamplingParams, engine: Engine) -> Policy | None:
         """Return the policy of a request; None is the engine's.

@@ -111,13 +111,18 @@ class App:
 
     async def _load_model(self) -> None:
         try:
-            llm = await _in_a_daemon(self._load)
+            llm = await _in_a_daemon(self._load_measured)
             self.model = Model(llm, self.settings, self.metrics, asyncio.get_running_loop())
         except Exception as error:
             self.failed = error
             self.on_failure(error)
             return
         self.on_ready(self.model)
+
+    def _load_measured(self) -> LLM:
+        llm = self._load()
+        llm._policies.measure(llm._engine)
+        return llm
 
     async def _sweep(self) -> None:
         while True:

@@ -82,7 +82,10 @@ def app(options: Options) -> serve.Application:
     for name in OWN:
         if name in options.load:
             raise ConfigError(
-                "in load", option=name, value=options.load[name], remedy="give it as an option of its own"
+                "which stands in load",
+                option=name,
+                value=options.load[name],
+                remedy="give it as an option of its own",
             )
     load = {"draft": options.draft, "max_batch": options.max_batch, **options.load}
     replica = serve.deployment(
