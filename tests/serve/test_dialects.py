@@ -168,6 +168,9 @@ def test_a_begun_reply_goes_on(served: Served, claude: anthropic.Anthropic, llm:
     body = {"model": "demo", "messages": [*MESSAGES, begun], "temperature": 0, "max_tokens": 8}
     chat = served.client.post("/v1/chat/completions", json={**body, "continue_final_message": True}).json()
     assert chat["choices"][0]["message"]["content"] == want.text
+    plain = {"model": "demo", "messages": MESSAGES, "max_tokens": 1, "add_generation_prompt": False}
+    usage = served.client.post("/v1/chat/completions", json=plain).json()["usage"]
+    assert usage["prompt_tokens"] == len(llm.tokenizer.encode_chat(MESSAGES, add_generation_prompt=False))
     for wrong in ({"messages": MESSAGES}, {"add_generation_prompt": True}):
         refused = served.client.post(
             "/v1/chat/completions", json={**body, "continue_final_message": True, **wrong}

@@ -110,13 +110,13 @@ BOTH: dict[str, Any] = {
     "length_penalty": 2, "early_stopping": True, "allowed_token_ids": [3], "guided_choice": ["x"],
     "guided_regex": "x", "guided_grammar": "x", "structured_outputs": {}, "logits_processors": ["x"],
     "prompt_logprobs": 1, "truncate_prompt_tokens": 3, "max_new_tokens": 3, "min_new_tokens": 3,
-    "repeat_penalty": 1.5, "json_schema": {}, "json_object": True, "chat_template": "x", "add_generation_prompt": False,
-    "continue_final_message": True, "documents": [{}], "add_special_tokens": False,
+    "repeat_penalty": 1.5, "json_schema": {}, "json_object": True, "chat_template": "x", "documents": [{}], "add_special_tokens": False,
 }  # fmt: skip
 REFUSED: list[tuple[str, str, Any]] = [
     *((path, name, value) for path in (CHAT, TEXT) for name, value in BOTH.items()),
     (CHAT, "prompt", "x"), (CHAT, "echo", True), (CHAT, "logprobs", 1), (CHAT, "top_logprobs", 1), (CHAT, "messages", None),
     (TEXT, "messages", MESSAGES), (TEXT, "max_completion_tokens", 3), (TEXT, "top_logprobs", 1),
+    (TEXT, "add_generation_prompt", False), (TEXT, "continue_final_message", True), (CHAT, "continue_final_message", True),
     (TEXT, "chat_template_kwargs", {"a": 1}), (TEXT, "logprobs", True), (TEXT, "echo", "yes"),
     (RESPONSES, "n", 2), (RESPONSES, "max_tokens", 3), (RESPONSES, "messages", MESSAGES),
     (RESPONSES, "response_format", {"type": "json_object"}), (RESPONSES, "logprobs", True), (RESPONSES, "provenance", True),

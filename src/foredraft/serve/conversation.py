@@ -94,9 +94,11 @@ def _one_message_a_turn(messages: Messages) -> Messages:
     """Return messages in which neighbours of one role are one."""
     made: Messages = []
     for message in messages:
-        before = made[-1] if made else {}
-        is_text = message.get("role") != "tool" and not message.get("tool_calls")
-        if is_text and message.get("role") == before.get("role") and not before.get("tool_calls"):
+        before = made[-1] if made else message
+        both_text = not any(
+            each.get("role") == "tool" or each.get("tool_calls") for each in (before, message)
+        )
+        if made and both_text and message.get("role") == before.get("role"):
             made[-1] = {**before, "content": _paragraphs(before.get("content"), message.get("content"))}
         else:
             made.append(message)

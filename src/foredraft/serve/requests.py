@@ -44,7 +44,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,), "structured_outputs": (None,), "dimensions": (None,),
     "prompt": (None,), "echo": (None, False), "messages": (None,), "max_completion_tokens": (None,),
     "top_logprobs": (None, 0), "chat_template_kwargs": (None, {}), "chat_template": (None,),
-    "documents": (None, []),
+    "add_generation_prompt": (None, True), "continue_final_message": (None, False), "documents": (None, []),
     "add_special_tokens": (None,), "banned_strings": (None, [], ""), "prompt_logprobs": (None, False),
     "truncate_prompt_tokens": (None,), "min_new_tokens": (None, 0), "max_new_tokens": (None,),
     "repeat_penalty": (None, 1, 1.0), "json_schema": (None,), "json_object": (None, False),
