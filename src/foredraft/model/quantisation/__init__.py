@@ -1,0 +1,8 @@
+"""Quantised weights: weights of few bits, and what they stand for.
+
+codes.py    a quantised weight: codes and scales; `expand` is the definition
+"""
+
+from foredraft.model.quantisation.codes import Codes
+
+__all__ = ["Codes"]

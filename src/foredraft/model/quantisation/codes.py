@@ -1,0 +1,49 @@
+"""Codes: a quantised weight in the one form that all formats are read into.
+
+A weight is code · scale, with one scale for a run of `group` columns of a row. The product of a code and a
+scale is exact in float32 for every supported format, so an expanded weight was rounded once, to its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Codes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A quantised weight [M, K].
+
+    Attributes:
+        codes: [M, K] of a dtype whose values are exact in float32, zero points subtracted already.
+        scales: [M, ceil(K / group)], of any float dtype.
+        group: Columns that share a scale; the last group of a row may be shorter.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K) of the weight."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [M, K], rounded once to `dtype`."""
+        scales = self.scales.float().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
+        return (self.codes.float() * scales).to(dtype)
+
+    @staticmethod
+    def joined(parts: Sequence[Codes]) -> Codes:
+        """Return the weights below each other, as one; their groups must be as long."""
+        [group] = {part.group for part in parts}
+        return Codes(
+            torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), group
+        )
