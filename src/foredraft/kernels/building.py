@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "passes.inc", "attention.inc", "fused.inc", "vocab.inc")
+SOURCES = ("kernels.c", "passes.inc", "codes.inc", "attention.inc", "fused.inc", "vocab.inc")
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 # GCC copies vectors in pieces of 16 bytes by default, and reading them whole then waits for the pieces: with
 # AVX2, products take 2 to 4 times as long. GCC 12 and later know these flags, for x86 alone.

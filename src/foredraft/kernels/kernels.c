@@ -1,4 +1,4 @@
-// CPU kernels of Foredraft: forward passes of a decoder for bfloat16 and float32 (passes.inc, attention.inc),
+// CPU kernels of Foredraft: forward passes of a decoder for bfloat16 and float32 (passes.inc, attention.inc, codes.inc),
 // vocabulary operations (vocab.inc), and both in one call (fused.inc).
 //
 // The order of every sum depends only on the position that it belongs to, never on the rows, queries or keys that
@@ -39,10 +39,14 @@ enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 
 #else
 enum { TILE = 2 };
 #endif
+// Coded weights (codes.inc). COLUMNS share a scale; SCALES bytes come before the codes of a group; AHEAD: bytes that are
+// prefetched.
+enum { COLUMNS = 32, SCALES = 64, AHEAD = 1024 };
+#define GROUP_BYTES(bits) (SCALES + COLUMNS * BLOCK * (bits) / 8)
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
-// or two bfloat16.
-typedef struct { const uint32_t *weight; const float *bias; int64_t n, k; } Linear;
+// or two bfloat16. bits: 0, or 4 or 8 where the weight is coded (codes.inc).
+typedef struct { const void *weight; const float *bias; int64_t n, k, bits; } Linear;
 
 // An RMS norm; no weight: no norm. offset: Gemma's form, 1 + weight in float32.
 typedef struct { const void *weight; float eps; int32_t offset; } Norm;
@@ -81,6 +85,7 @@ static const I LANE_INDEX = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 1
 static inline V splat(float x) { return x - (V){0}; }
 static inline V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float *p, V v) { memcpy(p, &v, sizeof v); }
+static inline V widened(const void *p) { H raw; memcpy(&raw, p, sizeof raw); return (V)(__builtin_convertvector(raw, U) << 16); }
 static inline V choose(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)no & ~mask)); }
 static inline V maximum(V a, V b) { return choose(a > b, a, b); }
 
@@ -186,6 +191,31 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
                     for (int64_t i = 0; i < left; i++)
                         memcpy(packed + (block * words + w + i) * BLOCK + half, m + i, sizeof(U));
                 }
+    }
+}
+
+// Packs codes [n, k], bytes, and scales [n, k / COLUMNS], bfloat16, as a coded weight; outputs past n have a scale of 0.
+void foredraft_pack_codes(
+    const int8_t *codes, const uint16_t *scales, int64_t n, int64_t k, int64_t bits, uint8_t *packed, int threads) {
+    const int64_t groups = k / COLUMNS;
+#pragma omp parallel num_threads(threads)
+    {
+        const Share blocks = thread_share((n + BLOCK - 1) / BLOCK);
+        for (int64_t at = blocks.from * groups; at < blocks.to * groups; at++) {
+            const int64_t block = at / groups, group = at % groups;
+            uint8_t *to = packed + at * GROUP_BYTES(bits);
+            memset(to, 0, GROUP_BYTES(bits));
+            for (int64_t i = 0; i < BLOCK && block * BLOCK + i < n; i++) {
+                const int64_t row = block * BLOCK + i;
+                memcpy(to + i * sizeof *scales, scales + row * groups + group, sizeof *scales);
+                for (int c = 0; c < COLUMNS; c++) {
+                    const uint8_t code = codes[row * k + group * COLUMNS + c];
+                    const int half = c / 2 * 2 + i / LANES, byte = 2 * (i % LANES) + c % 2;  // see codes.inc
+                    if (bits == 8) to[SCALES + half * 2 * LANES + byte] = code;
+                    else to[SCALES + half / 4 * 4 * LANES + 2 * byte + half % 4 / 2] |= ((code + 8) & 15) << half % 2 * 4;
+                }
+            }
+        }
     }
 }
 
