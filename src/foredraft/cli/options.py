@@ -103,6 +103,9 @@ class TargetOptions:
 class ModelOptions(TargetOptions):
     """All options of the model."""
 
+    weights: Literal["int4", "int8"] | None = None
+    """Quantise the target's linear layers while loading, in groups of 32 weights; the quantised model is the
+    target then. Default: as the checkpoint stores them."""
     max_batch: int | None = None
     """Maximum number of sequences in a batch. Default: as many as the command uses and memory allows."""
     max_length: int | None = None
@@ -144,6 +147,9 @@ class DraftingOptions(DraftModelOptions):
     adapter: str | None = None
     """Folder of the adapter that drafter kangaroo uses, as `foredraft train adapter` wrote it. Default: the
     adapter that is kept for this model, if any."""
+    draft_weights: Literal["int4", "int8"] | None = None
+    """Make the copy of the target that drafter low-bit drafts with, in so many bits. Default: int4 with
+    --drafter low-bit, else none."""
     policy: Annotated[
         PolicyName | None,
         Parameter(

@@ -40,6 +40,7 @@ class ModelsGiven:
         other_tokenizer: The draft model has another tokenizer than the target.
         plan: There is a plan of sub-layers to skip.
         adapter: There is a trained adapter.
+        copy: There is a copy of the target's weights in few bits.
     """
 
     target: str
@@ -47,6 +48,7 @@ class ModelsGiven:
     other_tokenizer: bool = False
     plan: bool = False
     adapter: bool = False
+    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ def available_drafters(given: ModelsGiven) -> dict[str, DrafterKind]:
         if (not kind.needs_draft or (given.draft is not None and kind.retokenizes == given.other_tokenizer))
         and (not kind.needs_plan or given.plan)
         and (not kind.needs_adapter or given.adapter)
+        and (not kind.needs_copy or given.copy)
     }
 
 
@@ -154,6 +157,11 @@ def missing_part(drafter: str, name: str | None = None) -> ConfigError:
             f"{shown} has no adapter for this model",
             remedy=("train one with `foredraft train adapter`, or give ", Option("adapter")),
         )
+    if kind.needs_copy:
+        return ConfigError(
+            f"{shown} takes memory for a copy of the weights, so it is made where it is asked for",
+            remedy=("give ", Option("draft_weights", "int4")),
+        )
     tokenizer = "another" if kind.retokenizes else "the target's"
     return ConfigError(
         f"{shown} needs a draft model with {tokenizer} tokenizer", remedy=("give ", Option("draft"))
@@ -168,8 +176,9 @@ def unused_options(drafter: str) -> tuple[str, ...]:
     options = {
         "draft": kind.needs_draft,
         "draft_sampling": kind.stepper,
-        "plan": kind.needs_plan,
+        "plan": kind.needs_plan or kind.needs_copy,
         "adapter": kind.needs_adapter,
+        "draft_weights": kind.needs_copy,
         "policy": kind.make is not None,
         "policy_options": kind.make is not None,
         "max_draft": kind.make is not None,

@@ -49,6 +49,8 @@ class Parts:
         skips: Sub-layers of the target that its own drafts skip; None without a plan.
         planned: Draft length that the plan was tuned for, in tokens; None where the plan does not say.
         adapter: The trained adapter; None without one.
+        low_bit: Runner of the target's copy in few bits; None without one.
+        low_bit_skips: Sub-layers that this copy leaves out; None for none.
     """
 
     target: Runner
@@ -61,6 +63,8 @@ class Parts:
     skips: Skips | None = None
     planned: int | None = None
     adapter: Adapter | None = None
+    low_bit: Runner | None = None
+    low_bit_skips: Skips | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class DrafterKind:
         stretch: Positions of the draft model's cache for each position of the target's cache.
         needs_plan: It runs the target without the sub-layers that a plan skips.
         needs_adapter: It runs a trained adapter over the target's first layers.
+        needs_copy: It runs a copy of the target's weights in few bits.
         stepper: It returns logits, so its drafts have probabilities and can be sampled.
         lossless: The output has exactly the target's distribution.
         by_request: It drafts only for requests that bring a text for it.
@@ -89,6 +94,7 @@ class DrafterKind:
     stretch: int = 1
     needs_plan: bool = False
     needs_adapter: bool = False
+    needs_copy: bool = False
     stepper: bool = False
     lossless: bool = True
     by_request: bool = False
@@ -207,6 +213,14 @@ DRAFTERS: dict[str, DrafterKind] = {
         "the model's first layers with a trained adapter on top",
         lambda parts: _in("drafters.kangaroo").Kangaroo(parts.target, parts.cache, parts.adapter),
         needs_adapter=True,
+        stepper=True,
+    ),
+    "low-bit": DrafterKind(
+        "the model itself with its weights in 4 or 8 bits",
+        lambda parts: _in("drafters.low_bit").LowBit(
+            parts.low_bit, parts.cache, parts.low_bit_skips, parts.planned if parts.low_bit_skips else None
+        ),
+        needs_copy=True,
         stepper=True,
     ),
     "auto": DrafterKind("the loaded drafter that pays most, by measured costs", None, chooses=True),

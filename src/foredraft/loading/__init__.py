@@ -43,11 +43,13 @@ def load(
     draft_revision: str | None = None,
     plan: PlanSource | None = None,
     adapter: str | Path | None = None,
+    draft_weights: str | None = None,
     policy: str = "auto",
     policy_options: Mapping[str, float | str] | None = None,
     max_draft: int | None = None,
     draft_sampling: Literal["sampled", "greedy"] = "sampled",
     dtype: str | None = None,
+    weights: str | None = None,
     device: str | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
@@ -61,9 +63,9 @@ def load(
     Args:
         model: A folder or a hub id; None loads the demo models, a target and a draft model.
         drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize",
-            "layer-skip" or "kangaroo". "auto" uses in every round the loaded drafter that pays most. By
-            default "auto" under policy "auto"; under other policies "kangaroo" if an adapter is given,
-            "layer-skip" if a plan is given, else the draft model, else "lookup", or "none" where the policy
+            "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the loaded drafter that pays
+            most. By default "auto" under policy "auto"; under other policies "kangaroo" if an adapter is
+            given, "layer-skip" if a plan is given, else the draft model, else "lookup", or "none" where the policy
             needs draft probabilities.
         draft: The draft model's folder or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.
@@ -73,6 +75,8 @@ def load(
             kept for this model, if any.
         adapter: The folder of the adapter that "kangaroo" drafts with, as `foredraft train adapter` wrote it.
             None takes the adapter that is kept for this model, if any.
+        draft_weights: "int4" or "int8": make the copy of the target that "low-bit" drafts with, in so many
+            bits. With drafter "low-bit" it is "int4" by default, and leaves out what `plan` skips.
         policy: Decides whether and how far to draft: "auto", "fixed", "heuristic", "confidence",
             "adaptive-exit", "target-confidence" or "fallback".
         policy_options: The policy's own settings by name (docs/guides/policies.md).
@@ -80,6 +84,8 @@ def load(
             "kangaroo" is the default drafter and the policy does not compare costs, else the policy's.
         draft_sampling: "sampled" draws drafts from q, "greedy" drafts the argmax of q. Both are exact.
         dtype: "bfloat16", "float16" or "float32"; by default the checkpoint's.
+        weights: "int4" or "int8": quantise the target's linear layers while loading, in groups of 32 weights.
+            The target is then the quantised model. None keeps the weights of the checkpoint.
         device: "cpu", "cuda", "cuda:1", ...; by default "cuda" where there is a GPU.
         max_batch: Sequences decoded together. By default as many as fit, at most 8 on a CPU and 32 on a GPU.
         max_length: Positions of each sequence; by default the model's. Where 8 sequences do not fit into
@@ -110,8 +116,9 @@ def load(
     options = checked(
         LoadOptions(
             model=model, drafter=drafter, draft=draft, revision=revision, draft_revision=draft_revision,
-            plan=plan, adapter=adapter, policy=policy, policy_options=policy_options, max_draft=max_draft,
-            draft_sampling=draft_sampling, dtype=dtype, device=device, max_batch=max_batch,
+            plan=plan, adapter=adapter, draft_weights=draft_weights, policy=policy,
+            policy_options=policy_options, max_draft=max_draft, draft_sampling=draft_sampling, dtype=dtype,
+            weights=weights, device=device, max_batch=max_batch,
             max_length=max_length, deterministic=deterministic, compile=compile, kernels=kernels,
             needs=None, progress=progress,
         )
@@ -192,6 +199,7 @@ def _cache_size(
         stretch=drafting.stretch,
         kernels=options.allows_kernels,
         adapter=drafting.adapter,
+        beside=drafting.beside,
     )
 
 
@@ -222,6 +230,8 @@ def _engine(
         skips=None if drafting.plan is None else drafting.plan.skips,
         planned=None if drafting.plan is None else drafting.plan.max_draft,
         adapter=None if drafting.adapter is None else drafting.adapter.load(runners.target),
+        low_bit=None if drafting.copy is None else drafting.copy.make(runners.target),
+        low_bit_skips=None if drafting.copy is None else drafting.copy.skips,
     )
     return Engine(
         runners.target,

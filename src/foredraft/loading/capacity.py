@@ -69,6 +69,7 @@ def cache_size(
     stretch: int = 1,
     kernels: bool = True,
     adapter: ChosenAdapter | None = None,
+    beside: int = 0,
 ) -> CacheSize:
     """Return the size of the target's cache, so that all caches fit into free memory.
 
@@ -80,6 +81,7 @@ def cache_size(
             model's own limit.
         kernels: Foredraft's kernels may run the models, with their own layout of the weights.
         adapter: The adapter over the target, if there is one.
+        beside: Bytes of weights beside those of the models.
 
     Raises:
         ConfigError: The weights do not fit, or no cache fits beside them.
@@ -90,7 +92,7 @@ def cache_size(
             f"but the model has {most} positions", option="max_length", value=limits.max_length,
             remedy=f"give {most} or less",
         )  # fmt: skip
-    budget = _cache_budget(models, device, kernels, adapter)
+    budget = _cache_budget(models, device, kernels, beside)
     row_bytes = partial(_row_bytes, models, stretch, adapter)
     positions = limits.max_length or _positions(limits, most, budget, row_bytes)
     most_rows = (
@@ -115,6 +117,7 @@ def longest_sequence(
     stretch: int = 1,
     kernels: bool = True,
     adapter: ChosenAdapter | None = None,
+    beside: int = 0,
 ) -> int:
     """Return the positions of the longest single sequence whose caches fit into free memory.
 
@@ -124,16 +127,14 @@ def longest_sequence(
     Raises:
         ConfigError: The weights do not fit.
     """
-    budget = _cache_budget(models, device, kernels, adapter)
+    budget = _cache_budget(models, device, kernels, beside)
     fits = range(1, models[0].spec.max_positions + 1)
     return bisect_right(fits, budget, key=partial(_row_bytes, models, stretch, adapter))
 
 
-def _cache_budget(
-    models: Sequence[Checkpoint], device: torch.device, kernels: bool, adapter: ChosenAdapter | None
-) -> int:
+def _cache_budget(models: Sequence[Checkpoint], device: torch.device, kernels: bool, beside: int) -> int:
     """Return the bytes that all caches together may take; raise ConfigError where the weights do not fit."""
-    free = _free_beside_weights(models, device, kernels) - (0 if adapter is None else adapter.bytes)
+    free = _free_beside_weights(models, device, kernels) - beside
     return int(max(0, free) * _SHARE[device.type])
 
 
@@ -216,4 +217,4 @@ def _weight_needs(models: Sequence[Checkpoint], device: torch.device, free: int,
 def weight_memory(model: Checkpoint, device: torch.device, kernels: bool = True) -> int:
     """Return the bytes of a model's weights in the layout that they get on the device."""
     native = kernels and unserved_because(model.spec, device, model.dtype) is None
-    return weight_bytes(model.spec, device, model.dtype, native=native)
+    return weight_bytes(model.spec, device, model.dtype, native=native, bits=model.bits)

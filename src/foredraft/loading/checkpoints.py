@@ -18,6 +18,7 @@ from foredraft.loading.options import DTYPES, LoadOptions
 from foredraft.model.generation import FILE as GENERATION
 from foredraft.model.generation import generation_defaults
 from foredraft.model.hub import resolve
+from foredraft.model.quantisation import BITS
 from foredraft.model.spec import ModelSpec
 from foredraft.model.tokenizer import Tokenizer
 
@@ -35,12 +36,14 @@ class Checkpoint:
         spec: The model's shape, from config.json.
         tokenizer: None where the folder has none.
         dtype: The dtype to run it in.
+        bits: Of the codes that its weights are quantised to; None leaves them as they are.
     """
 
     folder: Path
     spec: ModelSpec
     tokenizer: Tokenizer | None
     dtype: torch.dtype
+    bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
     target, *rest = (_read(folder, options.dtype) for folder in folders)
+    if options.weights is not None:
+        target = replace(target, bits=BITS[options.weights])
     draft = rest[0] if rest else None
     return Checkpoints(target, draft, draft is not None and not _same_vocabulary(target, draft))
 

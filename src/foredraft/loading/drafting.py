@@ -11,6 +11,7 @@ from foredraft.kinds.compatibility import ModelsGiven, available_drafters, check
 from foredraft.kinds.tables import DRAFTERS, DrafterKind
 from foredraft.loading.adapters import ChosenAdapter, choose_adapter
 from foredraft.loading.checkpoints import Checkpoints
+from foredraft.loading.low_bit import ChosenCopy, choose_copy
 from foredraft.loading.options import LoadOptions
 from foredraft.loading.planning import ChosenPlan, choose_plan
 
@@ -26,12 +27,19 @@ class ChosenDrafting:
         available: All drafters that can be built.
         plan: The plan of the target's own drafts; None without one.
         adapter: The adapter over the target's first layers; None without one.
+        copy: The target's copy in few bits; None without one.
     """
 
     drafter: str
     available: Mapping[str, DrafterKind]
     plan: ChosenPlan | None
     adapter: ChosenAdapter | None = None
+    copy: ChosenCopy | None = None
+
+    @property
+    def beside(self) -> int:
+        """Bytes of weights beside those of the models."""
+        return sum(part.bytes for part in (self.adapter, self.copy) if part is not None)
 
     @property
     def stretch(self) -> int:
@@ -44,7 +52,10 @@ class ChosenDrafting:
         kind = DRAFTERS[self.drafter]
         if kind.needs_adapter and self.adapter is not None:
             return self.adapter.config.max_draft
-        return self.plan.max_draft if kind.needs_plan and self.plan is not None else None
+        planned = kind.needs_plan or (
+            kind.needs_copy and self.copy is not None and self.copy.skips is not None
+        )
+        return self.plan.max_draft if planned and self.plan is not None else None
 
 
 def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torch.device) -> ChosenDrafting:
@@ -64,13 +75,17 @@ def choose_drafting(options: LoadOptions, checkpoints: Checkpoints, device: torc
     kind = DRAFTERS[drafter]
     plan = choose_plan(options.plan, checkpoints.target, device, needed=kind.needs_plan)
     adapter = choose_adapter(options.adapter, checkpoints.target, needed=kind.needs_adapter)
-    given = models_given(checkpoints, plan, adapter)
+    copy = choose_copy(options, drafter, plan, checkpoints.target, device)
+    given = models_given(checkpoints, plan, adapter, copy)
     check_fits_models(drafter, options.policy, options.draft_sampling, given)
-    return ChosenDrafting(drafter, available_drafters(given), plan, adapter)
+    return ChosenDrafting(drafter, available_drafters(given), plan, adapter, copy)
 
 
 def models_given(
-    checkpoints: Checkpoints, plan: ChosenPlan | None, adapter: ChosenAdapter | None
+    checkpoints: Checkpoints,
+    plan: ChosenPlan | None,
+    adapter: ChosenAdapter | None,
+    copy: ChosenCopy | None = None,
 ) -> ModelsGiven:
     """Return what drafters can be built from."""
     draft = checkpoints.draft
@@ -80,4 +95,5 @@ def models_given(
         other_tokenizer=checkpoints.other_tokenizer,
         plan=plan is not None,
         adapter=adapter is not None,
+        copy=copy is not None,
     )

@@ -270,6 +270,7 @@ def _context(
         "stretch": drafting.stretch,
         "kernels": options.allows_kernels,
         "adapter": drafting.adapter,
+        "beside": drafting.beside,
     }
     try:
         longest = longest_sequence(checkpoints.all, device, **arguments)

@@ -17,6 +17,7 @@ from foredraft.errors import ConfigError, Option, Text, did_you_mean
 from foredraft.kinds.compatibility import check_named_drafter
 from foredraft.kinds.tables import DRAFTERS, POLICIES
 from foredraft.loading.policies import check_settings
+from foredraft.model.quantisation import BITS
 from foredraft.model.tokenizer import Tokenizer
 
 __all__ = ["DTYPES", "LoadOptions", "Needs", "PlanSource", "Progress", "checked"]
@@ -41,11 +42,13 @@ class LoadOptions:
     draft_revision: str | None
     plan: PlanSource | None
     adapter: str | Path | None
+    draft_weights: str | None
     policy: str
     policy_options: Mapping[str, float | str] | None
     max_draft: int | None
     draft_sampling: str
     dtype: str | None
+    weights: str | None
     device: str | None
     max_batch: int | None
     max_length: int | None
@@ -78,6 +81,8 @@ def checked(options: LoadOptions) -> LoadOptions:
     options = replace(options, policy_options=check_settings(options.policy, given))
     _check_name("draft_sampling", options.draft_sampling, ("sampled", "greedy"))
     _check_name("dtype", options.dtype, (None, *DTYPES))
+    _check_name("weights", options.weights, (None, *BITS))
+    _check_name("draft_weights", options.draft_weights, (None, *BITS))
     _check_count("max_draft", options.max_draft, (", or ", Option("drafter", "none")))
     _check_count("max_batch", options.max_batch)
     _check_count("max_length", options.max_length)

@@ -100,10 +100,10 @@ def make_runner(
             remedy="leave it out",
         )
     if reason is None:
-        runner = Runner(load_decoder(folder, device, dtype, native=True))
+        runner = Runner(load_decoder(folder, device, dtype, native=True, bits=checkpoint.bits))
     else:
         probed = cached_shapes(outline, device, probe_shapes) if deterministic else None
-        decoder = load_decoder(folder, device, dtype)
+        decoder = load_decoder(folder, device, dtype, bits=checkpoint.bits)
         runner = Runner(decoder, deterministic=deterministic, probed=probed, compile=compile)
     logger.info("%s: %s%s", folder, runner.choices, f"; no kernels: {reason}" if reason else "")
     return runner

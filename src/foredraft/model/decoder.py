@@ -180,6 +180,11 @@ class Decoder:
         self._scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self.embedding_scale = None if scale is None else float(torch.tensor(scale).to(self.dtype))
 
+    @property
+    def products(self) -> list[Product]:
+        """Its linear layers, the head last."""
+        return [*(product for layer in self.layers for product in layer.products), self.output]
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states [B, T, hidden] that enter layer 0, for token ids [B, T]."""
         hidden = F.embedding(tokens, self.embedding)

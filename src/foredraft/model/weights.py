@@ -29,7 +29,8 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Linear, Product, RMSNorm
-from foredraft.model.runner.native import pack_native
+from foredraft.model.quantisation import codable, quantise
+from foredraft.model.runner.native import coded_bytes, pack_codes, pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
 
@@ -41,6 +42,7 @@ __all__ = [
     "build_decoder",
     "build_layer",
     "build_norm",
+    "coded_copy_bytes",
     "first_values",
     "layer_parameters",
     "layer_tensors",
@@ -89,6 +91,7 @@ def load_decoder(
     dtype: torch.dtype | None = None,
     *,
     native: bool = False,
+    bits: int | None = None,
 ) -> Decoder:
     """Return the decoder of a checkpoint folder.
 
@@ -97,6 +100,8 @@ def load_decoder(
         device: Where the weights are.
         dtype: The dtype of the weights; None keeps the checkpoint's.
         native: Arrange the linear layers for the C kernels (`runner.native`).
+        bits: Quantise the linear layers to codes of so many bits; without the kernels the decoder has what
+            the codes stand for, rounded to the dtype. None leaves the weights as they are.
 
     Raises:
         CheckpointError: The checkpoint is broken, incomplete or not supported.
@@ -105,7 +110,7 @@ def load_decoder(
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
         tensors = _Checkpoint(folder, stack, torch.device(device), chosen)
-        decoder = build_decoder(spec, tensors, native)
+        decoder = build_decoder(spec, tensors, native, bits)
         tensors.reject_unused(spec)
     return decoder
 
@@ -143,11 +148,30 @@ def load_layer(
     return layer, norm
 
 
-def weight_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, native: bool = False) -> int:
+def weight_bytes(
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    native: bool = False,
+    bits: int | None = None,
+) -> int:
     """Return the memory of a model's weights on the device after `load_decoder`, in bytes."""
     counter = _SizeCounter(device, dtype)
-    build_decoder(spec, counter, native)
-    return counter.values * dtype.itemsize
+    decoder = build_decoder(spec, counter, native)
+    whole = counter.values * dtype.itemsize
+    if bits is None or not native:
+        return whole
+    coded = [product.shape for product in decoder.products if codable(product.shape[1])]
+    saved = sum(rows * columns * dtype.itemsize - coded_bytes(rows, columns, bits) for rows, columns in coded)
+    return whole - saved
+
+
+def coded_copy_bytes(spec: ModelSpec, bits: int) -> int:
+    """Return the memory of a coded copy of a model's linear layers."""
+    decoder = build_decoder(spec, _SizeCounter(torch.device("meta"), torch.float32))
+    shapes = [product.shape for product in decoder.products]
+    return sum(coded_bytes(rows, columns, bits) for rows, columns in shapes if codable(columns))
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -213,20 +237,21 @@ def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
             yield name, first.view(torch.uint8).numpy().tobytes()
 
 
-def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False) -> Decoder:
+def build_decoder(spec: ModelSpec, tensors: Source, native: bool = False, bits: int | None = None) -> Decoder:
     """Return a decoder made of a source's tensors.
 
     Args:
         spec: The model.
         tensors: Where its tensors come from.
         native: Arrange the linear layers for the C kernels.
+        bits: Quantise the linear layers to codes of so many bits.
     """
-    builder = _Builder(spec, tensors, native)
+    builder = _Builder(spec, tensors, native, bits)
     hidden = spec.hidden_size
     head = builder.linear({EMBEDDING if spec.tied else HEAD: spec.vocab_size}, hidden)
     layers = tuple(builder.layer(index) for index in range(spec.layers))
     tensors.free_temporary()
-    if spec.tied and not builder.packs:
+    if spec.tied and not builder.packs and bits is None:
         embedding = head.dense()  # the same tensor, not a copy
     else:  # loaded last, it can take the memory that the temporary buffer had
         embedding = tensors.load({f"{EMBEDDING}.weight": (spec.vocab_size, hidden)})
@@ -246,8 +271,16 @@ def build_norm(spec: ModelSpec, tensors: Source) -> RMSNorm:
 class _Builder:
     """Builds the parts of a decoder from a source's tensors."""
 
-    def __init__(self, spec: ModelSpec, tensors: Source, native: bool = False, *, pack: bool = True) -> None:
-        self.spec, self.tensors, self.native = spec, tensors, native
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Source,
+        native: bool = False,
+        bits: int | None = None,
+        *,
+        pack: bool = True,
+    ) -> None:
+        self.spec, self.tensors, self.native, self.bits = spec, tensors, native, bits
         # linear layers copy their weight
         self.packs = native or (pack and packs(tensors.device, tensors.dtype))
         self.arena = Arena()
@@ -265,6 +298,11 @@ class _Builder:
         biases: Shapes = {f"{name}.bias": (rows,) for name, rows in names.items()}
         weight = tensors.load_temporary(weights) if self.packs else tensors.load(weights)
         bias = tensors.load(biases) if has_bias else None
+        if self.bits is not None and codable(columns) and not weight.is_meta:
+            codes = quantise(weight, self.bits)
+            if self.native:
+                return pack_codes(codes, weight.dtype, bias, self.arena)
+            weight = codes.expand(weight.dtype)
         if self.native and not weight.is_meta:
             return pack_native(weight, bias, self.arena)
         return pack(weight, bias) if self.packs else Linear(weight, bias)

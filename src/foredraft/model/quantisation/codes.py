@@ -23,11 +23,13 @@ class Codes:
         codes: [M, K] of a dtype whose values are exact in float32, zero points subtracted already.
         scales: [M, ceil(K / group)], of any float dtype.
         group: Columns that share a scale; the last group of a row may be shorter.
+        bits: That a code needs; None where it is no integer.
     """
 
     codes: Tensor
     scales: Tensor
     group: int
+    bits: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,7 +45,6 @@ class Codes:
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
         """Return the weights below each other, as one; their groups must be as long."""
-        [group] = {part.group for part in parts}
-        return Codes(
-            torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), group
-        )
+        [(group, bits)] = {(part.group, part.bits) for part in parts}
+        codes, scales = [part.codes for part in parts], [part.scales for part in parts]
+        return Codes(torch.cat(codes), torch.cat(scales), group, bits)

@@ -24,7 +24,7 @@ from foredraft.model.runner.body import Body, Bucket, Forward, Inputs
 from foredraft.model.runner.compiled import compiled_steps
 from foredraft.model.runner.graphs import CudaGraphCapturer, Graphs, coarse_length
 from foredraft.model.runner.job import FusedDraft, Job, Resume, SamplingInputs
-from foredraft.model.runner.native import NativePasses, run_layers
+from foredraft.model.runner.native import NativeCodes, NativePasses, run_layers
 from foredraft.model.runner.packed import unpacked_because
 from foredraft.model.runner.passes import PassShape, rope_tables
 from foredraft.model.runner.ragged import RaggedRule
@@ -103,6 +103,8 @@ class Runner:
         device, dtype = self.decoder.device, self.decoder.dtype
         if self._native is not None:
             parts = ["C kernels, exact at any shape"]
+            if isinstance(self.decoder.output, NativeCodes):
+                parts.append(f"weights of {self.decoder.output.bits} bits")
         else:
             reason = unpacked_because(device, dtype)
             parts = [

@@ -1,4 +1,9 @@
-"""Products with weights that are packed for the C kernels: blocks of 32 outputs, read in order."""
+"""Products with weights that are packed for the C kernels: blocks of 32 outputs, read in order.
+
+A weight is stored in its dtype, or as codes of 4 or 8 bits (kernels/codes.inc). A product with codes rounds
+no weight: codes are exact in the dtype, their products are summed over a group, and the sum is scaled in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,23 @@ from torch import Tensor
 
 from foredraft.kernels.compilation import declare, library
 from foredraft.kernels.huge_pages import Arena
+from foredraft.model.layers import Product
+from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.quantise import GROUP, quantise
 
-__all__ = ["NativeLinear", "fits", "pack_native", "suffix"]
+__all__ = [
+    "NativeCodes",
+    "NativeLinear",
+    "code_native",
+    "coded_bytes",
+    "fits",
+    "pack_codes",
+    "pack_native",
+    "suffix",
+]
 
 BLOCK = 32  # outputs of a block, as in kernels.c
+SCALES = 2 * BLOCK  # bytes of the scales of a coded group
 WORD = {torch.float32: 1, torch.bfloat16: 2}  # values per 32-bit word
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # in the names of C functions
 
@@ -29,6 +47,7 @@ class CLinear(ctypes.Structure):
         ("bias", c_void_p),
         ("n", c_int64),
         ("k", c_int64),
+        ("bits", c_int64),
     )
 
 
@@ -48,21 +67,12 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [..., K] times the weight, plus the bias: [..., M]."""
-        x = x.contiguous()
-        assert x.dtype == self.weight.dtype and x.shape[-1] == self.shape[1]
-        out = x.new_empty(*x.shape[:-1], self.shape[0])
-        rows = x.numel() // self.shape[1]
-        linear = self.as_struct()
-        _product(x.dtype)(
-            ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
-        )
-        return out
+        assert x.dtype == self.weight.dtype
+        return _call(self.as_struct(), x)
 
     def as_struct(self) -> CLinear:
         """Return the C struct of this product, which is valid as long as this object lives."""
-        return CLinear(
-            self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), *self.shape
-        )
+        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, 0)
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary tensor [M, K], a copy."""
@@ -70,6 +80,101 @@ class NativeLinear:
         word = WORD[self.weight.dtype]
         blocks = self.weight.view(-1, columns // word, BLOCK, word).transpose(1, 2)
         return blocks.reshape(-1, columns)[:rows].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCodes:
+    """The product of x [N, K] with a coded weight [M, K], plus its bias.
+
+    Attributes:
+        weight: Scales and codes as the kernels read them, bytes.
+        shape: (M, K).
+        bits: Of a code: 4 or 8.
+        dtype: Of x, and of the weight that `dense` returns.
+        bias: [M, padded to whole blocks] float32, or None.
+    """
+
+    weight: Tensor
+    shape: tuple[int, int]
+    bits: int
+    dtype: torch.dtype
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [..., K] times the weight, plus the bias: [..., M]."""
+        assert x.dtype == self.dtype
+        return _call(self.as_struct(), x)
+
+    def as_struct(self) -> CLinear:
+        """Return the C struct of this product, which is valid as long as this object lives."""
+        return CLinear(self.weight.data_ptr(), _address(self.bias), *self.shape, self.bits)
+
+    def codes(self) -> Codes:
+        """Return the weight as codes, a copy."""
+        rows, columns = self.shape
+        groups = self.weight.view(-1, columns // GROUP, SCALES + GROUP * BLOCK * self.bits // 8)
+        scales = groups[..., :SCALES].contiguous().view(torch.bfloat16)  # [blocks, groups, 32]
+        packed = groups[..., SCALES:].contiguous()
+        if self.bits == 4:  # [j, 16-bit lanes], of which number t is in bits 4 t to 4 t + 3
+            lanes = packed.view(torch.int16).to(torch.int32).view(*packed.shape[:2], -1, BLOCK)
+            halves = torch.stack([(lanes >> (4 * t) & 15) - 8 for t in range(4)], 3).flatten(2, 3)
+        else:
+            halves = packed.view(torch.int8).view(*packed.shape[:2], -1, BLOCK)
+        # [blocks, groups, words, halves, outputs, columns] to rows of halves and outputs
+        words = (
+            halves.to(torch.int8)
+            .view(*packed.shape[:2], GROUP // 2, 2, BLOCK // 2, 2)
+            .permute(0, 3, 4, 1, 2, 5)
+        )
+        by_row = scales.transpose(1, 2).reshape(-1, columns // GROUP)
+        return Codes(words.reshape(-1, columns)[:rows], by_row[:rows], GROUP, self.bits)
+
+    def dense(self) -> Tensor:
+        """Return the weight as an ordinary tensor [M, K], rounded to the dtype."""
+        return self.codes().expand(self.dtype)
+
+
+def coded_bytes(rows: int, columns: int, bits: int) -> int:
+    """Return the bytes of a coded weight [M, K]."""
+    return -(-rows // BLOCK) * (columns // GROUP) * (SCALES + GROUP * BLOCK * bits // 8)
+
+
+def pack_codes(
+    codes: Codes, dtype: torch.dtype, bias: Tensor | None, arena: Arena | None = None
+) -> NativeCodes:
+    """Return the product with a packed copy of codes.
+
+    Args:
+        codes: Of groups of 32 columns; of int8 with bfloat16 scales, where no code needs more than `bits`.
+        dtype: Of x.
+        bias: [M], or None.
+        arena: Holds the packed weight; None allocates it by itself.
+    """
+    (rows, columns), bits = codes.shape, codes.bits
+    assert (
+        bits is not None
+        and codes.group == GROUP
+        and columns % GROUP == 0
+        and codes.scales.dtype == torch.bfloat16
+    )
+    shape = (coded_bytes(rows, columns, bits),)
+    packed = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.empty(shape, torch.uint8)
+    values, scales = codes.codes.contiguous(), codes.scales.contiguous()
+    _pack_codes()(
+        values.data_ptr(), scales.data_ptr(), rows, columns, bits, packed.data_ptr(), torch.get_num_threads()
+    )
+    padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -rows % BLOCK))
+    return NativeCodes(packed, (rows, columns), bits, dtype, padded)
+
+
+def code_native(product: Product, bits: int, arena: Arena) -> Product:
+    """Return a native product with its weight coded; itself where it has no more bits, or no whole groups."""
+    assert isinstance(product, NativeLinear | NativeCodes)
+    rows, columns = product.shape
+    if columns % GROUP or (isinstance(product, NativeCodes) and product.bits <= bits):
+        return product
+    weight, bias = product.dense(), None if product.bias is None else product.bias[:rows]
+    return pack_codes(quantise(weight, bits), weight.dtype, bias, arena)
 
 
 def fits(dtype: torch.dtype, columns: int) -> bool:
@@ -99,6 +204,25 @@ def pack_native(weight: Tensor, bias: Tensor | None, arena: Arena | None = None)
 def suffix(dtype: torch.dtype) -> str:
     """Return the suffix of the C functions for this dtype."""
     return f"_{NAMES[dtype]}"
+
+
+def _call(linear: CLinear, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    assert x.shape[-1] == linear.k
+    out = x.new_empty(*x.shape[:-1], linear.n)
+    rows = x.numel() // linear.k
+    _product(x.dtype)(ctypes.addressof(linear), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@functools.cache
+def _pack_codes() -> Any:
+    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
+    return declare(_library().foredraft_pack_codes, arguments)
 
 
 @functools.cache

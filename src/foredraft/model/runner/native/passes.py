@@ -22,7 +22,7 @@ from foredraft.model.decoder import Decoder, Plan
 from foredraft.model.layers import Product, RMSNorm
 from foredraft.model.rope import Rope
 from foredraft.model.runner.job import FusedDraft, SamplingInputs
-from foredraft.model.runner.native.linear import CLinear, NativeLinear, suffix
+from foredraft.model.runner.native.linear import CLinear, NativeCodes, NativeLinear, suffix
 
 __all__ = ["Groups", "NativePasses"]
 
@@ -96,10 +96,7 @@ class NativePasses:
     @classmethod
     def of(cls, decoder: Decoder) -> NativePasses | None:
         """Return the passes of a decoder; None where one of its weights is not packed for the kernels."""
-        products = [decoder.output]
-        for layer in decoder.layers:
-            products += layer.products
-        packed = all(isinstance(product, NativeLinear) for product in products)
+        packed = all(isinstance(product, NativeLinear | NativeCodes) for product in decoder.products)
         return cls(decoder) if packed and decoder.spec.head_dim <= MAX_HEAD_DIM else None
 
     def __init__(self, decoder: Decoder) -> None:
@@ -331,5 +328,5 @@ def _norm_struct(norm: RMSNorm | None) -> CNorm:
 
 
 def _linear_struct(product: Product) -> CLinear:
-    assert isinstance(product, NativeLinear)
+    assert isinstance(product, NativeLinear | NativeCodes)
     return product.as_struct()

@@ -1,0 +1,72 @@
+"""Low bit: the copy of the target's weights in few bits that drafter low-bit runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.drafters.low_bit import low_bit_copy
+from foredraft.drafters.skips import Skips
+from foredraft.errors import ConfigError, Option
+from foredraft.kinds.tables import DRAFTERS
+from foredraft.loading.checkpoints import Checkpoint
+from foredraft.loading.options import LoadOptions
+from foredraft.loading.planning import ChosenPlan
+from foredraft.model.quantisation import BITS
+from foredraft.model.runner import Runner, unserved_because
+from foredraft.model.weights import coded_copy_bytes
+
+__all__ = ["ChosenCopy", "choose_copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenCopy:
+    """A copy of the target in few bits.
+
+    Attributes:
+        bits: Of a weight.
+        bytes: Memory of its weights.
+        skips: Sub-layers that it leaves out; None for none.
+    """
+
+    bits: int
+    bytes: int
+    skips: Skips | None
+
+    def make(self, target: Runner) -> Runner:
+        """Return the runner of the copy."""
+        return low_bit_copy(target, self.bits)
+
+
+def choose_copy(
+    options: LoadOptions, drafter: str, plan: ChosenPlan | None, target: Checkpoint, device: torch.device
+) -> ChosenCopy | None:
+    """Return the copy that the options ask for; None where they ask for none.
+
+    A plan that is given beside this drafter is that of its copy.
+
+    Raises:
+        ConfigError: The copy cannot run here, or would have no fewer bits than the target.
+    """
+    named = DRAFTERS[drafter].needs_copy
+    if not named and options.draft_weights is None:
+        return None
+    option = Option("drafter", drafter) if named else Option("draft_weights", options.draft_weights)
+    bits = BITS[options.draft_weights or "int4"]
+    if target.bits is not None and target.bits <= bits:
+        raise ConfigError(
+            f"but the target has {target.bits} bits itself", option=option.name, value=option.value,
+            remedy="leave it out",
+        )  # fmt: skip
+    if not options.allows_kernels:
+        reason: str | None = "they are off"
+    else:
+        reason = unserved_because(target.spec, device, target.dtype)
+    if reason is not None:
+        raise ConfigError(
+            f"which needs Foredraft's kernels: {reason}", option=option.name, value=option.value,
+            remedy="leave it out",
+        )  # fmt: skip
+    skips = plan.skips if named and plan is not None and options.plan is not None else None
+    return ChosenCopy(bits, coded_copy_bytes(target.spec, bits), skips)

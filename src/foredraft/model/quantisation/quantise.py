@@ -1,0 +1,60 @@
+"""Quantise: 16-bit weights -> codes of few bits, with a scale for every 32 columns.
+
+A group's scale is the least-squares one for its codes: of several scales from the group's largest weight on,
+each is replaced by the one that fits the codes that it gives best, and the best of all is kept. Codes are
+those of the scale as it is stored, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foredraft.model.quantisation.codes import Codes
+
+__all__ = ["BITS", "GROUP", "codable", "quantise"]
+
+BITS = {"int4": 4, "int8": 8}  # name -> bits of a code
+GROUP = 32  # columns that share a scale
+# The largest weight of a group becomes the code -2 ** (bits - 1) times one of these.
+RANGES = {4: (1.0, 0.95, 0.9, 0.85, 0.8), 8: (1.0,)}
+PIECE = 1 << 22  # weights that are worked on at a time: it bounds the memory
+
+
+def codable(columns: int) -> bool:
+    """Return whether weights [M, columns] can be quantised: they need whole groups."""
+    return columns % GROUP == 0
+
+
+def quantise(weight: Tensor, bits: int) -> Codes:
+    """Return a weight [M, K] as codes; K is a multiple of `GROUP`."""
+    rows, columns = weight.shape
+    groups = columns // GROUP
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=weight.device)
+    step = max(1, PIECE // columns)
+    for row in range(0, rows, step):
+        piece = weight[row : row + step].float().view(-1, groups, GROUP)
+        coded, scale = _piece(piece, bits)
+        codes[row : row + step] = coded.view(-1, columns)
+        scales[row : row + step] = scale
+    return Codes(codes, scales, GROUP, bits)
+
+
+def _piece(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the codes [M, G, 32] and scales [M, G] of weights [M, G, 32]."""
+    extreme = w.gather(-1, w.abs().argmax(-1, keepdim=True))
+    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
+    for share in RANGES[bits]:
+        codes = _codes(w, extreme * (-share / 2 ** (bits - 1)), bits)
+        squares = (codes * codes).sum(-1, keepdim=True)
+        scale = ((codes * w).sum(-1, keepdim=True) / squares.clamp_min(1)).bfloat16().float()
+        error = (_codes(w, scale, bits).mul_(scale) - w).square_().sum(-1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return _codes(w, best, bits).to(torch.int8), best.squeeze(-1).bfloat16()
+
+
+def _codes(w: Tensor, scale: Tensor, bits: int) -> Tensor:
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    return (w * inverse).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
