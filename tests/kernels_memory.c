@@ -191,6 +191,28 @@ static void passes(
     free(table), free(cache[0]), free(cache[1]), free(x), free(scratch), free(draft_scratch), free(logits);
 }
 
+// Products with coded weights, of no row, part or block too many.
+static void coded_products(int word, int64_t n, int64_t k) {
+    const int64_t rows[] = {1, 5, 16, 17, 33, 64, 70};
+    int8_t *codes = array(n * k, 1);
+    for (int64_t i = 0; i < n * k; i++) codes[i] = i * 7 % 16 - 8;
+    uint16_t *scales = elements(n * (k / GROUP_COLUMNS), 2);
+    for (int bits = 4; bits < 9; bits += 4) {
+        const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+        uint8_t *packed = array(blocks * (k / GROUP_COLUMNS) * GROUP_BYTES(bits), 1);
+        foredraft_pack_codes(codes, scales, n, k, bits, packed, 3);
+        const Linear l = {packed, NULL, n, k, bits};
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+            void *x = elements(rows[i] * k, word), *y = elements(rows[i] * n, word);
+            if (word == 1) foredraft_product_float32(&l, x, rows[i], y, 3);
+            else foredraft_product_bfloat16(&l, x, rows[i], y, 3);
+            free(x), free(y);
+        }
+        free(packed);
+    }
+    free(codes), free(scales);
+}
+
 // Every vocabulary operation, over `count` rows of n values.
 static void vocabulary_operations(int64_t count, int64_t n) {
     float *x = floats(count * n), *probs = array(count * n, sizeof(float)), *least = floats(count);
@@ -255,6 +277,7 @@ int main(void) {
         passes(word, 80, 1, 9, 34, 70, 64);
         passes(word, 500, 1, 1, 16, 32, 1);
         passes(word, 512, 1, 2, 16, 32, 40);
+        coded_products(word, 45, 96), coded_products(word, 1, 32);
     }
     const int64_t widths[] = {1, 2, 15, 16, 17, 127, 129, 1000, 20011};
     for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)

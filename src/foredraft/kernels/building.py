@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "passes.inc", "codes.inc", "attention.inc", "fused.inc", "vocab.inc")
+SOURCES = ("kernels.c", "passes.inc", "codes.inc", "tiles.inc", "attention.inc", "fused.inc", "vocab.inc")
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 # GCC copies vectors in pieces of 16 bytes by default, and reading them whole then waits for the pieces: with
 # AVX2, products take 2 to 4 times as long. GCC 12 and later know these flags, for x86 alone.
@@ -67,9 +67,11 @@ class Level:
 
 _V3 = frozenset("cx16 lahf_lm popcnt sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-# The best first. The sources distinguish AVX-512F and AVX-512 BF16, and name no other instructions (no AMX).
+# The best first. The sources distinguish AVX-512F, AVX-512 BF16 and AMX.
+_BF16, _V4_BF16 = ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}
 LEVELS = (
-    Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Level("x86-64-v4-amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}),
+    Level("x86-64-v4-bf16", _BF16, _V4_BF16),
     Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )

@@ -39,10 +39,10 @@ enum { TILE = 12 };  // rows of a product tile: two accumulators per row, of 32 
 #else
 enum { TILE = 2 };
 #endif
-// Coded weights (codes.inc). COLUMNS share a scale; SCALES bytes come before the codes of a group; AHEAD: bytes that are
+// Coded weights (codes.inc). GROUP_COLUMNS share a scale; SCALES bytes come before the codes of a group; AHEAD: bytes that are
 // prefetched.
-enum { COLUMNS = 32, SCALES = 64, AHEAD = 1024 };
-#define GROUP_BYTES(bits) (SCALES + COLUMNS * BLOCK * (bits) / 8)
+enum { GROUP_COLUMNS = 32, SCALES = 64, AHEAD = 2048 };
+#define GROUP_BYTES(bits) (SCALES + GROUP_COLUMNS * BLOCK * (bits) / 8)
 
 // A packed weight [n, k]: blocks of 32 outputs, [ceil(n / 32)][k / WORD][32] words. A word of 32 bits holds one float
 // or two bfloat16. bits: 0, or 4 or 8 where the weight is coded (codes.inc).
@@ -194,10 +194,10 @@ void foredraft_pack(const uint32_t *weight, int64_t n, int64_t words, uint32_t *
     }
 }
 
-// Packs codes [n, k], bytes, and scales [n, k / COLUMNS], bfloat16, as a coded weight; outputs past n have a scale of 0.
+// Packs codes [n, k], bytes, and scales [n, k / GROUP_COLUMNS], bfloat16, as a coded weight; outputs past n have a scale of 0.
 void foredraft_pack_codes(
     const int8_t *codes, const uint16_t *scales, int64_t n, int64_t k, int64_t bits, uint8_t *packed, int threads) {
-    const int64_t groups = k / COLUMNS;
+    const int64_t groups = k / GROUP_COLUMNS;
 #pragma omp parallel num_threads(threads)
     {
         const Share blocks = thread_share((n + BLOCK - 1) / BLOCK);
@@ -208,8 +208,8 @@ void foredraft_pack_codes(
             for (int64_t i = 0; i < BLOCK && block * BLOCK + i < n; i++) {
                 const int64_t row = block * BLOCK + i;
                 memcpy(to + i * sizeof *scales, scales + row * groups + group, sizeof *scales);
-                for (int c = 0; c < COLUMNS; c++) {
-                    const uint8_t code = codes[row * k + group * COLUMNS + c];
+                for (int c = 0; c < GROUP_COLUMNS; c++) {
+                    const uint8_t code = codes[row * k + group * GROUP_COLUMNS + c];
                     const int half = c / 2 * 2 + i / LANES, byte = 2 * (i % LANES) + c % 2;  // see codes.inc
                     if (bits == 8) to[SCALES + half * 2 * LANES + byte] = code;
                     else to[SCALES + half / 4 * 4 * LANES + 2 * byte + half % 4 / 2] |= ((code + 8) & 15) << half % 2 * 4;
@@ -277,6 +277,8 @@ static inline __attribute__((always_inline)) float softmax_step(
     *top = new_top;
     return rescale;
 }
+
+#include "tiles.inc"
 
 // The templates of passes.inc and fused.inc: E is the element type, WORD the elements of a 32-bit word.
 #define JOIN_(a, b) a##b

@@ -65,7 +65,7 @@ def load(
         drafter: The drafter for requests that do not give one: "none", "lookup", "draft-model", "retokenize",
             "layer-skip", "kangaroo" or "low-bit". "auto" uses in every round the loaded drafter that pays
             most. By default "auto" under policy "auto"; under other policies "kangaroo" if an adapter is
-            given, "layer-skip" if a plan is given, else the draft model, else "lookup", or "none" where the policy
+            given, "layer-skip" if a plan is, else the draft model, else "lookup", or "none" where the policy
             needs draft probabilities.
         draft: The draft model's folder or hub id.
         revision: Branch, tag or commit of a hub id; "owner/name@revision" says the same.

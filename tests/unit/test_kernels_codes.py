@@ -1,0 +1,139 @@
+"""Products with coded weights: right values, the same bits at every shape, and codes that come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.kernels.compilation import library
+from foredraft.kernels.huge_pages import Arena
+from foredraft.model.quantisation import BITS, Codes, quantise
+from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
+from tests.support.planting import Spoiler, assert_caught, defect
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no kernels")
+SHAPES = [(72, 96), (32, 32), (1, 64), (256, 320), (100, 2048)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def codes_of(rows: int, columns: int, bits: int) -> Codes:
+    random = torch.Generator().manual_seed(rows + columns)
+    low = -(2 ** (bits - 1))
+    codes = torch.randint(low, -low, (rows, columns), generator=random, dtype=torch.int8)
+    codes[0, :2] = torch.tensor([low, -low - 1])
+    return Codes(codes, torch.randn(rows, columns // 32, generator=random).bfloat16(), 32, bits)
+
+
+def check_values(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Hold a product against the definition in double precision."""
+    codes = codes_of(*shape, bits)
+    bias = torch.randn(shape[0])
+    product = pack_codes(codes, dtype, bias.to(dtype))
+    x = torch.randn(7, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight = codes.codes.double() * codes.scales.double().repeat_interleave(32, 1)
+    want = x.double() @ weight.T + bias.to(dtype).double()
+    size = x.double().abs() @ weight.abs().T + want.abs()
+    error = torch.finfo(torch.float32).eps * 8 * size + torch.finfo(dtype).eps * want.abs()
+    assert ((product(x).double() - want).abs() <= error).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", BITS.values())
+def test_values_are_those_of_the_definition(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_values(bits, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS.values())
+def test_a_row_has_the_same_bits_in_every_product(bits: int, dtype: torch.dtype) -> None:
+    product = pack_codes(codes_of(100, 320, bits), dtype, None)
+    x = torch.randn(70, 320).to(dtype)
+    whole, before = product(x), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for count in (*range(1, 35), 63, 64, 65):
+                for first in {0, 3, 70 - count}:
+                    rows = slice(max(0, min(first, 70 - count)), None)
+                    assert torch.equal(product(x[rows][:count]), whole[rows][:count]), (threads, count, first)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", BITS.values())
+def test_packed_codes_come_back(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    codes = codes_of(*shape, bits)
+    product = pack_codes(codes, dtype, None, Arena())
+    found = product.codes()
+    assert torch.equal(found.codes, codes.codes) and torch.equal(found.scales, codes.scales)
+    assert torch.equal(product.dense(), codes.expand(dtype))
+    assert product.weight.numel() == coded_bytes(*shape, bits)
+
+
+def error_of(weight: Tensor, codes: Codes) -> float:
+    difference = codes.expand(torch.float32) - weight.float()
+    return float(difference.norm() / weight.float().norm())
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.09), (8, 0.006)])
+def test_quantised_weights_are_near(bits: int, most: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 96, generator=random).bfloat16()
+    codes = quantise(weight, bits)
+    assert error_of(weight, codes) < most
+    # scales by least squares are nearer than those of the largest weight
+    groups = weight.float().view(300, 3, 32)
+    scale = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)
+    plain = (groups / scale[..., None]).round().view(300, 96).to(torch.int8)
+    assert error_of(weight, codes) < error_of(weight, Codes(plain, scale, 32))
+
+
+def test_weights_that_are_codes_stay_exact() -> None:
+    codes = codes_of(40, 64, 8)
+    ends = codes.codes.view(40, 2, 32).clone()
+    ends[..., 0] = -128  # the code of the largest weight
+    exact = Codes(ends.view(40, 64), codes.scales, 32, 8)
+    weight = exact.expand(torch.float32)
+    assert torch.equal(quantise(weight, 8).expand(torch.float32), weight)
+    assert torch.equal(quantise(torch.zeros(3, 64), 4).expand(torch.float32), torch.zeros(3, 64))
+
+
+def test_what_has_no_whole_groups_or_no_more_bits_stays() -> None:
+    odd = pack_native(torch.randn(40, 48), None)
+    assert code_native(odd, 4, Arena()) is odd
+    eight = code_native(pack_native(torch.randn(40, 64), None), 8, Arena())
+    assert code_native(eight, 8, Arena()) is eight
+    four = code_native(eight, 4, Arena())
+    assert isinstance(four, NativeCodes) and four.bits == 4
+
+
+def packs_other(spoilt: Callable[[Codes], Codes]) -> Spoiler:
+    """Return the spoiler of `pack_codes` that packs other codes than it is given."""
+    return lambda sound: lambda codes, *more: sound(spoilt(codes), *more)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoilt"),
+    [
+        (
+            "the order of neighbours",
+            lambda c: replace(c, codes=c.codes.view(*c.codes.shape[:1], -1, 2).flip(-1).reshape(c.shape)),
+        ),
+        ("the scale of the neighbouring group", lambda c: replace(c, scales=c.scales.roll(1, 1))),
+        ("unsigned read as signed", lambda c: replace(c, codes=c.codes + 8)),
+    ],
+)
+def test_planted_defects_are_caught(
+    name: str, spoilt: Callable[[Codes], Codes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        check_values(4, (72, 96), torch.float32)
+
+    assert_caught(defect(name, pack_codes, packs_other(spoilt), check), monkeypatch)
