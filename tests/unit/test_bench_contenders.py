@@ -371,7 +371,7 @@ def test_an_unknown_method_is_refused_with_the_known_names() -> None:
 
 def test_each_policy_suits_the_expected_drafters() -> None:
     drafters = {name for name in DRAFTERS if name != "none"}
-    steppers = {"draft-model", "layer-skip", "kangaroo"}
+    steppers = {"draft-model", "layer-skip", "kangaroo", "low-bit"}
     assert {policy: {name for name in drafters if suits(name, policy)} for policy in POLICIES} == {
         "auto": drafters,
         "fixed": drafters - {"auto"},
@@ -510,7 +510,7 @@ def test_a_missing_program_is_an_error_only_if_named(
     lineup.load(context, resolve_methods(None), Memory(context.device), 7)
     assert [one.name for one in lineup.contenders] == ["plain", "lookup", "draft-model"]
     assert lineup.loaded_bytes == {"plain": 7, "lookup": 7, "draft-model": 7}
-    assert len(lineup.notes) == 8
+    assert len(lineup.notes) == 9
     assert "left out: auto needs a policy that chooses among drafters; give policy='auto'" in lineup.notes
     assert lineup.notes[-1].startswith("left out: llama.cpp: llama-cpp-python is not installed")
 

@@ -33,6 +33,7 @@ FOREIGN = ModelsGiven("big", "foreign", other_tokenizer=True)
             "none lookup prediction layer-skip kangaroo auto",
             "kangaroo",
         ),
+        (ModelsGiven("big", copy=True), "none lookup prediction low-bit auto", "lookup"),
     ],
     ids=str,
 )
@@ -48,8 +49,8 @@ def test_the_models_decide_the_available_and_the_default_drafters(
 
 def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
     fitting = {policy: [name for name in DRAFTERS if suits(name, policy)] for policy in POLICIES}
-    alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo"]
-    steppers = ["draft-model", "layer-skip", "kangaroo"]
+    alone = ["none", "lookup", "prediction", "draft-model", "retokenize", "layer-skip", "kangaroo", "low-bit"]
+    steppers = ["draft-model", "layer-skip", "kangaroo", "low-bit"]
     assert fitting == {
         "auto": [*alone, "auto"], "fixed": alone, "heuristic": alone, "target-confidence": alone,
         "confidence": steppers, "adaptive-exit": steppers, "fallback": steppers,
@@ -57,15 +58,16 @@ def test_policies_decide_about_drafters_by_probabilities_and_costs() -> None:
 
 
 def test_options_without_an_effect_are_known_for_every_drafter() -> None:
-    policy = ("policy", "policy_options", "max_draft")
+    policy, copy = ("policy", "policy_options", "max_draft"), "draft_weights"
     assert {name: compatibility.unused_options(name) for name in DRAFTERS} == {
-        "none": ("draft", "draft_sampling", "plan", "adapter", *policy),
-        "lookup": ("draft", "draft_sampling", "plan", "adapter"),
-        "prediction": ("draft", "draft_sampling", "plan", "adapter"),
-        "draft-model": ("plan", "adapter"),
-        "retokenize": ("draft_sampling", "plan", "adapter"),
-        "layer-skip": ("draft", "adapter"),
-        "kangaroo": ("draft", "plan"),
+        "none": ("draft", "draft_sampling", "plan", "adapter", copy, *policy),
+        "lookup": ("draft", "draft_sampling", "plan", "adapter", copy),
+        "prediction": ("draft", "draft_sampling", "plan", "adapter", copy),
+        "draft-model": ("plan", "adapter", copy),
+        "retokenize": ("draft_sampling", "plan", "adapter", copy),
+        "layer-skip": ("draft", "adapter", copy),
+        "kangaroo": ("draft", "plan", copy),
+        "low-bit": ("draft", "adapter"),
         "auto": (),
     }
 

@@ -130,6 +130,7 @@ def test_a_draft_model_with_the_targets_tokenizer_fits(models: Path) -> None:
         "retokenize": False,
         "layer-skip": False,
         "kangaroo": False,
+        "low-bit": False,
     }
 
 
@@ -143,6 +144,7 @@ def test_a_draft_model_with_another_tokenizer_is_retokenized(models: Path) -> No
         "retokenize": True,
         "layer-skip": False,
         "kangaroo": False,
+        "low-bit": False,
     }
 
 

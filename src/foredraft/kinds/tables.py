@@ -210,7 +210,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         stepper=True,
     ),
     "kangaroo": DrafterKind(
-        "the model's first layers with a trained adapter on top",
+        "its first layers and a trained adapter",
         lambda parts: _in("drafters.kangaroo").Kangaroo(parts.target, parts.cache, parts.adapter),
         needs_adapter=True,
         stepper=True,
