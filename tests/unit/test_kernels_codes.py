@@ -12,6 +12,7 @@ from torch import Tensor
 from foredraft.kernels.compilation import library
 from foredraft.kernels.huge_pages import Arena
 from foredraft.model.quantisation import BITS, Codes, quantise
+from foredraft.model.quantisation.quantise import define
 from foredraft.model.runner.native import NativeCodes, code_native, coded_bytes, pack_codes, pack_native
 from tests.support.planting import Spoiler, assert_caught, defect
 
@@ -93,6 +94,16 @@ def test_quantised_weights_are_near(bits: int, most: float) -> None:
     scale = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)
     plain = (groups / scale[..., None]).round().view(300, 96).to(torch.int8)
     assert error_of(weight, codes) < error_of(weight, Codes(plain, scale, 32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS.values())
+def test_the_kernel_quantises_as_it_is_defined(bits: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, k, generator=random) ** power for n, k, power in ((300, 320, 1), (70, 64, 3))]
+    for weight in (*weights, torch.zeros(3, 32), weights[0] * 1e-30, weights[0] * 1e30, weights[0].abs()):
+        found, want = quantise(weight.to(dtype), bits), define(weight.to(dtype), bits)
+        assert torch.equal(found.codes, want.codes) and torch.equal(found.scales, want.scales)
 
 
 def test_weights_that_are_codes_stay_exact() -> None:

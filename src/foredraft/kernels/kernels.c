@@ -20,6 +20,7 @@ typedef float V __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
+typedef double D __attribute__((vector_size(64)));
 
 enum {
     LANES = 16,
@@ -217,6 +218,44 @@ void foredraft_pack_codes(
             }
         }
     }
+}
+
+// The codes of a group of weights under a scale: the nearest of lowest ... -lowest - 1, ties to even.
+static inline void codes_of(const float *w, float scale, float lowest, float *code) {
+    const float inverse = scale == 0 ? 0 : 1 / scale;
+    for (int i = 0; i < GROUP_COLUMNS; i += LANES) {
+        // Adding and taking away 1.5 * 2 ** 23 rounds what is near; what is far is cut first.
+        V v = load(w + i) * splat(inverse);
+        v = choose(v < splat(lowest), splat(lowest), choose(v > splat(-lowest - 1), splat(-lowest - 1), v));
+        store(code + i, (v + splat(12582912.0f)) - splat(12582912.0f));
+    }
+}
+
+// The largest weight of a group, with its sign; the first of several.
+static inline float extreme_of(const float *w) {
+    const V a = load(w), b = load(w + LANES);
+    const float most = lanes_max(maximum(maximum(a, -a), maximum(b, -b)));
+    for (int i = 0; i < GROUP_COLUMNS; i++)
+        if (fabsf(w[i]) == most) return w[i];
+    return 0;
+}
+
+static inline D doubles(const float *x) {
+    typedef float F __attribute__((vector_size(32)));
+    F v;
+    memcpy(&v, x, sizeof v);
+    return __builtin_convertvector(v, D);
+}
+
+static inline double doubles_sum(D x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+
+// Rounds to bfloat16, ties to even.
+static inline float half_precision(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
 }
 
 // The result of a kernel that allocates work memory. After NO_MEMORY its outputs hold nothing of use.

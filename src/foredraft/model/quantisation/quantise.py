@@ -2,23 +2,29 @@
 
 A group's scale is the least-squares one for its codes: of several scales from the group's largest weight on,
 each is replaced by the one that fits the codes that it gives best, and the best of all is kept. Codes are
-those of the scale as it is stored, in bfloat16.
+those of the scale as it is stored, in bfloat16. `define` is the definition; a C kernel computes the same.
 """
 
 from __future__ import annotations
 
+import functools
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from foredraft.kernels.compilation import declare, library
 from foredraft.model.quantisation.codes import Codes
 
-__all__ = ["BITS", "GROUP", "codable", "quantise"]
+__all__ = ["BITS", "GROUP", "codable", "define", "quantise"]
 
 BITS = {"int4": 4, "int8": 8}  # name -> bits of a code
 GROUP = 32  # columns that share a scale
 # The largest weight of a group becomes the code -2 ** (bits - 1) times one of these.
-RANGES = {4: (1.0, 0.95, 0.9, 0.85, 0.8), 8: (1.0,)}
-PIECE = 1 << 22  # weights that are worked on at a time: it bounds the memory
+SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8), 8: (1.0,)}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of dtypes that the kernel takes
+PIECE = 1 << 22  # weights that the definition works on at a time: it bounds the memory
 
 
 def codable(columns: int) -> bool:
@@ -27,7 +33,22 @@ def codable(columns: int) -> bool:
 
 
 def quantise(weight: Tensor, bits: int) -> Codes:
-    """Return a weight [M, K] as codes; K is a multiple of `GROUP`."""
+    """Return a finite weight [M, K] as codes; K is a multiple of `GROUP`."""
+    if library() is None or weight.device.type != "cpu" or weight.dtype not in NAMES:
+        return define(weight, bits)
+    weight = weight.contiguous()
+    (rows, columns), shares = weight.shape, SHARES[bits]
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    scales = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16)
+    _kernel(weight.dtype)(
+        weight.data_ptr(), rows, columns, bits, (c_float * len(shares))(*shares), len(shares),
+        codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return Codes(codes, scales, GROUP, bits)
+
+
+def define(weight: Tensor, bits: int) -> Codes:
+    """Return what `quantise` returns, by PyTorch's operators."""
     rows, columns = weight.shape
     groups = columns // GROUP
     codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
@@ -44,12 +65,12 @@ def quantise(weight: Tensor, bits: int) -> Codes:
 def _piece(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the codes [M, G, 32] and scales [M, G] of weights [M, G, 32]."""
     extreme = w.gather(-1, w.abs().argmax(-1, keepdim=True))
-    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
-    for share in RANGES[bits]:
-        codes = _codes(w, extreme * (-share / 2 ** (bits - 1)), bits)
+    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf, dtype=torch.float64)
+    for share in SHARES[bits]:
+        codes = _codes(w, extreme * (torch.tensor(share) / -(2 ** (bits - 1))), bits).double()
         squares = (codes * codes).sum(-1, keepdim=True)
-        scale = ((codes * w).sum(-1, keepdim=True) / squares.clamp_min(1)).bfloat16().float()
-        error = (_codes(w, scale, bits).mul_(scale) - w).square_().sum(-1, keepdim=True)
+        scale = ((codes * w).sum(-1, keepdim=True) / squares.clamp_min(1)).float().bfloat16().float()
+        error = (_codes(w, scale, bits).double() * scale - w).square_().sum(-1, keepdim=True)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return _codes(w, best, bits).to(torch.int8), best.squeeze(-1).bfloat16()
@@ -57,4 +78,13 @@ def _piece(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def _codes(w: Tensor, scale: Tensor, bits: int) -> Tensor:
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    return (w * inverse).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (w * inverse).clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).round_()
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> Any:
+    function = getattr(library(), f"foredraft_quantise_{NAMES[dtype]}")
+    arguments = (
+        c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int
+    )  # fmt: skip
+    return declare(function, arguments)
