@@ -1,0 +1,144 @@
+"""Weights of few bits at a real model's shape: steps and short passes, beside llama.cpp's quantised weights.
+
+The checkpoint has 1.24 billion random weights (`shape.py`). The bfloat16 model, its own copy in few bits, and the
+model quantised while loading take turns with llama.cpp on the same weights as Q4_0 and Q8_0, after a warm-up. A
+ratio is the median of the ratios within the turns, with quartiles.
+
+    python benchmarks/few_bits.py --repeats 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from shape import SHAPES, random_checkpoint
+from timing import interleaved, spread
+from workload import machine, write
+
+import foredraft
+from foredraft import LLM
+from foredraft.bench import llama_cpp
+from foredraft.bench.contender import BenchContext
+from foredraft.bench.gguf_file import write_gguf
+from foredraft.drafters.low_bit import low_bit_copy
+from foredraft.model.quantisation import BITS
+
+ROWS = (1, 4, 8, 16)
+CONTEXT, POSITIONS = 128, 512  # tokens in the KV cache before a pass, and its room
+PEERS = {"int4": "LLAMA_FTYPE_MOSTLY_Q4_0", "int8": "LLAMA_FTYPE_MOSTLY_Q8_0"}
+
+
+def load(folder: Path, weights: str | None) -> LLM:
+    return foredraft.load(
+        folder, device="cpu", weights=weights, max_batch=1, max_length=POSITIONS, drafter="none"
+    )
+
+
+def peer(llm: LLM, folder: Path, kind: str) -> llama_cpp.LlamaCpp:
+    """Return llama.cpp on the checkpoint, quantised by its own program code."""
+
+    def write_quantised(target: Path, file: Path, dtype: torch.dtype) -> None:
+        whole = file.with_suffix(".whole")
+        write_gguf(target, whole, dtype)
+        library: Any = llama_cpp.module("llama_cpp", "llama.cpp")
+        params = library.llama_model_quantize_default_params()
+        params.ftype, params.nthread = getattr(library, kind), torch.get_num_threads()
+        failed = library.llama_model_quantize(str(whole).encode(), str(file).encode(), ctypes.byref(params))
+        whole.unlink()
+        if failed:
+            raise SystemExit(f"llama.cpp cannot quantise to {kind}")
+
+    before, llama_cpp.write_gguf = llama_cpp.write_gguf, write_quantised
+    try:
+        context = BenchContext(llm, folder, None, torch.bfloat16, torch.device("cpu"), POSITIONS)
+        return llama_cpp.LlamaCpp(context)
+    finally:
+        llama_cpp.write_gguf = before
+
+
+def passes(folder: Path, repeats: int, *, peers: bool) -> dict[str, Any]:
+    """Time passes by rows: the bfloat16 model, its copies in few bits, and llama.cpp."""
+    llm = load(folder, None)
+    target: Any = llm._engine.target
+    runners = {"bfloat16": target} | {name: low_bit_copy(target, bits) for name, bits in BITS.items()}
+    cache = target.new_cache(1, POSITIONS)
+    works: dict[Any, Callable[[], object]] = {}
+    for name, runner in runners.items():
+        runner.reserve_positions(cache.stored)
+        for rows in ROWS:
+            tokens = torch.zeros(1, rows, dtype=torch.int64)
+            works[name, rows] = lambda runner=runner, tokens=tokens: runner.forward(cache, tokens, [CONTEXT])  # type: ignore[misc]
+    taken: dict[Any, list[float]] = {}
+    others = {name: peer(llm, folder, kind) for name, kind in PEERS.items()} if peers else {}
+    for name, other in others.items():
+        for rows in ROWS:  # timed by the contender, which has to fill its KV cache before each pass
+            taken[f"llama.cpp {name}", rows] = []
+            works[f"llama.cpp {name}", rows] = lambda name=name, other=other, rows=rows: taken[  # type: ignore[misc]
+                f"llama.cpp {name}", rows
+            ].append(other.forward_seconds(rows, CONTEXT))
+    seconds = interleaved(works, torch.device("cpu"), repeats)
+    seconds |= {key: times[-repeats:] for key, times in taken.items()}
+    for other in others.values():
+        other.close()
+
+    def ratio(one: Any, other: Any) -> dict[str, Any]:
+        return spread([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
+
+    names = [*runners, *(f"llama.cpp {name}" for name in others)]
+    return {
+        "milliseconds": {
+            name: {rows: spread([1e3 * s for s in seconds[name, rows]]) for rows in ROWS} for name in names
+        },
+        "v": {name: {rows: ratio((name, rows), (name, 1)) for rows in ROWS} for name in names},
+        "c": {name: ratio((name, 1), ("bfloat16", 1)) for name in BITS},
+        "llama.cpp_over_foredraft": {
+            name: {rows: ratio((f"llama.cpp {name}", rows), (name, rows)) for rows in ROWS} for name in others
+        },
+    }
+
+
+def loading(folder: Path, weights: str | None) -> dict[str, Any]:
+    """Return the seconds and the memory of loading, in a process of its own."""
+    started = time.perf_counter()
+    llm = load(folder, weights)
+    seconds = time.perf_counter() - started
+    target: Any = llm._engine.target
+    size = sum(p.weight.numel() * p.weight.element_size() for p in target.decoder.products)
+    size += target.decoder.embedding.numel() * target.decoder.embedding.element_size()
+    status = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+    )
+    return {
+        "seconds": seconds, "weight_bytes": size, "anonymous_bytes": int(status["RssAnon"].split()[0]) * 1024,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time weights of few bits.")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--loading", choices=("none", *BITS), help="only load, in this process")
+    parser.add_argument("--name", default="few_bits")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as folder:
+        target = random_checkpoint(Path(folder) / "target", SHAPES["llama-1b"], torch.bfloat16)
+        if options.loading:
+            found = loading(target, None if options.loading == "none" else options.loading)
+            write(f"{options.name}_loading_{options.loading}", found | {"machine": machine()})
+            return
+        figures = passes(target, options.repeats, peers=options.peers)
+        write(options.name, {"what": vars(options), "machine": machine(), **figures})
+
+
+if __name__ == "__main__":
+    main()
