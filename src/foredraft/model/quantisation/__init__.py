@@ -1,8 +1,14 @@
 """Quantised weights: weights of few bits, and what they stand for.
 
-codes.py    a quantised weight: codes and scales; `expand` is the definition
+codes.py                a quantised weight: codes and scales; `expand` is the definition
+scheme.py               which modules of a checkpoint are quantised, and what a weight format must tell
+reading.py              config.json -> scheme: the table of the methods
+compressed_tensors.py   a method: its config keys and its weight formats; likewise gptq.py, awq.py, fp8.py
+packing.py              numbers of 4 and 8 bits in words of 32
 """
 
 from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.reading import read_quantisation
+from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat
 
-__all__ = ["Codes"]
+__all__ = ["Codes", "Part", "Quantisation", "Rule", "WeightFormat", "read_quantisation"]

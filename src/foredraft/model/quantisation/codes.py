@@ -1,7 +1,8 @@
 """Codes: a quantised weight in the one form that all formats are read into.
 
 A weight is code · scale, with one scale for a run of `group` columns of a row. The product of a code and a
-scale is exact in float32 for every supported format, so an expanded weight was rounded once, to its dtype.
+scale of 16 bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in
+float32, the product is rounded to float32 first.
 """
 
 from __future__ import annotations
