@@ -35,7 +35,8 @@ from foredraft.model.weights import load_decoder, parameter_count
 __all__ = ["CACHED_TOKENS", "Context", "DrafterInfo", "Inspection", "ModelInfo", "PairInfo", "inspect_models"]
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
-# Bits of a weight below those of the dtypes. This version expands such weights, so the figure is the plain count: the scales of a quantised format come on top, and most formats keep the embedding in 16 bits.
+# Bits of a weight below those of the dtypes. This version expands such weights, so the figure is the plain
+# count: the scales of a quantised format come on top, and most formats keep the embedding in 16 bits.
 FEWER_BITS = (8, 4)
 
 

@@ -181,18 +181,26 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the wanted tensors of a checkpoint by name, as stored.
+    """Return the wanted tensors of a model by name, as stored; quantised weights are expanded.
 
     Raises:
         CheckpointError: The files of the checkpoint are broken or incomplete.
     """
+    spec = ModelSpec.from_folder(folder)
+    counter = _SizeCounter(torch.device("meta"), torch.float32)
+    build_decoder(spec, counter)
     with ExitStack() as stack:
-        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
-        return {name: file.get_tensor(name).clone() for name, file in files.items() if wanted(name)}
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        tensors = _Checkpoint(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
+        return {
+            name: tensors.tensor(name, shape).clone()
+            for name, shape in counter.shapes.items()
+            if wanted(name)
+        }
 
 
 def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
-    """Return a layer and the last norm of a checkpoint, as stored, by the names that `load_layer` reads.
+    """Return a layer and the last norm of a model, as `read_tensors` does, by the names of `load_layer`.
 
     Raises:
         CheckpointError: The files of the checkpoint are broken or incomplete.
@@ -306,13 +314,15 @@ class _Builder:
 
 
 class _SizeCounter:
-    """A source that counts the values that a decoder keeps, packed copies included, and allocates nothing."""
+    """A source that notes shapes, counts the values kept, copies included, and allocates nothing."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.values = 0
+        self.shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape
 
     def load(self, shapes: Shapes) -> Tensor:
+        self.shapes.update(shapes)
         self.values += sum(math.prod(shape) for shape in shapes.values())
         return torch.empty(_joined(shapes), device="meta", dtype=self.dtype)
 
@@ -453,7 +463,7 @@ class _Checkpoint:
         return tensor
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a quantised module's bias, all zero: old versions of AutoGPTQ save it."""
+        """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
         module = name.removesuffix(".bias")
         if module == name or self._format(module) is None:
             return False

@@ -14,7 +14,7 @@ from foredraft.model.config import ConfigReader
 from foredraft.model.quantisation import awq, compressed_tensors, fp8, gptq
 from foredraft.model.quantisation.scheme import Quantisation
 
-__all__ = ["read_quantisation"]
+__all__ = ["KEYS", "read_quantisation"]
 
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
 # quant_method -> the keys that change no result, and the reader of the others
