@@ -290,7 +290,24 @@ def test_a_name_goes_before_an_expression_and_that_before_a_class() -> None:
     ]  # fmt: skip
     assert "8 bits in groups of 16 and" in found.described or "and 8 bits in groups of 16" in found.described
     twice = {name: {**settings, "targets": ["Linear"]} for name, settings in groups.items()}
-    assert "two groups have one target" in refusal(changed("w4", config_groups=twice))
+    assert "another group has the target 'Linear'" in refusal(changed("w4", config_groups=twice))
+
+
+def test_of_two_expressions_the_first_by_alphabet_decides() -> None:
+    eight, four = ({"num_bits": bits, "group_size": 32} for bits in (8, 4))
+    groups = {
+        "b": {"targets": ["re:.*up_proj"], "weights": eight},
+        "a": {"targets": ["re:.*mlp.*"], "weights": four},
+    }
+    assert str(scheme(changed("w4", config_groups=groups)).format_of(f"{LAYER}.mlp.up_proj")).startswith(
+        "4 bits"
+    )
+
+
+def test_a_class_without_linear_layers_may_be_ignored() -> None:
+    assert (
+        scheme(changed("w4", ignore=["lm_head", "Embedding"])).format_of(f"{LAYER}.mlp.up_proj") is not None
+    )
 
 
 def test_groups_of_a_mixed_checkpoint_have_formats_of_their_own() -> None:

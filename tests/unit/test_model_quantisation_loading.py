@@ -371,24 +371,25 @@ def test_shapes_that_a_format_cannot_hold_are_named(
     assert named in refusal(coded)
 
 
-def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
-    """transformers expands the weights with the code of compressed-tensors."""
-    pytest.importorskip("compressed_tensors")
+@pytest.mark.parametrize("name", ["w4", "w4-zeros", "w8-channel", "int8", "fp8-channel", "fp8-blocks"])
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """transformers expands the weights with the code of compressed-tensors, or its own for FP8 blocks."""
     transformers = pytest.importorskip("transformers")
-    for name in ("w4", "w4-zeros", "w8-channel", "int8", "fp8-channel"):
-        coded, _ = saved(tmp_path / name, name)
-        tensors = load_file(coded / SINGLE)  # scales in the model's dtype, as transformers would have them
-        edit_tensors(coded, {key: value.float() for key, value in tensors.items() if key.endswith("_scale")})
-        settings = transformers.CompressedTensorsConfig(**KINDS[name].config, dequantize=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            coded, dtype=torch.float32, quantization_config=settings
-        )
-        runner, tokens = Runner(load_decoder(coded)), torch.arange(3, 35)[None]
-        found = runner.forward(runner.new_cache(1, 64), tokens, [0]).logits
-        assert found is not None
-        with torch.no_grad():
-            expected = model(tokens).logits
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    pytest.importorskip("accelerate" if name == "fp8-blocks" else "compressed_tensors")
+    coded, _ = saved(tmp_path / "model", name)
+    tensors = load_file(
+        coded / SINGLE
+    )  # scales in the model's dtype: compressed-tensors multiplies in theirs
+    edit_tensors(coded, {key: value.float() for key, value in tensors.items() if key.endswith("_scale")})
+    shutil.copytree(coded, theirs := tmp_path / "theirs")
+    edit_config(theirs, {"quantization_config": {**KINDS[name].config, "dequantize": True}})
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    runner, tokens = Runner(load_decoder(coded)), torch.arange(3, 35)[None]
+    found = runner.forward(runner.new_cache(1, 64), tokens, [0]).logits
+    assert found is not None
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert (found - expected).abs().max() < 1e-4
 
 
 Function = Callable[..., Any]

@@ -150,34 +150,34 @@ def read_compressed_tensors(read: ConfigReader) -> Quantisation:
             raise read.error(key, "it is not supported; it must be empty")
     read.choice("quantization_status", ("compressed",))
     layout = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, MIXED))
+    ignored = [Rule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
+    return Quantisation("compressed-tensors", (*ignored, *_rules(read, layout)))
+
+
+def _rules(read: ConfigReader, layout: str) -> list[Rule]:
+    """Return the rules of the groups of modules, in the order in which compressed-tensors matches them."""
     groups = read.take("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise read.error("config_groups", "it must be a JSON object of groups")
-    by_name: list[Rule] = []
-    by_pattern: list[Rule] = []
-    by_class: list[Rule] = []
+    found: dict[str, Rule] = {}
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise read.error("config_groups", f"{shortened(name)} must be a JSON object")
         inner = ConfigReader(group, f"{read.where}, config_groups, {shortened(name)}", frozenset())
-        found = _group(inner, layout)
+        format = _group(inner, layout)
         targets = read_names(inner, "targets")
         if not targets:
             raise inner.error("targets", "it must name modules")
         for target in targets:
-            rule = Rule(_pattern(inner, "targets", target), found)
-            (by_class if target == LINEAR else by_pattern if _is_regex(target) else by_name).append(rule)
+            if target in found:
+                raise inner.error("targets", f"another group has the target {shortened(target)}")
+            if target[0].isupper() and target != LINEAR:
+                raise inner.error("targets", f"of the classes of modules only {LINEAR} is supported")
+            found[target] = Rule(_pattern(inner, "targets", target), format)
         inner.reject_unknown_keys()
-    ignored = [Rule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
-    rules = (
-        *ignored,
-        *by_name,
-        *by_pattern,
-        *by_class,
-    )  # a name goes before an expression, and that before a class
-    if len({rule.pattern for rule in rules[len(ignored) :]}) < len(rules) - len(ignored):
-        raise read.error("config_groups", "two groups have one target")
-    return Quantisation("compressed-tensors", rules)
+    # names go before expressions, and the class comes last
+    order = sorted(found, key=lambda target: (target == LINEAR, _is_regex(target), target))
+    return [found[target] for target in order]
 
 
 def _group(read: ConfigReader, layout: str) -> WeightFormat:
@@ -251,8 +251,6 @@ def _pattern(read: ConfigReader, key: str, target: str) -> str:
     if target == LINEAR:
         return ""
     if not _is_regex(target):
-        if target[0].isupper():
-            raise read.error(key, f"of the classes of modules only {LINEAR} is supported")
         return exactly([target])
     try:
         re.compile(target.removeprefix("re:"))

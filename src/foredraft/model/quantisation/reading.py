@@ -36,7 +36,7 @@ def read_quantisation(read: ConfigReader) -> Quantisation | None:
     if not given:
         return None
     key = given[0]
-    if any(read.take(other) != read.take(key) for other in given):
+    if any(read.take(other) != read.take(key) for other in given[1:]):
         raise read.error(given[1], f"{key} differs; keep the one of the weights")
     if not isinstance(read.take(key), dict):
         raise read.error(key, "it must be a JSON object or null")
