@@ -225,6 +225,52 @@ def test_harmless_keys_of_published_checkpoints_are_accepted() -> None:
     assert read(weights(strategy=None, type="int")) == read(changed("w4"))
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen 2 GPTQ": {
+        "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True,
+        "damp_percent": 0.01, "dataset": None, "desc_act": False, "exllama_config": {"version": 1},
+        "group_size": 128, "max_input_length": None, "model_seqlen": None,
+        "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+        "quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True,
+        "use_cuda_fp16": False, "use_exllama": True,
+    },
+    "GPTQModel": {
+        "bits": 4, "checkpoint_format": "gptq", "desc_act": False, "group_size": 128, "lm_head": False,
+        "meta": {"damp_percent": 0.01, "quantizer": ["gptqmodel:2.2.0"]}, "pack_dtype": "int32",
+        "quant_method": "gptq", "sym": True,
+    },
+    "AWQ of transformers": {
+        "backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None,
+        "group_size": 128, "modules_to_fuse": None, "modules_to_not_convert": None, "quant_method": "awq",
+        "version": "gemm", "zero_point": True,
+    },
+    "W4A16": {
+        "config_groups": {"group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": "weight", "block_structure": None, "dynamic": False, "group_size": 128, "num_bits": 4,
+                "observer": "mse", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        }},
+        "format": "pack-quantized", "global_compression_ratio": 1.89, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "frozen",
+    },
+    "Qwen 3 FP8": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_as_published_checkpoints_have_them_are_read(name: str) -> None:
+    found = scheme(PUBLISHED[name])
+    assert found.format_of(f"{LAYER}.mlp.gate_proj") is not None
+    assert found.format_of("model.layers.0.mlp.gate_proj") is not None
+    assert found.format_of("lm_head") is None
+    assert "in groups of 128" in found.described or "128 x 128" in found.described
+
+
 def test_gptq_has_the_zero_points_of_its_checkpoint_format() -> None:
     found = scheme(changed("gptq", checkpoint_format="gptq_v2")).format_of(LAYER)
     assert found == GPTQFormat(4, 32, symmetric=True, less_one=False)

@@ -88,7 +88,7 @@ class AWQFormat:
 def _ordered(packed: Tensor) -> Tensor:
     """Return the numbers [N, L] in words [L, N / 8], in the order of the weight's rows."""
     numbers = unpack(packed, BITS).reshape(len(packed), -1, FACTOR)
-    return numbers[:, :, PLACES].flatten(1).T
+    return numbers[:, :, PLACES].flatten(1).T.contiguous()
 
 
 def read_awq(read: ConfigReader) -> Quantisation:

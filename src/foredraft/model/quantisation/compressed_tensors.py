@@ -148,7 +148,8 @@ def read_compressed_tensors(read: ConfigReader) -> Quantisation:
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         if read.take(key):
             raise read.error(key, "it is not supported; it must be empty")
-    read.choice("quantization_status", ("compressed",))
+    # old versions of the library say "frozen" of compressed weights too; the stored dtypes are checked
+    read.choice("quantization_status", ("compressed", "frozen"))
     layout = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, MIXED))
     ignored = [Rule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
     return Quantisation("compressed-tensors", (*ignored, *_rules(read, layout)))
