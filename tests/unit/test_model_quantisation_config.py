@@ -152,8 +152,8 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (changed("w4", transform_config={"config_groups": {}}), "transform_config is"),
     (
-        changed("w4", quantization_status="frozen"),
-        "quantization_status is 'frozen'; supported are compressed",
+        changed("w4", quantization_status="calibration"),
+        "quantization_status is 'calibration'; supported are compressed",
     ),
     (changed("w4", format="marlin-24"), "format is 'marlin-24'; supported are pack-quantized"),
     (changed("w4", config_groups={"W4A16": ["Linear"]}), "'W4A16' must be a JSON object"),
