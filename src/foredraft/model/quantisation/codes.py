@@ -38,8 +38,13 @@ class Codes:
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [M, K], rounded once to `dtype`."""
-        scales = self.scales.float().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
-        return (self.codes.float() * scales).to(dtype)
+        rows, columns = self.shape
+        full = columns // self.group  # groups that are not short
+        short = full * self.group  # where a short one begins
+        values, scales = self.codes.to(torch.float32, copy=True), self.scales.float()
+        values[:, :short].view(rows, full, self.group).mul_(scales[:, :full, None])
+        values[:, short:].mul_(scales[:, full:])
+        return values.to(dtype)
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:
