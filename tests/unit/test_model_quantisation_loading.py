@@ -30,6 +30,8 @@ from foredraft.model.quantisation import Codes, Quantisation
 from foredraft.model.runner import Runner
 from foredraft.model.spec import ModelSpec
 from foredraft.model.weights import layer_tensors, load_decoder, parameter_count, read_tensors, weight_bytes
+from foredraft.train.draft import draft_config
+from foredraft.train.options import DraftOptions
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import save_checkpoint, save_variant
 from tests.support.planting import Mutant, assert_caught, defect
@@ -187,6 +189,13 @@ def test_tensors_are_read_expanded(tmp_path: Path) -> None:
         one, two = read(coded), read(twin)
         assert set(one) == set(two)
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_trained_draft_model_of_a_quantised_target_is_not_quantised(tmp_path: Path) -> None:
+    coded, twin = saved(tmp_path / "model", "gptq")
+    options, spec = DraftOptions(out=tmp_path / "draft", from_layers=(0, 2)), ModelSpec.from_folder(coded)
+    config = draft_config(json.loads((coded / "config.json").read_text()), spec, options)
+    assert config == draft_config(json.loads((twin / "config.json").read_text()), spec, options)
 
 
 def test_modules_are_expanded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
