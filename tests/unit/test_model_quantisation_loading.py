@@ -193,7 +193,10 @@ def test_tensors_are_read_expanded(tmp_path: Path) -> None:
 
 def test_a_trained_draft_model_of_a_quantised_target_is_not_quantised(tmp_path: Path) -> None:
     coded, twin = saved(tmp_path / "model", "gptq")
-    options, spec = DraftOptions(out=tmp_path / "draft", from_layers=(0, 2)), ModelSpec.from_folder(coded)
+    options, spec = (
+        DraftOptions(data=[], out=tmp_path / "draft", from_layers=(0, 2)),
+        ModelSpec.from_folder(coded),
+    )
     config = draft_config(json.loads((coded / "config.json").read_text()), spec, options)
     assert config == draft_config(json.loads((twin / "config.json").read_text()), spec, options)
 
