@@ -3,7 +3,7 @@
 A weight is s · (q - z). In "pack-quantized" files `weight_packed` holds q + 2^(bits - 1), packed along the
 columns of the weight, and `weight_zero_point` holds z likewise, packed along its rows. In "int-quantized",
 "float-quantized" and "naive-quantized" files `weight` holds q itself. The definition is that of
-compressed-tensors (https://github.com/neuralmagic/compressed-tensors, `compressors/`), which multiplies in
+compressed-tensors (https://github.com/vllm-project/compressed-tensors, `compressors/`), which multiplies in
 the scale's dtype: the result is the same where that is the model's dtype.
 
 Schemes that quantise activations are refused: those of weights alone are served.

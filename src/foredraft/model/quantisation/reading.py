@@ -40,13 +40,15 @@ def read_quantisation(read: ConfigReader) -> Quantisation | None:
         raise read.error(given[1], f"{key} differs; keep the one of the weights")
     if not isinstance(read.take(key), dict):
         raise read.error(key, "it must be a JSON object or null")
-    config = ConfigReader(read.take(key), f"{read.where}, {key}")
+    section, where = read.take(key), f"{read.where}, {key}"
+    config = ConfigReader(section, where)
     method = config.take("quant_method", "compressed-tensors" if key == KEYS[1] else None)
     if method == "bitsandbytes":
         raise _bitsandbytes(config)
     if not isinstance(method, str) or method not in METHODS:
         raise config.error("quant_method", f"supported are {', '.join(METHODS)}")
-    config.harmless, reader = METHODS[method]
+    harmless, reader = METHODS[method]
+    config = ConfigReader(section, where, harmless | {"quant_method"})
     found = reader(config)
     config.reject_unknown_keys()
     return found
