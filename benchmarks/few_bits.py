@@ -1,8 +1,8 @@
 """Weights of few bits at a real model's shape: steps and short passes, beside llama.cpp's quantised weights.
 
-The checkpoint has 1.24 billion random weights (`shape.py`). The bfloat16 model and its copies in few bits take
-turns with llama.cpp on the same weights as Q4_0 and Q8_0, after a warm-up. A ratio is the median of the ratios
-within the turns, with quartiles.
+The checkpoint has 1.24 billion random weights (`shape.py`). The bfloat16 model and its copies in few bits
+take turns with llama.cpp on the same weights as Q4_0 and Q8_0, after a warm-up. A ratio is the median of the
+ratios within the turns, with quartiles.
 
     python benchmarks/few_bits.py --repeats 15
 """

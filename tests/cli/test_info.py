@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from foredraft.cli import main
 from foredraft.loading import capacity
+from tests.support.quantising import KINDS, quantise
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -91,3 +93,17 @@ def test_a_model_that_load_refuses_is_refused_with_its_reason(
         assert main(command) == 2
         lines.append(capsys.readouterr().err)
     assert lines[0] == lines[1] and "quantization_config" in lines[0]
+
+
+def test_a_quantised_model_is_shown_with_its_format(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "coded"
+    shutil.copytree(models / "big", folder)
+    quantise(folder, KINDS["gptq"])
+    shown_of = shown(capsys, str(folder))[0]
+    assert " M parameters, gptq, 4 bits in groups of 32, expanded to float32; 3 layers of 64" in shown_of
+    [line] = shown(capsys, str(folder), "--json")
+    assert json.loads(line)["models"][0]["quantisation"] == "gptq, 4 bits in groups of 32"
+    [line] = shown(capsys, str(models / "big"), "--json")
+    assert json.loads(line)["models"][0]["quantisation"] is None

@@ -18,6 +18,7 @@ from foredraft.bench.gguf_file import write_gguf
 from foredraft.bench.llama_cpp import LlamaCpp
 from foredraft.errors import ConfigError
 from tests.support.checkpoints import save_checkpoint
+from tests.support.quantising import KINDS, quantise
 
 gguf = pytest.importorskip("gguf")
 
@@ -146,6 +147,12 @@ class TestFile:
         with pytest.raises(ConfigError, match=named):
             write_gguf(folder, tmp_path / "model.gguf", torch.float32)
         assert not (tmp_path / "model.gguf").exists()
+
+    def test_a_quantised_model_is_refused(self, tmp_path: Path) -> None:
+        folder = save_checkpoint(tmp_path / "model")
+        quantise(folder, KINDS["gptq"])
+        with pytest.raises(ConfigError, match="a model with quantised weights cannot be converted"):
+            write_gguf(folder, tmp_path / "model.gguf", torch.float32)
 
 
 class TestSupported:

@@ -102,6 +102,7 @@ def _check_supported(spec: ModelSpec, dtype: torch.dtype) -> None:
         f"activation {spec.activation!r}": spec.activation != "silu",
         "a sliding window": any(spec.windows),
         f"dtype {dtype}": dtype not in DTYPES,
+        "quantised weights": spec.quantisation is not None,
     }
     for feature, present in unsupported.items():
         if present:

@@ -72,9 +72,10 @@ def lines(found: Inspection, width: int | None = None) -> list[str]:
 
 def about(model: ModelInfo) -> str:
     """Return one line on a model."""
+    stored = "" if model.quantisation is None else f"{model.quantisation}, expanded to "
     return (
         f"{model.role}: {model.name or 'demo'}, {model.architecture}, {model.parameters / 1e6:,.1f} M"
-        f" parameters, {model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary"
+        f" parameters, {stored}{model.dtype}; {model.layers} layers of {model.hidden_size:,}, vocabulary"
         f" {model.vocab_size:,}"
         f"{'' if model.tokenizer else ', no tokenizer'}; up to {model.max_positions:,} tokens"
     )
@@ -95,7 +96,7 @@ def memory(found: Inspection, width: int | None) -> list[str]:
     cache = (f"KV cache of {CACHED_TOKENS:,} tokens", *(in_gib(model.cache_bytes) for model in models))
     return [
         *table([("GiB", *(model.role for model in models)), *rows, cache], width),
-        "* counted for comparison, without scales; this version loads 16 and 32 bits",
+        "* counted for comparison, without scales; this version runs in 16 and 32 bits",
     ]
 
 

@@ -1,7 +1,7 @@
 """The demo models inside the package, with which every command works offline.
 
-The target and the draft are two ordinary Hugging Face folders with one tokenizer. `MODEL_CARD.md` describes
-them; `recipes/demo` in the repository makes them.
+The target and the draft are two ordinary Hugging Face folders with one tokenizer; the adapter is what
+`foredraft train adapter` writes. `MODEL_CARD.md` describes them; `recipes/demo` in the repository makes them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ def target_path() -> Path:
 def draft_path() -> Path:
     """Return the folder of the draft model."""
     return Path(str(files(__package__) / "draft"))
+
+
+def adapter_path() -> Path:
+    """Return the folder of the adapter of drafter kangaroo over the target."""
+    return Path(str(files(__package__) / "adapter"))
 
 
 def prompts() -> list[str]:

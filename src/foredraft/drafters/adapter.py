@@ -69,8 +69,11 @@ class Adapter:
 
 
 def adapter_spec(target: ModelSpec) -> ModelSpec:
-    """Return the spec of an adapter's layer alone: full attention, and otherwise the target's form."""
-    return replace(target, layers=1, windows=(None,))
+    """Return the spec of an adapter's layer alone: full attention, and otherwise the target's form.
+
+    An adapter's own weights are never quantised.
+    """
+    return replace(target, layers=1, windows=(None,), quantisation=None)
 
 
 def adapter_bytes(config: AdapterConfig, target: ModelSpec, dtype: torch.dtype) -> int:

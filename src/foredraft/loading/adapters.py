@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from foredraft import demo
 from foredraft.drafters.adapter import Adapter, adapter_bytes, adapter_spec, load_adapter
 from foredraft.drafters.adapter_files import (
     AdapterConfig,
@@ -54,13 +55,15 @@ def choose_adapter(given: str | Path | None, checkpoint: Checkpoint, *, needed: 
         given: The folder of an adapter.
         checkpoint: The model.
         needed: The default drafter uses the adapter. Otherwise a kept one that cannot be used is left out
-            with a warning.
+            with a warning, and the demo's is not looked for, since the demo's draft model drafts better.
 
     Raises:
         ConfigError: The adapter cannot be read or is for another model, or one is needed and none is found.
     """
     try:
         folder = _found(checkpoint.folder) if given is None else Path(given)
+        if folder is None and needed and checkpoint.folder == demo.target_path():
+            folder = demo.adapter_path()
         if folder is None:
             if needed:
                 raise missing_part("kangaroo", "this drafter")

@@ -75,13 +75,19 @@ def find_checkpoints(options: LoadOptions, *, weights: bool = True) -> Checkpoin
 
     Raises:
         CheckpointError: A folder is not a checkpoint, or its tokenizer is another model's.
-        ConfigError: A revision does not apply, or the two vocabularies cannot be matched.
+        ConfigError: A revision does not apply, the two vocabularies cannot be matched, or the weights are
+            quantised already.
     """
     folders = [resolve(str(options.model), options.revision, options.report, weights=weights)]
     if options.draft is not None:
         folders.append(resolve(str(options.draft), options.draft_revision, options.report, weights=weights))
     target, *rest = (_read(folder, options.dtype) for folder in folders)
     if options.weights is not None:
+        if target.spec.quantisation is not None:
+            raise ConfigError(
+                f"but {target.folder} is quantised already ({target.spec.quantisation.described})",
+                option="weights", value=options.weights, remedy="leave it out",
+            )  # fmt: skip
         target = replace(target, bits=BITS[options.weights])
     draft = rest[0] if rest else None
     return Checkpoints(target, draft, draft is not None and not _same_vocabulary(target, draft))

@@ -35,7 +35,7 @@ from foredraft.model.weights import load_decoder, parameter_count
 __all__ = ["CACHED_TOKENS", "Context", "DrafterInfo", "Inspection", "ModelInfo", "PairInfo", "inspect_models"]
 
 CACHED_TOKENS = 1000  # tokens that the figures of the KV cache are for
-# Bits of a weight below those of the dtypes. This version loads no such weights, so the figure is the plain
+# Bits of a weight below those of the dtypes. This version expands such weights, so the figure is the plain
 # count: the scales of a quantised format come on top, and most formats keep the embedding in 16 bits.
 FEWER_BITS = (8, 4)
 
@@ -55,6 +55,7 @@ class ModelInfo:
         vocab_size: Number of token ids.
         max_positions: The model's own limit on the tokens of a sequence.
         dtype: The dtype that it would run in.
+        quantisation: How its weights are stored: method, bits and groups; None if they are not quantised.
         tokenizer: It has a tokenizer.
         weights_checked: Names, shapes and dtypes of its tensors were checked; False for a hub id whose
             weights are not downloaded.
@@ -73,6 +74,7 @@ class ModelInfo:
     vocab_size: int
     max_positions: int
     dtype: str
+    quantisation: str | None
     tokenizer: bool
     weights_checked: bool
     weight_bytes: Mapping[int, int]
@@ -228,6 +230,7 @@ def _model_info(
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         dtype=dtype_name(checkpoint.dtype),
+        quantisation=None if spec.quantisation is None else spec.quantisation.described,
         tokenizer=checkpoint.tokenizer is not None,
         weights_checked=checked,
         weight_bytes=sizes | {bits: parameters * bits // 8 for bits in FEWER_BITS},

@@ -1,15 +1,15 @@
 """Read a `config.json` strictly: every key is read, or known to be harmless, or has a neutral value.
 
 Contract: `ConfigReader` records the keys that its caller reads; `reject_unknown_keys` then refuses every
-other key that could change the model's output, by name and value. Only `spec.py`, `families.py` and
-`rope_config.py` know what a key means.
+other key that could change the model's output, by name and value. Only `spec.py`, `families.py`,
+`rope_config.py` and the files of `quantisation` know what a key means.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
     "pruned_heads": ({},),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
@@ -63,6 +62,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_mrope": (False,),
     "use_sliding_window": (False,),
 }
+
+
+NO_DEFAULT = object()  # of a key that must be there
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -118,6 +120,10 @@ def parse_json(text: str) -> Any:
 def is_file_name(text: str) -> bool:
     """Return whether a text can be the name of a file within a folder."""
     return Path(text).name == text and len(text.encode("utf-8", "replace")) <= MAX_FILE_NAME
+
+
+def _as_json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class ConfigReader:
@@ -195,6 +201,13 @@ class ConfigReader:
             return if_null
         if not isinstance(value, bool):
             raise self.error(key, "it must be true or false")
+        return value
+
+    def choice(self, key: str, accepted: Sequence[Any], default: Any = NO_DEFAULT) -> Any:
+        """Return a value that equals an accepted one, in type too; without a default, it must be there."""
+        value = self.take(key, default)
+        if not any(type(value) is type(each) and value == each for each in accepted):
+            raise self.error(key, f"supported are {', '.join(_as_json(each) for each in accepted)}")
         return value
 
     def error(self, key: str, remedy: str) -> CheckpointError:

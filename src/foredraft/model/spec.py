@@ -3,7 +3,8 @@
 Contract: every key of a `config.json` is read, or known not to change the model's output, or has a neutral
 value. Any other key or value is a `CheckpointError` that names it, because a model that ignores a key is
 another model. An absent key has the default that `transformers` gives it in that family; the sizes have no
-default. `families.py` and `rope_config.py` read the keys of each architecture.
+default. `families.py` and `rope_config.py` read the keys of each architecture, and `quantisation` those of
+quantised weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from foredraft.errors import CheckpointError, shortened
 from foredraft.model.config import ConfigReader, read_json
 from foredraft.model.families import FAMILIES, Family
 from foredraft.model.generation import FILE as GENERATION
+from foredraft.model.quantisation import Quantisation, read_quantisation
 from foredraft.model.rope import Rope
 
 __all__ = ["ModelSpec", "Rope"]
@@ -56,6 +58,7 @@ class ModelSpec:
     post_norms: bool = False  # the output of each sub-layer has a norm of its own
     head_norms: bool = False  # queries and keys are normed per head before rotation
     window_rope: Rope | None = None  # of windowed layers
+    quantisation: Quantisation | None = None  # how the checkpoint stores the weights of linear layers
 
     @property
     def groups(self) -> int:
@@ -107,6 +110,7 @@ class ModelSpec:
             max_positions=_positions(read, fields["rope"]),
             eos_token_ids=_eos(read, generation_config, family.eos),
             bos_token_id=_bos(read, generation_config, family.bos),
+            quantisation=read_quantisation(read),
         )
         if spec.head_dim == 2 and any(spec.rope_of(window).kind == "dynamic" for window in spec.windows):
             raise CheckpointError("config.json: head_dim is 2", remedy="rope type 'dynamic' needs 4 or more")

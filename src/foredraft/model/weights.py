@@ -6,9 +6,10 @@ tensor may be, except a few that are known to carry no information. An error nam
 Memory: files are memory-mapped while they are read, and the decoder keeps no view of a map, so a checkpoint
 may be replaced under a running model. Each weight is copied from the map to its place on the device, fused
 (q, k, v and gate, up) and converted on the way. Linear layers that are packed pass through one temporary
-buffer. So the host holds the weights once, plus the embedding if the head is tied to it (a packed head cannot
-share memory), plus that buffer during loading. If the device is not the host, the host holds single tensors
-only. `weight_bytes` computes the memory before a file is opened.
+buffer. So the host holds the weights once, plus the embedding if the head is tied to it (a packed head
+cannot share memory), plus that buffer during loading. A quantised weight is expanded to the dtype of the
+others: one module at a time, so that the host holds its codes and its values besides. If the device is not
+the host, the host holds single tensors only. `weight_bytes` computes the memory before a file is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from foredraft.kernels.huge_pages import Arena
 from foredraft.model.config import DOWNLOAD_AGAIN, is_file_name, read_json
 from foredraft.model.decoder import MLP, Attention, Decoder, Layer
 from foredraft.model.layers import Linear, Product, RMSNorm
-from foredraft.model.quantisation import codable, quantise
+from foredraft.model.quantisation import Quantisation, WeightFormat, codable, quantise
 from foredraft.model.runner.native import coded_bytes, pack_codes, pack_native
 from foredraft.model.runner.packed import pack, packs
 from foredraft.model.spec import ModelSpec
@@ -58,7 +59,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens", "lm_head", "model.norm"
 LAYERS = "model.layers"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> the shape it must have
-FLOATS = {"F64", "F32", "F16", "BF16"}  # the supported dtypes, as safetensors names them
+FLOATS = ("BF16", "F16", "F32", "F64")  # the dtypes of unquantised weights, as safetensors names them
 # buffers that old versions of transformers saved; the decoder computes them from the spec
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -109,7 +110,7 @@ def load_decoder(
     spec = ModelSpec.from_folder(folder)
     chosen: torch.dtype = dtype or getattr(torch, spec.dtype)
     with ExitStack() as stack:
-        tensors = _Checkpoint(folder, stack, torch.device(device), chosen)
+        tensors = _Checkpoint(folder, stack, torch.device(device), chosen, spec.quantisation)
         decoder = build_decoder(spec, tensors, native, bits)
         tensors.reject_unused(spec)
     return decoder
@@ -203,18 +204,26 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the wanted tensors of a checkpoint by name, as stored.
+    """Return the wanted tensors of a model by name, as stored; quantised weights are expanded.
 
     Raises:
         CheckpointError: The files of the checkpoint are broken or incomplete.
     """
+    spec = ModelSpec.from_folder(folder)
+    counter = _SizeCounter(torch.device("meta"), torch.float32)
+    build_decoder(spec, counter)
     with ExitStack() as stack:
-        files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
-        return {name: file.get_tensor(name).clone() for name, file in files.items() if wanted(name)}
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        tensors = _Checkpoint(folder, stack, torch.device("cpu"), dtype, spec.quantisation)
+        return {
+            name: tensors.tensor(name, shape).clone()
+            for name, shape in counter.shapes.items()
+            if wanted(name)
+        }
 
 
 def layer_tensors(folder: Path, layer: int) -> dict[str, Tensor]:
-    """Return a layer and the last norm of a checkpoint, as stored, by the names that `load_layer` reads.
+    """Return a layer and the last norm of a model, as `read_tensors` does, by the names of `load_layer`.
 
     Raises:
         CheckpointError: The files of the checkpoint are broken or incomplete.
@@ -233,7 +242,8 @@ def first_values(folder: Path) -> Iterator[tuple[str, bytes]]:
     with ExitStack() as stack:
         files = _Checkpoint(folder, stack, torch.device("cpu"), torch.float32).files
         for name in sorted(files):
-            first = files[name].get_slice(name)[:1].contiguous().flatten()
+            found = files[name].get_slice(name)
+            first = (found[:1] if found.get_shape() else files[name].get_tensor(name)).contiguous().flatten()
             yield name, first.view(torch.uint8).numpy().tobytes()
 
 
@@ -341,13 +351,15 @@ class _Builder:
 
 
 class _SizeCounter:
-    """A source that counts the values that a decoder keeps, packed copies included, and allocates nothing."""
+    """A source that notes shapes, counts the values kept, copies included, and allocates nothing."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.values = 0
+        self.shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape
 
     def load(self, shapes: Shapes) -> Tensor:
+        self.shapes.update(shapes)
         self.values += sum(math.prod(shape) for shape in shapes.values())
         return torch.empty(_joined(shapes), device="meta", dtype=self.dtype)
 
@@ -360,8 +372,15 @@ class _SizeCounter:
 class _Checkpoint:
     """A source that reads the memory-mapped safetensors files of a folder."""
 
-    def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        self.device, self.dtype, self.quantisation = device, dtype, quantisation
         self.files: dict[str, Any] = {}  # tensor name -> open file
         self.used: set[str] = set()  # tensor names that were read
         self.shards: dict[str, str] = {}  # tensor name -> file name
@@ -411,11 +430,11 @@ class _Checkpoint:
         return self._fill(shapes, torch.empty(_joined(shapes), device=self.device, dtype=self.dtype))
 
     def load_temporary(self, shapes: Shapes) -> Tensor:
-        """Return a view of the mapped file, or the buffer that the next call overwrites."""
+        """Return a view of the mapped file, a new tensor, or the buffer that the next call overwrites."""
         if len(shapes) == 1:
             [(name, shape)] = shapes.items()
-            if (view := self.view(name, shape)).dtype == self.dtype:
-                return view
+            if (found := self.tensor(name, shape)).dtype == self.dtype:
+                return found
         values = sum(math.prod(shape) for shape in shapes.values())
         if self.buffer.numel() < values:
             self.buffer = torch.empty(0)  # free the old buffer before a larger one is allocated
@@ -430,11 +449,32 @@ class _Checkpoint:
         """Copy the tensors into `joined`, one after the other."""
         row = 0
         for name, shape in shapes.items():
-            joined[row : row + shape[0]].copy_(self.view(name, shape))
+            joined[row : row + shape[0]].copy_(self.tensor(name, shape))
             row += shape[0]
         return joined
 
-    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor as a view of the mapped file, or a quantised weight expanded to `dtype`."""
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or (format := self._format(module)) is None:
+            return self.view(name, shape)
+        rows, columns = shape
+        parts = {}
+        for suffix, part in format.parts(module, (rows, columns)).items():
+            if not part.optional or f"{module}.{suffix}" in self.files:
+                parts[suffix] = self.view(f"{module}.{suffix}", part.shape, part.dtypes)
+        format.check(module, (rows, columns), parts)
+        if self.device.type == "meta":
+            return torch.empty(shape, device=self.device, dtype=self.dtype)
+        return format.codes((rows, columns), parts).expand(self.dtype)
+
+    def _format(self, module: str) -> WeightFormat | None:
+        """Return the format of a module's weight; None if it is not quantised, as the embedding never is."""
+        return (
+            None if self.quantisation is None or module == EMBEDDING else self.quantisation.format_of(module)
+        )
+
+    def view(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """Return a tensor in its stored dtype, as a view of the mapped file; the caller must not keep it."""
         if name not in self.files:
             raise CheckpointError(f"tensor {name} is missing from the checkpoint", remedy=DOWNLOAD_AGAIN)
@@ -444,10 +484,11 @@ class _Checkpoint:
                 f"tensor {name} has shape {list(found.get_shape())}, but config.json implies {list(shape)}",
                 remedy="take both files from one checkpoint",
             )
-        if found.get_dtype() not in FLOATS:
+        if found.get_dtype() not in dtypes:
             raise CheckpointError(
-                f"tensor {name} is stored as {found.get_dtype()}, and quantised weights are not supported",
-                remedy="use a checkpoint in float32, bfloat16 or float16",
+                f"tensor {name} is stored as {found.get_dtype()}, but config.json implies"
+                f" {' or '.join(dtypes)}",
+                remedy="take both files from one checkpoint",
             )
         self.used.add(name)
         try:
@@ -458,6 +499,13 @@ class _Checkpoint:
             ) from error
         return tensor
 
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a quantised module's bias and zero, as old AutoGPTQ saves it."""
+        module = name.removesuffix(".bias")
+        if module == name or self._format(module) is None:
+            return False
+        return not self.files[name].get_tensor(name).float().any()
+
     def reject_unused(self, spec: ModelSpec) -> None:
         """Check that every tensor was used, or is known to carry no information.
 
@@ -465,7 +513,7 @@ class _Checkpoint:
             CheckpointError: A tensor is not part of the model, or differs from the one it duplicates.
         """
         for name in sorted(set(self.files) - self.used):
-            if IGNORED.fullmatch(name):
+            if IGNORED.fullmatch(name) or self._is_zero_bias(name):
                 continue
             if name != f"{HEAD}.weight" or not spec.tied:
                 raise CheckpointError(

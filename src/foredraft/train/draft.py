@@ -16,6 +16,7 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.files import replacing_folder
 from foredraft.loading.device import find_device
 from foredraft.model.config import read_json
+from foredraft.model.quantisation.reading import KEYS as QUANTISATION_KEYS
 from foredraft.model.spec import CONFIG, ModelSpec
 from foredraft.model.weights import parameter_count, read_tensors
 from foredraft.train.checkpoints import Progress
@@ -115,6 +116,8 @@ def draft_config(config: Mapping[str, Any], target: ModelSpec, options: DraftOpt
         made["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
         made.pop(pattern, None)  # the list of layers says it
+    for key in QUANTISATION_KEYS:
+        made.pop(key, None)  # a draft model's own weights are not quantised
     return made
 
 

@@ -1,10 +1,26 @@
 """Quantised weights: weights of few bits, and what they stand for.
 
-codes.py       a quantised weight: codes and scales; `expand` is the definition
-quantise.py    16-bit weights -> codes
+codes.py                a quantised weight: codes and scales; `expand` is the definition
+quantise.py             16-bit weights -> codes
+scheme.py               which modules of a checkpoint are quantised, and what a weight format must tell
+reading.py              config.json -> scheme: the table of the methods
+compressed_tensors.py   a method: its config keys and its weight formats; likewise gptq.py, awq.py, fp8.py
+packing.py              numbers of 4 and 8 bits in words of 32
 """
 
 from foredraft.model.quantisation.codes import Codes
 from foredraft.model.quantisation.quantise import BITS, codable, quantise
+from foredraft.model.quantisation.reading import read_quantisation
+from foredraft.model.quantisation.scheme import Part, Quantisation, Rule, WeightFormat
 
-__all__ = ["BITS", "Codes", "codable", "quantise"]
+__all__ = [
+    "BITS",
+    "Codes",
+    "Part",
+    "Quantisation",
+    "Rule",
+    "WeightFormat",
+    "codable",
+    "quantise",
+    "read_quantisation",
+]

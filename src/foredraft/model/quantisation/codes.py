@@ -1,7 +1,8 @@
 """Codes: a quantised weight in the one form that all formats are read into.
 
 A weight is code · scale, with one scale for a run of `group` columns of a row. The product of a code and a
-scale is exact in float32 for every supported format, so an expanded weight was rounded once, to its dtype.
+scale of 16 bits is exact in float32, so an expanded weight was rounded once, to its dtype. With a scale in
+float32, the product is rounded to float32 first.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ class Codes:
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [M, K], rounded once to `dtype`."""
-        scales = self.scales.float().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
-        return (self.codes.float() * scales).to(dtype)
+        rows, columns = self.shape
+        full = columns // self.group  # groups that are not short
+        short = full * self.group  # where a short one begins
+        values, scales = self.codes.to(torch.float32, copy=True), self.scales.float()
+        values[:, :short].view(rows, full, self.group).mul_(scales[:, :full, None])
+        values[:, short:].mul_(scales[:, full:])
+        return values.to(dtype)
 
     @staticmethod
     def joined(parts: Sequence[Codes]) -> Codes:

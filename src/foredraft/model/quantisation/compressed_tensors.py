@@ -1,0 +1,260 @@
+"""compressed-tensors: integers of 4 or 8 bits, or float8_e4m3fn, of the layers that a config selects.
+
+A weight is s · (q - z). In "pack-quantized" files `weight_packed` holds q + 2^(bits - 1), packed along the
+columns of the weight, and `weight_zero_point` holds z likewise, packed along its rows. In "int-quantized",
+"float-quantized" and "naive-quantized" files `weight` holds q itself. The definition is that of
+compressed-tensors (https://github.com/vllm-project/compressed-tensors, `compressors/`), which multiplies in
+the scale's dtype: the result is the same where that is the model's dtype.
+
+Schemes that quantise activations are refused: those of weights alone are served.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from foredraft.errors import CheckpointError, shortened
+from foredraft.model.config import ConfigReader
+from foredraft.model.quantisation.codes import Codes
+from foredraft.model.quantisation.packing import subtract_zeros, unpack, words
+from foredraft.model.quantisation.scheme import (
+    INT32,
+    SCALES,
+    Part,
+    Quantisation,
+    Rule,
+    WeightFormat,
+    count_groups,
+    exactly,
+    read_group,
+    read_names,
+    shown_group,
+)
+
+__all__ = ["HARMLESS", "PackedFormat", "PlainFormat", "read_compressed_tensors"]
+
+HARMLESS = frozenset({"global_compression_ratio", "version"})
+HARMLESS_IN_WEIGHTS = frozenset({"observer", "observer_kwargs", "zp_dtype"})  # the stored dtypes are checked
+PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+MIXED = "mixed-precision"  # every group of modules has a format of its own
+LINEAR = "Linear"  # the class of the modules that this project has
+SCALE_DTYPES = (None, "torch.bfloat16", "torch.float16", "torch.float32")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """The format of packed integers.
+
+    Attributes:
+        bits: Bits of a number, 4 or 8.
+        group: Columns of a group; None if a row is one group.
+        symmetric: There are no zero points.
+    """
+
+    bits: int
+    group: int | None
+    symmetric: bool
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits {shown_group(self.group)}"
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
+        rows, columns = shape
+        groups = count_groups(module, columns, self.group)
+        found = {
+            "weight_packed": Part((rows, words(columns, self.bits)), INT32),
+            "weight_scale": Part((rows, groups), SCALES),
+            "weight_shape": Part((2,), ("I64", "I32")),
+        }
+        zeros = Part((words(rows, self.bits), groups), INT32)
+        return found if self.symmetric else found | {"weight_zero_point": zeros}
+
+    def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
+        if (stored := tensors["weight_shape"].tolist()) != list(shape):
+            raise CheckpointError(
+                f"tensor {module}.weight_shape is {stored}, but config.json implies {list(shape)}",
+                remedy="take both files from one checkpoint",
+            )
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        rows, columns = shape
+        stored = unpack(tensors["weight_packed"], self.bits)[:, :columns]
+        if self.symmetric:
+            zeros = stored.new_full((1, 1), 2 ** (self.bits - 1))
+        else:
+            zeros = unpack(tensors["weight_zero_point"].T, self.bits)[:, :rows].T
+        codes = subtract_zeros(stored, zeros, self.bits)
+        return Codes(codes, tensors["weight_scale"], self.group or columns)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFormat:
+    """The format of numbers of 8 bits that have a dtype of their own.
+
+    Attributes:
+        float8: The numbers are float8_e4m3fn; otherwise int8.
+        strategy: What shares a scale: "group", "channel" or "tensor".
+        group: Columns of a group; None unless groups share a scale.
+        symmetric: There are no zero points.
+    """
+
+    float8: bool
+    strategy: str
+    group: int | None
+    symmetric: bool
+
+    def __str__(self) -> str:
+        numbers = "FP8" if self.float8 else "8 bits"
+        return (
+            f"{numbers} per tensor" if self.strategy == "tensor" else f"{numbers} {shown_group(self.group)}"
+        )
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
+        rows, columns = shape
+        scales = (1,) if self.strategy == "tensor" else (rows, count_groups(module, columns, self.group))
+        found = {
+            "weight": Part(shape, ("F8_E4M3",) if self.float8 else ("I8",)),
+            "weight_scale": Part(scales, SCALES),
+        }
+        return found if self.symmetric else found | {"weight_zero_point": Part(scales, ("I8",))}
+
+    def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
+        return None
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        rows, columns = shape
+        codes, scales = tensors["weight"], tensors["weight_scale"]
+        if self.strategy == "tensor":
+            scales = scales[None].expand(rows, 1)
+        if not self.symmetric:
+            zeros = tensors["weight_zero_point"]
+            codes = subtract_zeros(codes, zeros[None] if zeros.dim() == 1 else zeros, 8)
+        return Codes(codes, scales, self.group or columns)
+
+
+def read_compressed_tensors(read: ConfigReader) -> Quantisation:
+    """Return the scheme of a `quantization_config` of compressed-tensors.
+
+    Raises:
+        CheckpointError: A key has a value that is not supported.
+    """
+    if read.take("kv_cache_scheme") is not None:
+        raise read.error("kv_cache_scheme", "a quantised KV cache is not supported; it must be null")
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        if read.take(key):
+            raise read.error(key, "it is not supported; it must be empty")
+    # old versions of the library say "frozen" of compressed weights too; the stored dtypes are checked
+    read.choice("quantization_status", ("compressed", "frozen"))
+    layout = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, MIXED))
+    ignored = [Rule(_pattern(read, "ignore", name), None) for name in read_names(read, "ignore")]
+    return Quantisation("compressed-tensors", (*ignored, *_rules(read, layout)))
+
+
+def _rules(read: ConfigReader, layout: str) -> list[Rule]:
+    """Return the rules of the groups of modules, in the order in which compressed-tensors matches them."""
+    groups = read.take("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise read.error("config_groups", "it must be a JSON object of groups")
+    found: dict[str, Rule] = {}
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise read.error("config_groups", f"{shortened(name)} must be a JSON object")
+        inner = ConfigReader(group, f"{read.where}, config_groups, {shortened(name)}", frozenset())
+        format = _group(inner, layout)
+        targets = read_names(inner, "targets")
+        if not targets:
+            raise inner.error("targets", "it must name modules")
+        for target in targets:
+            if target in found:
+                raise inner.error("targets", f"another group has the target {shortened(target)}")
+            if target[0].isupper() and target != LINEAR:
+                raise inner.error("targets", f"of the classes of modules only {LINEAR} is supported")
+            found[target] = Rule(_pattern(inner, "targets", target), format)
+        inner.reject_unknown_keys()
+    # names go before expressions, and the class comes last
+    order = sorted(found, key=lambda target: (target == LINEAR, _is_regex(target), target))
+    return [found[target] for target in order]
+
+
+def _group(read: ConfigReader, layout: str) -> WeightFormat:
+    """Return the weight format of a group of modules."""
+    if (inputs := read.take("input_activations")) is not None:
+        raise read.error("input_activations", _why_refused(inputs))
+    if read.take("output_activations") is not None:
+        raise read.error("output_activations", "quantised outputs are not supported; it must be null")
+    own = read.choice("format", (PACKED, INTEGERS, FLOATS, NAIVE, None), None)
+    if layout == MIXED and own is None:
+        raise read.error("format", f"it must be given where the format of all is {MIXED}")
+    section = read.take("weights")
+    if not isinstance(section, dict):
+        raise read.error("weights", "it must be a JSON object")
+    weights = ConfigReader(section, f"{read.where}, weights", HARMLESS_IN_WEIGHTS)
+    found = _weights(weights, own or layout)
+    weights.reject_unknown_keys()
+    return found
+
+
+def _why_refused(inputs: Any) -> str:
+    """Return the remedy for quantised inputs of modules, with the reason."""
+    settings = inputs if isinstance(inputs, dict) else {}
+    if settings.get("dynamic") and settings.get("strategy") in (None, "tensor"):
+        return (
+            "activations have one scale in a pass, so a token would depend on its neighbours;"
+            " use a checkpoint with quantised weights alone"
+        )
+    kind = "by token " if settings.get("strategy") == "token" else ""
+    return f"activations quantised {kind}are not supported; use a checkpoint with quantised weights alone"
+
+
+def _weights(read: ConfigReader, layout: str) -> WeightFormat:
+    """Return the weight format of a section `weights`, of modules that are stored in the given layout."""
+    kinds = {PACKED: ("int",), INTEGERS: ("int",), FLOATS: ("float",)}.get(layout, ("int", "float"))
+    float8 = read.choice("type", kinds, "int") == "float"
+    bits = read.choice("num_bits", (4, 8) if layout == PACKED else (8,), 8)
+    supported = ["channel"] + ["group"] * (not float8) + ["tensor"] * (layout != PACKED)
+    group, strategy = _grouping(read, supported)
+    symmetric = read.flag("symmetric", default=True)
+    if float8 and not symmetric:
+        raise read.error("symmetric", "it must be true with numbers of type float")
+    read.choice("dynamic", (False,), False)
+    read.choice("actorder", (None, False, "weight", "static"), None)  # these do not change what is stored
+    read.choice("block_structure", (None,), None)
+    read.choice("scale_dtype", SCALE_DTYPES, None)
+    if layout == PACKED:
+        return PackedFormat(bits, group, symmetric)
+    return PlainFormat(float8, strategy, group, symmetric)
+
+
+def _grouping(read: ConfigReader, strategies: Sequence[str]) -> tuple[int | None, str]:
+    """Return the columns of a group, None without groups, and the strategy, one of those given."""
+    size = read.take("group_size")
+    group = None if size is None else read_group(read, "group_size")
+    implied = "tensor" if size is None else "channel" if group is None else "group"
+    strategy = implied if read.take("strategy") is None else read.take("strategy")
+    if strategy not in strategies:
+        raise read.error("strategy", f"supported are {', '.join(strategies)}")
+    if (strategy == "group") != (group is not None):
+        raise read.error("group_size", f"it does not fit the strategy {strategy!r}")
+    return group, strategy
+
+
+def _is_regex(target: str) -> bool:
+    return target.startswith("re:")
+
+
+def _pattern(read: ConfigReader, key: str, target: str) -> str:
+    """Return the pattern of a target: a module's name, the class `Linear`, or "re:" and an expression."""
+    if target == LINEAR:
+        return ""
+    if not _is_regex(target):
+        return exactly([target])
+    try:
+        re.compile(target.removeprefix("re:"))
+    except (re.error, RecursionError, OverflowError):
+        raise read.error(key, f"{shortened(target)} is not a regular expression") from None
+    return target.removeprefix("re:")

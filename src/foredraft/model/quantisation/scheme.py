@@ -1,0 +1,165 @@
+"""Schemes: which modules of a checkpoint are quantised, in which weight formats.
+
+A weight format knows which tensors stand for a weight, by the suffixes of their names, and turns them into
+`Codes`. `weights.py` reads the tensors, checks their shapes and dtypes, and expands the codes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from foredraft.errors import CheckpointError
+from foredraft.model.config import ConfigReader
+from foredraft.model.quantisation.codes import Codes
+
+__all__ = [
+    "INT32",
+    "SCALES",
+    "Part",
+    "Quantisation",
+    "Rule",
+    "WeightFormat",
+    "count_groups",
+    "exactly",
+    "read_group",
+    "read_names",
+    "shown_group",
+]
+
+INT32 = ("I32",)  # dtypes as safetensors names them
+SCALES = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor among those that stand for a weight.
+
+    Attributes:
+        shape: The shape that it must have.
+        dtypes: The dtypes that it may have, as safetensors names them.
+        optional: It may be absent.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+class WeightFormat(Protocol):
+    """How tensors stand for the weight [M, K] of a module; frozen and hashable.
+
+    `shape` is (M, K). `tensors` are those that the checkpoint has of `parts`, by suffix.
+    """
+
+    def __str__(self) -> str:
+        """Return bits and groups, as people say them: "4 bits in groups of 128"."""
+        ...
+
+    def parts(self, module: str, shape: tuple[int, int]) -> dict[str, Part]:
+        """Return the tensors that stand for the weight, by the suffix of their names.
+
+        Raises:
+            CheckpointError: The format cannot hold a weight of this shape.
+        """
+        ...
+
+    def check(self, module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> None:
+        """Check the values of the small tensors.
+
+        Raises:
+            CheckpointError: A tensor contradicts config.json, or its meaning is not settled.
+        """
+        ...
+
+    def codes(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
+        """Return the quantised weight."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of a scheme.
+
+    Attributes:
+        pattern: A regular expression; modules match whose name begins with it.
+        format: The format of the modules that match; None leaves them unquantised.
+    """
+
+    pattern: str
+    format: WeightFormat | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the linear layers of a checkpoint are quantised.
+
+    Attributes:
+        method: The `quant_method` of its config.
+        rules: The first rule that a module matches decides; without one, a module is not quantised.
+        note: What Foredraft computes otherwise than the method's authors; None if nothing.
+    """
+
+    method: str
+    rules: tuple[Rule, ...]
+    note: str | None = None
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        """Return the format of a linear layer's weight; None if it is not quantised.
+
+        Args:
+            module: Its name in the checkpoint, such as "model.layers.0.mlp.up_proj".
+        """
+        return next((rule.format for rule in self.rules if re.match(rule.pattern, module)), None)
+
+    @property
+    def described(self) -> str:
+        """Method and formats, and the note: "gptq, 4 bits in groups of 128"."""
+        formats = dict.fromkeys(str(rule.format) for rule in self.rules if rule.format is not None)
+        note = "" if self.note is None else f" ({self.note})"
+        return f"{self.method}, {' and '.join(formats)}{note}"
+
+
+def exactly(names: Iterable[str]) -> str:
+    """Return the pattern that the given names match, and no other."""
+    return rf"(?:{'|'.join(re.escape(name) for name in names)})\Z"
+
+
+def read_names(read: ConfigReader, key: str) -> list[str]:
+    """Return the list of names under a key; an absent or null key is an empty list."""
+    names = read.take(key)
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise read.error(key, "it must be a list of names or null")
+    return names
+
+
+def read_group(read: ConfigReader, key: str, default: int | None = None) -> int | None:
+    """Return the columns of a group; None for -1, which makes a row one group."""
+    return None if read.take(key, default) == -1 else read.count(key, default)
+
+
+def count_groups(module: str, columns: int, group: int | None) -> int:
+    """Return the number of groups in a row; the columns of a group are None if a row is one.
+
+    Raises:
+        CheckpointError: Groups do not divide the row.
+    """
+    if group is None:
+        return 1
+    if columns % group:
+        raise CheckpointError(
+            f"{module} has {columns} columns, which groups of {group} do not divide",
+            remedy="use a checkpoint whose groups do",
+        )
+    return columns // group
+
+
+def shown_group(group: int | None) -> str:
+    """Return how people say the size of groups."""
+    return "per channel" if group is None else f"in groups of {group}"

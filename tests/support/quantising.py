@@ -1,0 +1,207 @@
+"""Whole checkpoints with quantised weights: their linear layers rounded to nearest and packed, format by format.
+
+The packers share no code with the library. What the bits of each format mean is tested against the libraries that
+define the formats (`tests/data/quantised`); these checkpoints test how loading finds and joins the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+__all__ = ["KINDS", "SINGLE", "Kind", "edit_config", "edit_tensors", "quantise"]
+
+SINGLE = "model.safetensors"
+GROUP = 32  # columns of a group
+LINEAR = re.compile(r"(model\.layers\.\d+\..+_proj)\.weight")
+Packed = tuple[dict[str, Tensor], Tensor]  # tensors by suffix, and the weight that they stand for
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of quantised checkpoint.
+
+    Attributes:
+        config: Its `quantization_config`.
+        pack: Packs the weight of one module.
+    """
+
+    config: Mapping[str, Any]
+    pack: Callable[[Tensor], Packed]
+
+
+def words(numbers: Tensor, bits: int) -> Tensor:
+    """Return unsigned numbers [N, L] in int32 words [N, ceil(L * bits / 32)], the lowest bits first."""
+    factor = 32 // bits
+    padded = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % factor))
+    shifted = padded.reshape(len(numbers), -1, factor) << (bits * torch.arange(factor))
+    return shifted.sum(-1).to(torch.int32)
+
+
+def rounded(weight: Tensor, bits: int, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return numbers [M, K] from 0, scales and zero points [M, G], and the weight that they stand for."""
+    grouped = weight.float().reshape(len(weight), -1, group)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    if not zeros:
+        high = torch.maximum(-low, high)
+        low = -high
+    scales = ((high - low) / (2**bits - 1)).half()
+    middle = torch.full_like(scales, 2 ** (bits - 1), dtype=torch.float32)
+    points = (-low / scales.float()).round().clamp(1, 2**bits - 1) if zeros else middle
+    numbers = (grouped / scales.float()[..., None] + points[..., None]).round().clamp(0, 2**bits - 1)
+    values = (numbers - points[..., None]) * scales.float()[..., None]
+    return numbers.reshape(weight.shape), scales, points, values.reshape(weight.shape)
+
+
+def gptq(
+    bits: int, group: int, *, zeros: bool, less_one: bool, order: bool = True
+) -> Callable[[Tensor], Packed]:
+    def pack(weight: Tensor) -> Packed:
+        size = weight.shape[1] if group == -1 else group
+        numbers, scales, points, values = rounded(weight, bits, size, zeros)
+        tensors = {
+            "qweight": words(numbers, bits).T,
+            "qzeros": words(points.T - int(less_one), bits),
+            "scales": scales.T,
+        }
+        if order:
+            tensors["g_idx"] = (torch.arange(weight.shape[1]) // size).int()
+        return tensors, values
+
+    return pack
+
+
+def awq(weight: Tensor) -> Packed:
+    numbers, scales, points, values = rounded(weight, 4, GROUP, zeros=True)
+
+    def ordered(by_column: Tensor) -> Tensor:
+        return words(by_column.reshape(len(by_column), -1, 8)[:, :, AWQ_ORDER].flatten(1), 4)
+
+    return {"qweight": ordered(numbers.T), "qzeros": ordered(points.T), "scales": scales.T}, values
+
+
+def packed(bits: int, group: int | None, *, zeros: bool) -> Callable[[Tensor], Packed]:
+    def pack(weight: Tensor) -> Packed:
+        numbers, scales, points, values = rounded(weight, bits, group or weight.shape[1], zeros)
+        tensors = {
+            "weight_packed": words(numbers, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return tensors | ({"weight_zero_point": words(points.T, bits).T} if zeros else {}), values
+
+    return pack
+
+
+def int8(weight: Tensor) -> Packed:
+    numbers, scales, points, values = rounded(weight, 8, weight.shape[1], zeros=False)
+    return {"weight": (numbers - points).to(torch.int8), "weight_scale": scales}, values
+
+
+def float8(weight: Tensor) -> Packed:
+    scales = (weight.float().abs().amax(1, keepdim=True) / 448).bfloat16()
+    numbers = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
+
+
+def float8_blocks(weight: Tensor) -> Packed:
+    rows, columns = weight.shape
+    blocks = [[part.split(128, 1) for part in weight.float().split(128)]][0]
+    scales = torch.tensor([[block.abs().amax() / 448 for block in row] for row in blocks])
+    spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    numbers = (weight.float() / spread).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * spread
+
+
+def gptq_config(bits: int, group: int, sym: bool, layout: str = "gptq") -> dict[str, Any]:
+    return {
+        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": sym,
+        "damp_percent": 0.1, "true_sequential": True, "checkpoint_format": layout, "lm_head": False,
+    }  # fmt: skip
+
+
+def tensors_config(layout: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "sparsity_config": {}, "transform_config": {}, "version": "0.12.2",
+    }  # fmt: skip
+
+
+PACK = "pack-quantized"
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+KINDS: dict[str, Kind] = {
+    "gptq": Kind(gptq_config(4, GROUP, sym=True), gptq(4, GROUP, zeros=False, less_one=True)),
+    "gptq-zeros": Kind(
+        gptq_config(4, GROUP, sym=False), gptq(4, GROUP, zeros=True, less_one=True, order=False)
+    ),
+    "gptq-v2-8": Kind(gptq_config(8, -1, False, "gptq_v2"), gptq(8, -1, zeros=True, less_one=False)),
+    "awq": Kind(
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "GEMM"}, awq
+    ),
+    "w4": Kind(
+        tensors_config(PACK, num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP),
+        packed(4, GROUP, zeros=False),
+    ),
+    "w4-zeros": Kind(
+        tensors_config(PACK, num_bits=4, symmetric=False, group_size=GROUP, actorder="weight"),
+        packed(4, GROUP, zeros=True),
+    ),
+    "w8-channel": Kind(tensors_config(PACK, num_bits=8, strategy="channel"), packed(8, None, zeros=False)),
+    "int8": Kind(tensors_config("int-quantized", num_bits=8, strategy="channel"), int8),
+    "fp8-channel": Kind(tensors_config("float-quantized", **FLOAT8), float8),
+    "fp8-blocks": Kind(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        float8_blocks,
+    ),
+}  # fmt: skip
+
+
+def quantise(folder: Path, kind: Kind, *, skipped: str = r"(?!)", key: str = "quantization_config") -> Path:
+    """Quantise a checkpoint in place, and return a folder beside it with the same weights, expanded.
+
+    Args:
+        folder: The checkpoint.
+        kind: How its linear layers are quantised.
+        skipped: Modules that stay as they are, as a regular expression.
+        key: The key of config.json.
+    """
+    twin = folder.with_name(f"{folder.name}-expanded")
+    shutil.copytree(folder, twin)
+    coded: dict[str, Tensor] = {}
+    expanded: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / SINGLE).items():
+        match = LINEAR.fullmatch(name)
+        if match is None or re.search(skipped, match[1]):
+            coded[name] = expanded[name] = tensor
+            continue
+        parts, values = kind.pack(tensor)
+        coded |= {f"{match[1]}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+        expanded[name] = values.to(tensor.dtype)
+    save_file(coded, folder / SINGLE)
+    save_file(expanded, twin / SINGLE)
+    edit_config(folder, {key: dict(kind.config)})
+    return twin
+
+
+def edit_config(folder: Path, keys: Mapping[str, Any]) -> None:
+    """Give a checkpoint's config.json other values."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(keys)))
+
+
+def edit_tensors(folder: Path, changes: Mapping[str, Tensor | None]) -> None:
+    """Replace tensors of a checkpoint, or remove those that are None."""
+    tensors: dict[str, Any] = load_file(folder / SINGLE) | dict(changes)
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / SINGLE)
