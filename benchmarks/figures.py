@@ -23,6 +23,7 @@ from foredraft.files import write_whole
 HERE = Path(__file__).parent
 PAGES = (
     "README.md", "docs/reproduction.md", "docs/guides/bild.md", "docs/guides/scaling.md",
+    "docs/guides/train.md", "docs/guides/fewer-bits.md",
 )  # fmt: skip
 BLOCK = re.compile(
     r"(?<=<!-- figures: )(?P<name>[^>]*?)(?P<gap> -->\n)(?P<lines>.*?)(?=<!-- /figures -->)", re.S
@@ -375,6 +376,57 @@ def many_replicas() -> list[str]:
     )  # fmt: skip
 
 
+def kangaroo() -> list[str]:
+    """The trained adapter beside the other drafters, on the demo target and on one trained plainly."""
+
+    def line(name: str, model: str, contender: str) -> Cells:
+        found = rows(f"kangaroo_{name}", contender)
+        costs = [costs.drafting[contender].further for costs in report(f"kangaroo_{name}").costs]
+        alpha, tau = drafts(found, "alpha", "mean_accepted_length")
+        temperature = "1" if "sampled" in name else "0"
+        return (
+            f"`{contender}`, {model}", temperature, gain(found), alpha, tau, span(costs),
+            _over_predicted(found),
+        )  # fmt: skip
+
+    contenders = ("kangaroo", "layer-skip", "draft-model", "lookup")
+    lines = [line(name, "demo", each) for name in ("greedy", "sampled") for each in contenders]
+    lines += [line("plainly", "without layer dropout", each) for each in ("kangaroo", "layer-skip")]
+    head = ("drafter and target", "temperature", "over plain", "α", "τ", "c", "measured ÷ predicted")
+    return table(head, *lines)
+
+
+def losses() -> list[str]:
+    """α of the demo target's adapter after equal steps of each loss."""
+    found = result("training_losses")["losses"]
+    lines = [
+        (f"`{name}`", f"{each['alpha']:.3f}", f"{each['agreement']:.3f}", f"{each['tau']:.2f}")
+        for name, each in found.items()
+    ]
+    return table(("loss", "α at temperature 1", "same argmax", "τ"), *lines)
+
+
+def few_bits() -> list[str]:
+    """Steps and passes of a large shape in 16, 8 and 4 bits."""
+    found = result("few_bits")
+
+    def spread_of(values: dict[str, Any], digits: int = 2) -> str:
+        return f"{values['median']:.{digits}f}"
+
+    return table(
+        ("weights", "plain step, ms", "v(4)", "v(8)", "v(16)", "c beside bfloat16"),
+        *(
+            (
+                name,
+                spread_of(found["milliseconds"][name]["1"], 1),
+                *(spread_of(found["v"][name][str(count)]) for count in (4, 8, 16)),
+                spread_of(found["c"][name]) if name in found["c"] else "",
+            )
+            for name in ("bfloat16", "int8", "int4")
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "speed": speed,
     "speculative sampling": speculative_sampling,
@@ -389,6 +441,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "the lossy rule": the_lossy_rule,
     "two replicas": two_replicas,
     "many replicas": many_replicas,
+    "kangaroo": kangaroo,
+    "losses": losses,
+    "few bits": few_bits,
 }
 
 

@@ -4,7 +4,7 @@ Two figures on the demo target and on one padded with layers that add nothing, u
 more: the verifying pass alone, and greedy decoding of held-out prompts, each with the states and without, in
 turns. Outputs must be identical.
 
-    python benchmarks/resuming.py --adapter FOLDER
+    python benchmarks/resuming.py
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def measure(folder: Path, place: Path, repeats: int, new_tokens: int) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The saving of resumed verifying passes.")
-    parser.add_argument("--adapter", type=Path, required=True, help="of the demo target")
+    parser.add_argument(
+        "--adapter", type=Path, default=demo.adapter_path(), help="of the demo target; default: the demo's"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="turns")
     parser.add_argument("--new-tokens", type=int, default=96, help="tokens of a text")
     given = parser.parse_args()

@@ -34,7 +34,7 @@ from foredraft.train.students import AdapterStudent
 from foredraft.train.target import FrozenTarget
 from foredraft.train.texts import Reader
 
-DEPTH, LENGTH, GROUP = 2, 512, 4096  # layers below the adapter; tokens of a document and of a group
+DEPTH, LENGTH, GROUP = 1, 512, 4096  # layers below the adapter; tokens of a document and of a group
 
 
 def products(spec: Any, layers: int, columns: int, *, head: bool) -> list[tuple[int, int, int]]:
