@@ -22,6 +22,7 @@ from foredraft.cli.generate import generate
 from foredraft.cli.help import HELP_ALL, HelpPages, usage
 from foredraft.cli.info import info
 from foredraft.cli.optional_values import name_defaults
+from foredraft.cli.quantise import quantise
 from foredraft.cli.serve import serve
 from foredraft.cli.stdin import mark_stdin
 from foredraft.cli.train import adapter, draft
@@ -42,7 +43,7 @@ app = App(
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
-for command in (generate, serve, bench, tune, verify, info):
+for command in (generate, serve, bench, tune, quantise, verify, info):
     app.command(command, usage=usage(command.__name__))
 training = App(
     name="train",

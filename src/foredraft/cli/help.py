@@ -67,6 +67,14 @@ EXAMPLES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("foredraft train draft --data my.jsonl --out ./small --from-layers 0,15", "from two layers"),
         ),
     ),
+    "quantise": (
+        "--out DIR [OPTIONS]",
+        (
+            ("foredraft quantise --out ./few", "the demo target in 8 bits"),
+            ("foredraft quantise --model ./big --weights int4 --out ./few", "your model in 4 bits"),
+            ("foredraft quantise --model ./big --out ./few --data my.jsonl", "and what it lost"),
+        ),
+    ),
     "info": (
         "[MODEL] [OPTIONS]",
         (

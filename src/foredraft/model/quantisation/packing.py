@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["subtract_zeros", "unpack", "words"]
+__all__ = ["pack", "subtract_zeros", "unpack", "words"]
 
 
 def words(count: int, bits: int) -> int:
     """Return the number of int32 words that hold `count` numbers."""
     return -(-count * bits // 32)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return words [M, W] of codes [M, K]: each is stored as code + 2^(bits - 1), the lowest bits first."""
+    numbers = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % (32 // bits)))
+    if bits == 4:
+        numbers = numbers[:, ::2] | (numbers[:, 1::2] << 4)
+    return numbers.contiguous().view(torch.int32)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

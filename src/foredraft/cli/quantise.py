@@ -1,0 +1,70 @@
+"""`foredraft quantise`: write a model with weights of few bits as a checkpoint of its own.
+
+stdout has a few lines, or with --json one JSON document. The exit code is 0 when the checkpoint was written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from foredraft.cli.options import COMMON, MODEL, OUTPUT, Flag, common
+
+__all__ = ["quantise"]
+
+
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    model: Annotated[str | None, common(MODEL)] = None
+    """The model: a folder or a Hugging Face id. Default: the demo target."""
+    revision: str | None = None
+    """Branch, tag or commit of --model on the Hugging Face Hub."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Dtype of what is not coded. Default: the checkpoint's."""
+
+
+def quantise(
+    *,
+    out: Annotated[Path, common(OUTPUT)],
+    weights: Annotated[Literal["int4", "int8"], common(MODEL)] = "int8",
+    data: Annotated[
+        tuple[Path, ...],
+        Parameter(group=(COMMON, OUTPUT), negative=(), consume_multiple=True, show_default=False),
+    ] = (),
+    source: SourceOptions = SourceOptions(),
+    json_output: Annotated[Flag, common(OUTPUT, name="--json")] = False,
+) -> int:
+    """Write a model with weights of 4 or 8 bits as a checkpoint, which other programs load too.
+
+    Parameters
+    ----------
+    out
+        Folder to write: weights in the format of compressed-tensors, all other files, and a card.
+    weights
+        Bits of the linear layers and the head, in groups of 32.
+    data
+        Files of text, JSON Lines or Parquet to compare the models on; the card then says what was lost.
+    json_output
+        Print one JSON document instead of text.
+    """
+    from foredraft.quantise import quantise_checkpoint
+
+    options = {name: value for name, value in asdict(source).items() if value is not None and name != "model"}
+    result = quantise_checkpoint(source.model, weights, out, data=data, **options)
+    if json_output:
+        print(json.dumps(result.as_dict()))
+        return 0
+    print(f"written to {result.out}: {result.bytes / 1e6:,.1f} MB")
+    if (quality := result.quality) is not None:
+        print(
+            f"over {quality.tokens:,} tokens: KL {quality.kl:.4f} nats (1 in 1,000 above"
+            f" {quality.kl_999:.3f}), same likeliest token {quality.same_top:.1%}, perplexity ratio"
+            f" {quality.perplexity_ratio:.4f}"
+        )
+    print(f"use it with --model {result.out}")
+    return 0

@@ -1,0 +1,116 @@
+"""Write a quantised checkpoint: "pack-quantized" weights of compressed-tensors, which other programs load.
+
+The linear layers and the head are coded; a head that was tied to the embedding becomes a tensor of its own.
+Every other tensor, and every other file of the folder, is copied. One tensor is in memory at a time, beside
+the file that is being filled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foredraft.model.config import read_json
+from foredraft.model.quantisation import codable, quantise
+from foredraft.model.quantisation.packing import pack
+from foredraft.model.quantisation.quantise import GROUP
+from foredraft.model.spec import ModelSpec
+from foredraft.model.weights import EMBEDDING, HEAD, read_tensors, weight_headers
+
+__all__ = ["write_quantised"]
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
+MOST = 4 << 30  # bytes of a file
+
+
+def write_quantised(source: Path, out: Path, spec: ModelSpec, bits: int, dtype: torch.dtype) -> int:
+    """Write a checkpoint with weights of so many bits into an empty folder, and return its bytes.
+
+    Args:
+        source: The checkpoint.
+        out: The folder.
+        spec: The model.
+        bits: Of a code, 4 or 8.
+        dtype: Of what is not coded.
+
+    Raises:
+        OSError: A file cannot be written.
+        CheckpointError: The checkpoint is broken.
+    """
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (CONFIG, INDEX):
+            shutil.copyfile(file, out / file.name)
+    plain: list[str] = []  # linear layers that keep their weights
+    files: dict[str, str] = {}  # tensor -> file
+    filled: dict[str, Tensor] = {}
+    total = held = 0
+    for name, tensor in _tensors(source, spec, bits, dtype, plain):
+        if held and held + tensor.nbytes > MOST:
+            files |= _save(out, filled, len(set(files.values())))
+            filled, held = {}, 0
+        filled[name] = tensor
+        held, total = held + tensor.nbytes, total + tensor.nbytes
+    if files:
+        files |= _save(out, filled, len(set(files.values())))
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (out / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    else:
+        save_file(filled, out / SINGLE, {"format": "pt"})
+    config = read_json(source / CONFIG) | {"tie_word_embeddings": False}
+    config["quantization_config"] = _scheme(bits, plain)
+    (out / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return total
+
+
+def _tensors(
+    source: Path, spec: ModelSpec, bits: int, dtype: torch.dtype, plain: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the new checkpoint; `plain` gathers linear layers without whole groups."""
+    head = f"{HEAD}.weight"
+    for name in weight_headers(source):
+        if name == head and spec.tied:
+            continue
+        [tensor] = read_tensors(source, name.__eq__).values()
+        tensor = tensor.to(dtype)
+        module = name.removesuffix(".weight")
+        if name != head and not (name.endswith(".weight") and LINEAR.fullmatch(module)):
+            yield name, tensor
+            if not (name == f"{EMBEDDING}.weight" and spec.tied):
+                continue
+            module = HEAD
+        if not codable(tensor.shape[1]):
+            plain.append(module)
+            yield f"{module}.weight", tensor.clone()
+            continue
+        codes = quantise(tensor, bits)
+        yield f"{module}.weight_packed", pack(codes.codes, bits)
+        yield f"{module}.weight_scale", codes.scales.to(dtype)
+        yield f"{module}.weight_shape", torch.tensor(codes.shape)
+
+
+def _save(out: Path, tensors: dict[str, Tensor], count: int) -> dict[str, str]:
+    """Save tensors as one more file, and return in which file each of them is."""
+    file = f"model-{count + 1:05}.safetensors"
+    save_file(tensors, out / file, {"format": "pt"})
+    return dict.fromkeys(tensors, file)
+
+
+def _scheme(bits: int, plain: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+        "dynamic": False,
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
+    }  # fmt: skip
