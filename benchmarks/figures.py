@@ -406,6 +406,19 @@ def losses() -> list[str]:
     return table(("loss", "α at temperature 1", "same argmax", "τ"), *lines)
 
 
+def low_bit() -> list[str]:
+    """Drafts of a target's own copy in 4 bits, where a step waits for memory."""
+    lines = []
+    for temperature in (0, 1):
+        found = Report.from_dict(result(f"bench_widened_low_bit_{temperature}"))
+        own = [row for row in found.rows if row.contender == "low-bit" and row.speedup is not None]
+        step = span(costs.drafting["low-bit"].further for costs in found.costs)
+        alpha, tau = drafts(own, "alpha", "mean_accepted_length")
+        lines.append((str(temperature), gain(own), alpha, tau, step, _over_predicted(own), identical(own)))
+    head = ("temperature", "over plain", "α", "τ", "c", "measured ÷ predicted", "identical")
+    return table(head, *lines)
+
+
 def few_bits() -> list[str]:
     """Steps and passes of a large shape in 16, 8 and 4 bits."""
     found = result("few_bits")
@@ -444,6 +457,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "kangaroo": kangaroo,
     "losses": losses,
     "few bits": few_bits,
+    "low bit": low_bit,
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft import LLM, SamplingParams, demo
@@ -16,7 +17,7 @@ from foredraft.bench.workload import load_workloads
 from foredraft.files import write_whole
 from foredraft.ngrams import repeated
 
-__all__ = ["DEMO_LAYERS", "demo_plan", "fluent", "heldout", "machine", "padded_demo", "write"]
+__all__ = ["DEMO_LAYERS", "demo_plan", "fluent", "heldout", "machine", "padded_demo", "widened_demo", "write"]
 
 HERE = Path(__file__).parent
 DEMO_LAYERS = 16
@@ -67,6 +68,28 @@ def padded_demo(folder: Path, layers: int, positions: int | None = None) -> Path
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 added.zero_()
             weights[name.replace("layers.0.", f"layers.{layer}.")] = added
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+def widened_demo(folder: Path, inner: int) -> Path:
+    """Write the demo target with neurons that change nothing added to its MLPs; return the folder.
+
+    The added neurons have random weights, but what they write is zero. `inner` is the new intermediate size.
+    """
+    copytree(demo.target_path(), folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    added, config["intermediate_size"] = inner - config["intermediate_size"], inner
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    [file] = folder.glob("*.safetensors")
+    weights = load_file(file)
+    random = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            rows = torch.randn(added, weight.shape[1], generator=random) * weight.float().std()
+            weights[name] = torch.cat([weight, rows.to(weight.dtype)])
+        elif name.endswith("down_proj.weight"):
+            weights[name] = torch.cat([weight, weight.new_zeros(weight.shape[0], added)], dim=1)
     save_file(weights, file, {"format": "pt"})
     return folder
 
