@@ -114,7 +114,7 @@ def test_what_cannot_be_honoured_is_refused(
         (("--model", model, "--out", mine), "which holds other files"),
         (("--model", few, "--out", tmp_path / "again"), "is quantised already"),
         (("--model", model, "--out", tmp_path / "x", "--data", tmp_path / "none.txt"), "none.txt"),
-        (("--model", tmp_path / "nowhere", "--out", tmp_path / "x"), "nowhere"),
+        (("--model", tmp_path / "nowhere", "--out", tmp_path / "x"), "neither a folder nor a hub name"),
         (("--model", model, "--out", few), "which holds other files"),
     ):
         code, _, told = run(capsys, *words)

@@ -15,6 +15,7 @@ from foredraft.decode.stats import Stats
 from foredraft.llm.output import Output, Piece
 from foredraft.model.chat import ChatTemplate
 from foredraft.serve import messages, responses
+from foredraft.serve.blocks import Asked
 from foredraft.serve.tools import Tool, Tools
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "%s"}}\n</tool_call>'
@@ -54,7 +55,7 @@ def generation(text: str, size: int) -> Any:
 
 def events(dialect: Any, text: str, size: int) -> list[tuple[str, dict[str, Any]]]:
     async def collect() -> list[tuple[str, dict[str, Any]]]:
-        return [event async for event in dialect.events("id", "demo", generation(text, size), None)]
+        return [event async for event in dialect.events(Asked("id", "demo", {}, 1), generation(text, size), None)]
 
     return asyncio.run(collect())
 
