@@ -55,7 +55,9 @@ def generation(text: str, size: int) -> Any:
 
 def events(dialect: Any, text: str, size: int) -> list[tuple[str, dict[str, Any]]]:
     async def collect() -> list[tuple[str, dict[str, Any]]]:
-        return [event async for event in dialect.events(Asked("id", "demo", {}, 1), generation(text, size), None)]
+        return [
+            event async for event in dialect.events(Asked("id", "demo", {}, 1), generation(text, size), None)
+        ]
 
     return asyncio.run(collect())
 
